@@ -1,0 +1,136 @@
+"""YAML file plus `section.key=value` overrides -> `RunConfig`, with errors a person can act on.
+
+Imports stdlib, pydantic and PyYAML only.  Every problem raises `ConfigError`, whose text names the key, the value
+and the remedy.
+"""
+
+import difflib
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from conf.schema import RunConfig
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be run.  The text names key, value and remedy."""
+
+
+def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file, apply `section.key=value` overrides, validate.  Raises ConfigError."""
+    tree = read_yaml(Path(path))
+    for override in overrides:
+        apply_override(tree, override)
+    return validate(tree, source=str(path))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The file as a dictionary.  Raises ConfigError when it is absent, is not YAML, or is not a mapping."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        known = sorted(p.as_posix() for p in Path("conf").glob("*.yaml"))
+        hint = f" Files in conf/: {', '.join(known)}." if known else ""
+        raise ConfigError(f"Configuration file {path} does not exist.{hint}") from None
+    except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
+        raise ConfigError(f"Configuration file {path} is not readable as YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"Configuration file {path} must hold a mapping of sections, found {type(tree).__name__}.")
+    return tree
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set one `section.key=value` in the tree, the value read as YAML.  Raises ConfigError on bad syntax."""
+    dotted, equals, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"Override {override!r} is not of the form section.key=value, e.g. rollout.num_samples=4.")
+    node: Any = tree
+    for key in keys[:-1]:
+        node = node.setdefault(key, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            raise ConfigError(f"Override {override!r}: {key!r} is not a section (lists are replaced as a whole).")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"Override {override!r}: the value is not YAML: {error}") from None
+    if isinstance(value, str):
+        value = _scientific(value)
+    node[keys[-1]] = value
+
+
+def _scientific(text: str) -> str | float:
+    """YAML 1.1 reads 1e-4 as a string; people mean the number."""
+    try:
+        return float(text) if text[:1] in "+-.0123456789" else text
+    except ValueError:
+        return text
+
+
+def validate(tree: dict[str, Any], source: str) -> RunConfig:
+    """Build the frozen tree.  Raises ConfigError listing every problem, one a line."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        problems = "\n".join("  - " + _explain(e) for e in error.errors())
+        raise ConfigError(f"Configuration {source} cannot be run:\n{problems}") from None
+
+
+def _explain(error: Any) -> str:
+    path = [str(p) for p in error["loc"]]
+    key, value = _public_path(path), error["input"]
+    if error["type"] == "extra_forbidden":
+        known = _fields_at(path[:-1])
+        close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
+        meant = f"; did you mean {close[0]!r}?" if close else f"; known keys here: {', '.join(sorted(known))}"
+        return f"{key}: unknown key (value {value!r}){meant}"
+    if error["type"] == "missing":
+        return f"{key}: required, but not given"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    return f"{key}: {message} (value {value!r})"
+
+
+def _public_path(path: list[str]) -> str:
+    """Drop the union tags that pydantic puts into error locations: data.reasoning_gym.seed -> data.seed."""
+    shown, model = [], RunConfig
+    for part in path:
+        if part in _tags(model):
+            model = _tags(model)[part]
+            continue
+        shown.append(part)
+        model = _child(model, part)
+    return ".".join(shown)
+
+
+def _fields_at(path: list[str]) -> list[str]:
+    model: Any = RunConfig
+    for part in path:
+        model = _tags(model).get(part) or _child(model, part)
+    return list(model.model_fields) if _is_model(model) else []
+
+
+def _child(model: Any, part: str) -> Any:
+    if _is_model(model) and part in model.model_fields:
+        return model.model_fields[part].annotation
+    if part.isdigit():
+        return next(iter(typing.get_args(model)), None)
+    return None
+
+
+def _tags(model: Any) -> dict[str, Any]:
+    """Discriminator value -> class, for a union of sections."""
+    tags = {}
+    for option in typing.get_args(model):
+        if _is_model(option) and "kind" in option.model_fields:
+            for tag in typing.get_args(option.model_fields["kind"].annotation):
+                tags[tag] = option
+    return tags
+
+
+def _is_model(candidate: Any) -> bool:
+    return isinstance(candidate, type) and issubclass(candidate, BaseModel)
