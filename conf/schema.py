@@ -32,7 +32,7 @@ class PretrainedModel(Section):
 
 
 class RandomModel(Section):
-    """A tiny Llama with random weights and the embedded model's tokenizer: for smoke tests, it learns nothing useful."""
+    """A tiny Llama with random weights and the embedded model's tokenizer, for smoke tests: it learns nothing."""
 
     kind: Literal["random"]
     hidden_size: int = Field(64, ge=16, multiple_of=16)

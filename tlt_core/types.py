@@ -9,7 +9,7 @@ Shape suffixes: R responses, T tokens of all responses back to back, P prompt to
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -144,6 +144,30 @@ class RolloutBatch:
         start, end = int(self.offsets_R1[index]), int(self.offsets_R1[index + 1])
         return self.tokens_T[start + int(self.prompt_lens_R[index]) : end]
 
+    def take(self, rows: Sequence[int]) -> "RolloutBatch":
+        """The given responses, in the given order."""
+        starts, ends = self.offsets_R1[:-1], self.offsets_R1[1:]
+        spans = [slice(int(starts[r]), int(ends[r])) for r in rows]
+        index = torch.tensor(list(rows), dtype=torch.int64)
+        offsets = torch.zeros(len(spans) + 1, dtype=torch.int64)
+        torch.cumsum(self.lengths_R[index], 0, out=offsets[1:])
+        per_row = {f.name: getattr(self, f.name)[index] for f in fields(self) if f.name.endswith("_R")}
+        return RolloutBatch(
+            tokens_T=torch.cat([self.tokens_T[s] for s in spans]),
+            logprobs_T=torch.cat([self.logprobs_T[s] for s in spans]),
+            offsets_R1=offsets,
+            **per_row,
+        )
+
+    @classmethod
+    def join(cls, batches: Sequence["RolloutBatch"]) -> "RolloutBatch":
+        """All responses of several batches, one batch after the other."""
+        offsets = [b.offsets_R1[1:] + sum(len(a.tokens_T) for a in batches[:i]) for i, b in enumerate(batches)]
+        joined = {
+            f.name: torch.cat([getattr(b, f.name) for b in batches]) for f in fields(cls) if f.name != "offsets_R1"
+        }
+        return cls(offsets_R1=torch.cat([torch.zeros(1, dtype=torch.int64), *offsets]), **joined)
+
     @classmethod
     def pack(cls, rollouts: Sequence[Rollout]) -> "RolloutBatch":
         """Sort into canonical order and pack."""
@@ -194,6 +218,18 @@ class ScoredBatch:
         n = len(self.rollouts)
         for name in ("rewards_R", "scores_R", "status_R", "reward_s_R", "advantages_R"):
             _require(len(getattr(self, name)) == n, f"{name} must have {n} entries")
+
+    def take(self, rows: Sequence[int]) -> "ScoredBatch":
+        """The given responses, in the given order."""
+        index = torch.tensor(list(rows), dtype=torch.int64)
+        own = {f.name: getattr(self, f.name)[index] for f in fields(self) if f.name != "rollouts"}
+        return ScoredBatch(rollouts=self.rollouts.take(rows), **own)
+
+    @classmethod
+    def join(cls, batches: Sequence["ScoredBatch"]) -> "ScoredBatch":
+        """All responses of several batches, one batch after the other."""
+        own = {f.name: torch.cat([getattr(b, f.name) for b in batches]) for f in fields(cls) if f.name != "rollouts"}
+        return cls(rollouts=RolloutBatch.join([b.rollouts for b in batches]), **own)
 
 
 class WorkerState(IntEnum):

@@ -1,0 +1,80 @@
+"""Hands out requests to workers and gathers what they finish.  A plain class; the group runs it as a Ray actor.
+
+    driver  --begin(groups)-->  Dispatcher  <--pull / push / report--  workers
+    driver  <--drain()--------
+
+consumes: groups of requests, finished rollouts.  waits: never.  produces: requests, finished rollouts, `over`.
+
+`pull`: one queue, and nobody gets more than a fair share of what is still outstanding, so that requests go to the
+worker that is free.  `static`: whole groups are dealt up front, as classic data parallel does.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from tlt_core.types import GenerationRequest, Rollout
+
+
+class Pulled(NamedTuple):
+    """Answer to `pull`."""
+
+    requests: tuple[GenerationRequest, ...]
+    exhausted: bool  # nothing will ever come for this worker in this phase: do not ask again
+
+
+class Drained(NamedTuple):
+    """Answer to `drain`: what happened since the last call."""
+
+    finished: tuple[Rollout, ...]
+    live: tuple[int, ...]  # requests being decoded, per worker
+    tokens: int  # tokens emitted in this phase, all workers
+
+
+class Dispatcher:
+    """State of one generation phase at a time."""
+
+    def begin(
+        self, groups: Sequence[Sequence[GenerationRequest]], *, num_workers: int, dispatch: Literal["pull", "static"]
+    ) -> None:
+        """Start a phase.  `groups[i]` are the requests of one prompt."""
+        self._num_workers = num_workers
+        self._live = [0] * num_workers
+        self._tokens = [0] * num_workers
+        self._finished: list[Rollout] = []
+        self._outstanding = sum(len(g) for g in groups)
+        if dispatch == "static":
+            dealt = [groups[w::num_workers] for w in range(num_workers)]
+            self._queues = [deque(r for g in mine for r in g) for mine in dealt]
+        else:
+            self._queues = [deque(r for g in groups for r in g)] * num_workers
+        self._shared = dispatch == "pull"
+
+    def pull(self, worker: int, wanted: int) -> Pulled:
+        """Up to `wanted` requests for a worker."""
+        queue = self._queues[worker]
+        if self._shared:
+            fair = -(-self._outstanding // self._num_workers)
+            wanted = min(wanted, fair - self._live[worker])
+        requests = tuple(queue.popleft() for _ in range(min(max(wanted, 0), len(queue))))
+        self._live[worker] += len(requests)
+        return Pulled(requests, exhausted=not queue)
+
+    def push(self, worker: int, rollout: Rollout) -> None:
+        """A worker finished a response."""
+        self._finished.append(rollout)
+        self._live[worker] -= 1
+        self._outstanding -= 1
+
+    def report(self, worker: int, tokens: int) -> None:
+        """A worker has emitted so many tokens in this phase."""
+        self._tokens[worker] = tokens
+
+    def over(self) -> bool:
+        """Has every request of the phase finished?"""
+        return self._outstanding == 0
+
+    def drain(self) -> Drained:
+        """What finished since the last call, and the live counts."""
+        finished, self._finished = tuple(self._finished), []
+        return Drained(finished, tuple(self._live), sum(self._tokens))

@@ -1,0 +1,166 @@
+"""The worker group: N Ray actors and the dispatcher that feeds them, driven by one controller.
+
+    driver --- generate / update / publish / save ---> Worker 0 .. N-1   (Ray actors, one processor each)
+       \\--- begin / drain ---> Dispatcher <--- pull / push --- workers
+
+consumes: groups of requests, training shares.  waits: for all workers, while it watches each of them.
+produces: finished rollouts as they end, reports.  A worker that dies fails the phase at once with its own traceback:
+the rest of the group is killed, so nobody waits in a collective for a dead peer.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from conf.schema import ClusterConfig
+from tlt_core.cluster.dispatcher import Dispatcher, Drained
+from tlt_core.cluster.worker import GenerateReport, UpdateReport, Worker, WorkerSpec
+from tlt_core.grpo.batch import TrainBatch
+from tlt_core.types import GenerationRequest, SamplingParams
+
+log = logging.getLogger(__name__)
+
+_WATCH_S = 0.1  # how often finished rollouts are gathered and workers watched
+
+
+class WorkerDied(RuntimeError):
+    """A worker failed.  The text holds its own traceback; the run can be resumed from its newest checkpoint."""
+
+
+class WorkerGroup:
+    """Context manager: starts the actors, ends them."""
+
+    def __init__(self, cluster: ClusterConfig, spec: WorkerSpec) -> None:
+        self.num_workers = cluster.num_workers
+        self._start_ray(cluster)
+        actor = ray.remote(num_cpus=cluster.threads_per_worker, num_gpus=cluster.gpus_per_worker)(Worker)
+        self._workers = [
+            actor.options(name=f"worker-{rank}-{os.getpid()}").remote(rank, self.num_workers, spec)
+            for rank in range(self.num_workers)
+        ]
+        self._dispatcher = ray.remote(num_cpus=0)(Dispatcher).remote()
+        if self.num_workers > 1 or (spec.trainer is not None and spec.trainer.update.backend.kind == "deepspeed"):
+            address = f"tcp://{ray.util.get_node_ip_address()}:{_free_port()}"
+            self._call_all("join", [(address,)] * self.num_workers)
+
+    @staticmethod
+    def _start_ray(cluster: ClusterConfig) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        if cluster.address == "local":
+            ray.init(
+                address="local",
+                num_cpus=cluster.num_workers * cluster.threads_per_worker,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
+        else:
+            ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.WARNING)
+
+    def __enter__(self) -> "WorkerGroup":
+        return self
+
+    def __exit__(self, error_type: type | None, *_: object) -> None:
+        if error_type is None:
+            self._call_all("leave", [()] * self.num_workers)
+        self.kill()
+
+    def kill(self) -> None:
+        """End actors and the local Ray at once."""
+        for worker in self._workers:
+            ray.kill(worker)
+        ray.shutdown()
+
+    def load(self, checkpoint: Path | None, policy_version: int) -> None:
+        """Build every worker's replica and trainer."""
+        self._call_all("load", [(checkpoint, policy_version)] * self.num_workers)
+
+    def generate(
+        self,
+        groups: Sequence[Sequence[GenerationRequest]],
+        params: SamplingParams,
+        *,
+        dispatch: str,
+        on_progress: Callable[[Drained], None],
+    ) -> list[GenerateReport]:
+        """Sample every request; `on_progress` gets what finished since its last call, several times a second."""
+        begun = self._dispatcher.begin.remote(groups, num_workers=self.num_workers, dispatch=dispatch)
+        self._get([begun])
+        running = [w.generate.remote(self._dispatcher, params) for w in self._workers]
+        pending = list(running)
+        while pending:
+            _, pending = ray.wait(pending, num_returns=len(pending), timeout=_WATCH_S)
+            self._raise_failed([r for r in running if r not in pending])
+            on_progress(self._get([self._dispatcher.drain.remote()])[0])
+        return self._get(running)
+
+    def update(self, shares: Sequence[Sequence[TrainBatch]]) -> list[UpdateReport]:
+        """Optimizer steps: `shares[i][w]` is worker w's part of optimizer step i."""
+        return self._call_all("update", [([step[w] for step in shares],) for w in range(self.num_workers)])
+
+    def supervised_step(self, shares: Sequence[TrainBatch]) -> dict[str, float]:
+        """One supervised step."""
+        return self._call_all("supervised_step", [(share,) for share in shares])[0]
+
+    def reference_logprobs(self, shares: Sequence[TrainBatch]) -> list[Any]:
+        """Reference log-probs of each worker's share."""
+        return self._call_all("reference_logprobs", [(share,) for share in shares])
+
+    def publish(self, policy_version: int) -> None:
+        """New weights into all rollout replicas."""
+        self._call_all("publish", [(policy_version,)] * self.num_workers)
+
+    def save(self, folder: Path) -> None:
+        """Every worker's part of a checkpoint."""
+        self._call_all("save", [(folder,)] * self.num_workers)
+
+    def export(self, out_dir: Path, *, tokenizer_from: Path, dtype: str) -> None:
+        """The policy as a Hugging Face folder."""
+        self._call_all("export", [(out_dir, tokenizer_from, dtype)] * self.num_workers)
+
+    def _call_all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        calls = [getattr(w, method).remote(*a) for w, a in zip(self._workers, arguments, strict=True)]
+        pending = list(calls)
+        while pending:
+            done, pending = ray.wait(pending, num_returns=1)
+            self._raise_failed(done)
+        return self._get(calls)
+
+    def _raise_failed(self, done: Sequence[Any]) -> None:
+        for call in done:
+            self._get([call])
+
+    def _get(self, calls: Sequence[Any]) -> list[Any]:
+        try:
+            return ray.get(list(calls))
+        except RayTaskError as error:
+            self.kill()
+            raise _as_user_error(error) from error
+        except RayActorError as error:
+            self.kill()
+            raise WorkerDied(
+                f"A worker process ended unexpectedly ({error}).  It was killed, or ran out of memory; start the same "
+                "command again to resume from the newest checkpoint."
+            ) from error
+
+
+def _as_user_error(error: RayTaskError) -> Exception:
+    """Our own typed errors keep their type across the process boundary; anything else is a dead worker."""
+    cause = error.cause
+    if isinstance(cause, OSError) or type(cause).__module__.startswith("tlt_core."):
+        return cause
+    return WorkerDied(f"A worker failed with:\n{error}")
+
+
+def _free_port() -> int:
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

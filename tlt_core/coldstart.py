@@ -1,0 +1,109 @@
+"""Cold start: a short supervised warm-up on worked solutions, before RL.
+
+A small base model rambles at temperature 1 and earns almost no reward, so there is nothing for RL to select from.
+As R1-style recipes do, it is first fine-tuned for a few minutes on worked solutions made for the training tasks.  In:
+model folder, data set (its validation questions are excluded).  Out: a Hugging Face folder with `coldstart.json`.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from conf.schema import AlgorithmConfig, GymData, RolloutConfig, RunConfig, UpdateConfig
+from tlt_core import data, solutions
+from tlt_core.cluster.group import WorkerGroup
+from tlt_core.cluster.worker import TrainerSpec, WorkerSpec
+from tlt_core.grpo.batch import make_supervised_batches
+from tlt_core.model.load import load_tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class ColdStartError(ValueError):
+    """The cold start cannot be done for this configuration."""
+
+
+def output_dir(cfg: RunConfig) -> Path:
+    """Folder of the warmed-up model: named by everything that it depends on, so runs with equal inputs share it."""
+    inputs = cfg.model_dump(mode="json", include={"seed", "model", "data", "coldstart"})
+    inputs["dtype"] = cfg.rollout.dtype
+    digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
+    return Path(os.environ.get("TLT_HOME", "artifacts")) / "coldstart" / digest
+
+
+def run(
+    cfg: RunConfig,
+    *,
+    model_dir: Path,
+    data_dir: Path,
+    out_dir: Path,
+    on_progress: Callable[[str, int, int, float], None],
+) -> dict[str, float]:
+    """Train and write the folder; a no-op when it is already there.  `on_progress(phase, step, steps, loss)`.
+
+    Returns the stage's metrics.  Raises ColdStartError when the data set has no worked solutions.
+    """
+    report_path = out_dir / "coldstart.json"
+    if report_path.exists():
+        return json.loads(report_path.read_text())["metrics"]
+    if not isinstance(cfg.data, GymData):
+        raise ColdStartError(
+            f"coldstart.enabled=true with data.kind={cfg.data.kind!r}: worked solutions exist for reasoning_gym tasks "
+            "only; set coldstart.enabled=false and start from a model that already reasons"
+        )
+    tokenizer = load_tokenizer(model_dir)
+    held_out = {p.text for p in data.load(data_dir, "validation", tokenizer)}
+    examples = solutions.examples(
+        cfg.data, num_examples=cfg.coldstart.num_examples, tokenizer=tokenizer, exclude=held_out
+    )
+    steps = [
+        step
+        for epoch in range(cfg.coldstart.num_epochs)
+        for step in make_supervised_batches(
+            examples,
+            tokens_per_step=cfg.coldstart.tokens_per_step,
+            num_workers=cfg.cluster.num_workers,
+            seed=cfg.seed + epoch,
+        )
+    ]
+    losses, tokens, started_s = [], sum(len(p) + len(c) for p, c in examples) * cfg.coldstart.num_epochs, time.time()
+    with WorkerGroup(cfg.cluster, _spec(cfg, model_dir, len(steps))) as group:
+        group.load(None, 0)
+        trained_s = time.time()
+        for index, shares in enumerate(steps):
+            losses.append(group.supervised_step(shares)["coldstart/loss"])
+            on_progress("cold start", index + 1, len(steps), losses[-1])
+        metrics = {
+            "coldstart/steps": float(len(steps)),
+            "coldstart/tokens": float(tokens),
+            "coldstart/loss_first": losses[0],
+            "coldstart/loss_last": sum(losses[-10:]) / len(losses[-10:]),
+            "coldstart/tokens_per_s": tokens / (time.time() - trained_s),
+        }
+        group.export(out_dir.resolve(), tokenizer_from=model_dir.resolve(), dtype=cfg.rollout.dtype)
+    metrics["timing_s/coldstart"] = time.time() - started_s
+    # Written last: its presence says that the folder is whole.
+    partial = report_path.with_suffix(".partial")
+    partial.write_text(json.dumps({"metrics": metrics, "losses": losses}, indent=1))
+    partial.replace(report_path)
+    return metrics
+
+
+def _spec(cfg: RunConfig, model_dir: Path, num_steps: int) -> WorkerSpec:
+    update = UpdateConfig(
+        optimizer=cfg.coldstart.optimizer,
+        tokens_per_micro_batch=cfg.update.tokens_per_micro_batch,
+        activation_checkpointing=cfg.update.activation_checkpointing,
+    )
+    return WorkerSpec(
+        model_dir=model_dir.resolve(),
+        rollout=RolloutConfig(dtype=cfg.rollout.dtype, max_live_requests=1),
+        max_len=1,  # this stage decodes nothing
+        trainer=TrainerSpec(update, AlgorithmConfig(), num_steps, max_new_tokens=1, temperature=1.0),
+        threads=cfg.cluster.threads_per_worker,
+        device="cuda" if cfg.cluster.gpus_per_worker else "cpu",
+    )

@@ -1,0 +1,109 @@
+"""The live batch: bookkeeping of the requests that are being decoded, slot by slot.
+
+Row i of every array belongs to slot i of the KV cache; rows 0 .. len-1 are live.  Tokens are committed row by row,
+and finished requests leave by swapping the last live row into their place.
+
+Shapes: B live rows, C longest sequence.
+"""
+
+import time
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlt_core.sampling import Choice, stream_key
+from tlt_core.types import FinishReason, GenerationRequest, Rollout, SamplingParams
+
+
+class Finished(NamedTuple):
+    """A row that ended in this round."""
+
+    row: int
+    reason: FinishReason
+
+
+class LiveBatch:
+    """Requests in flight.  `lengths` counts the tokens known so far, the newest one not yet in the KV cache."""
+
+    def __init__(self, *, max_live: int, max_len: int, device: torch.device) -> None:
+        self.requests: list[GenerationRequest] = []
+        self._started_s: list[float] = []
+        self._limits: list[int] = []  # length at which a request is cut
+        self._max_len = max_len
+        self.tokens_BC = torch.zeros(max_live, max_len, dtype=torch.int64, device=device)
+        self._logprobs_BC = torch.zeros(max_live, max_len, device=device)
+        self.lengths_B = torch.zeros(max_live, dtype=torch.int64, device=device)
+        self.streams_B = torch.zeros(max_live, dtype=torch.int64, device=device)
+        self.longest = 0  # upper bound of the live lengths, known without asking the device
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def admit(self, request: GenerationRequest, params: SamplingParams) -> int:
+        """Give a request the next row; returns the row.  Raises ValueError when its prompt does not fit."""
+        row, length = len(self.requests), len(request.prompt_tokens)
+        if length >= self._max_len:
+            raise ValueError(
+                f"prompt {request.key.prompt_id} has {length} tokens, which leaves no room for a response in "
+                f"{self._max_len} positions; shorten it or raise rollout.max_prompt_tokens"
+            )
+        self.requests.append(request)
+        self._started_s.append(time.time())
+        self._limits.append(min(length + params.max_new_tokens, self._max_len))
+        self.tokens_BC[row, :length] = request.prompt_tokens.to(self.tokens_BC)
+        self.lengths_B[row] = length
+        self.streams_B[row] = stream_key(request.key)
+        self.longest = max(self.longest, length)
+        return row
+
+    def newest(self) -> tuple[Tensor, Tensor]:
+        """The newest token of every live row and its position, [B] int64 each."""
+        positions_B = self.lengths_B[: len(self)] - 1
+        return self.tokens_BC[: len(self)].gather(1, positions_B[:, None]).squeeze(1), positions_B
+
+    def commit(self, choice: Choice, params: SamplingParams) -> list[Finished]:
+        """Append one chosen token to every live row; report the rows that are done."""
+        live = len(self)
+        at_B1 = self.lengths_B[:live, None]
+        self.tokens_BC[:live].scatter_(1, at_B1, choice.tokens_N[:, None])
+        self._logprobs_BC[:live].scatter_(1, at_B1, choice.logprobs_N[:, None])
+        self.lengths_B[:live] += 1
+        tokens, lengths = choice.tokens_N.tolist(), self.lengths_B[:live].tolist()  # the round's only host sync
+        self.longest = max(lengths)
+        stops = set(params.stop_token_ids)
+        finished = []
+        for row, (token, length) in enumerate(zip(tokens, lengths, strict=True)):
+            if token in stops:
+                finished.append(Finished(row, FinishReason.STOP))
+            elif length >= self._limits[row]:
+                finished.append(Finished(row, FinishReason.LENGTH))
+        return finished
+
+    def rollout(self, done: Finished, *, policy_version: int, worker: int) -> Rollout:
+        """The finished row as an item of the pipeline."""
+        request, length = self.requests[done.row], int(self.lengths_B[done.row])
+        prompt_len = len(request.prompt_tokens)
+        return Rollout(
+            key=request.key,
+            tokens=self.tokens_BC[done.row, :length].to("cpu", torch.int32),
+            prompt_len=prompt_len,
+            logprobs=self._logprobs_BC[done.row, prompt_len:length].to("cpu", copy=True),
+            finish=done.reason,
+            policy_version=policy_version,
+            worker=worker,
+            started_s=self._started_s[done.row],
+            finished_s=time.time(),
+        )
+
+    def remove(self, row: int) -> int:
+        """Free a row; returns the row that was moved into it (`row` itself when it was the last)."""
+        last = len(self.requests) - 1
+        if row != last:
+            for array in (self.tokens_BC, self._logprobs_BC, self.lengths_B, self.streams_B):
+                array[row] = array[last]
+            for column in (self.requests, self._started_s, self._limits):
+                column[row] = column[last]  # type: ignore[index]
+        for column in (self.requests, self._started_s, self._limits):
+            column.pop()  # type: ignore[attr-defined]
+        return last

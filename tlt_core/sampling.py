@@ -1,0 +1,83 @@
+"""The one definition of the policy's probability, used by rollout, verification and the update.
+
+    z = logits / T, then top-k, then top-p filtering (filtered tokens get -inf)
+    p = softmax(z),  log p = z - logsumexp(z)            (T = 0: arg-max; log p is then reported at T = 1)
+    token = arg-max(z + Gumbel noise keyed by (seed, step, prompt, sample, position))
+
+The noise depends on the key alone, so a response does not depend on the batch, the worker or the decoding strategy
+that produced it (design choice 1).
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.coupled_sample import coupled_argmax
+from tlt_core.types import NoiseKey, SamplingParams
+
+_MASK_64 = (1 << 64) - 1
+
+
+class Choice(NamedTuple):
+    """Tokens chosen for N positions."""
+
+    tokens_N: Tensor  # int64
+    logprobs_N: Tensor  # float32, under the sampling policy
+
+
+def stream_key(key: NoiseKey) -> int:
+    """Hash a response's identity into 64 bits (signed), the base of its noise stream."""
+    state = 0
+    for word in key:
+        state = _splitmix64((state ^ (word & _MASK_64)) & _MASK_64)
+    return state - (1 << 64) if state >> 63 else state
+
+
+def _splitmix64(state: int) -> int:
+    state = (state + 0x9E3779B97F4A7C15) & _MASK_64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return state ^ (state >> 31)
+
+
+def row_keys(streams_N: Tensor, positions_N: Tensor) -> Tensor:
+    """Key of each sampled position.  streams_N: int64 from `stream_key`; positions_N: int64 index of the token in its
+    response (prompt included).  Returns [N, 2] int32."""
+    state = streams_N + positions_N * -7046029254386353131  # 0x9E3779B97F4A7C15 as signed
+    state = (state ^ _shift_right(state, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    state = (state ^ _shift_right(state, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    state = state ^ _shift_right(state, 31)
+    return state.contiguous().view(torch.int32).view(*state.shape, 2)
+
+
+def _shift_right(state: Tensor, count: int) -> Tensor:
+    """Logical shift; torch's is arithmetic."""
+    return (state >> count) & ((1 << (64 - count)) - 1)
+
+
+def policy_scores(logits_NV: Tensor, params: SamplingParams) -> Tensor:
+    """z of the module docstring: float32 logits after temperature and filters, [N, V]."""
+    z = logits_NV.float()
+    if params.temperature not in (0.0, 1.0):
+        z = z / params.temperature
+    if 0 < params.top_k < z.shape[-1]:
+        kth = z.topk(params.top_k, dim=-1).values[:, -1:]
+        z = z.masked_fill(z < kth, -torch.inf)
+    if params.top_p < 1:
+        ordered, order = z.sort(dim=-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        dropped = torch.zeros_like(z, dtype=torch.bool).scatter_(-1, order, before >= params.top_p)
+        z = z.masked_fill(dropped, -torch.inf)
+    return z
+
+
+def choose(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
+    """Sample one token a row.  logits_NV: any float dtype; keys_N2: from `row_keys`."""
+    z = policy_scores(logits_NV, params)
+    if params.temperature == 0:
+        tokens = z.argmax(dim=-1)
+    else:
+        ids = torch.arange(z.shape[-1], dtype=torch.int32, device=z.device)
+        tokens = coupled_argmax(z, keys_N2, ids)
+    return Choice(tokens, z.gather(-1, tokens[:, None]).squeeze(-1) - z.logsumexp(dim=-1))

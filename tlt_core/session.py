@@ -1,0 +1,410 @@
+"""The driver's side of one training run: what the tasks of an iteration call.
+
+    generate -> score -> update -> publish -> evaluate -> save_checkpoint        (one RL step)
+
+Owns the worker group and the scorer, decides which prompts a step takes, and gathers the step's metrics.  Holds no
+model.  A fresh `Session` continues from the newest valid checkpoint, so starting again and resuming are one thing.
+"""
+
+import hashlib
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from conf.schema import RunConfig
+from tlt_core import checkpoint, data
+from tlt_core.cluster.dispatcher import Drained
+from tlt_core.cluster.group import WorkerGroup
+from tlt_core.cluster.worker import TrainerSpec, WorkerSpec
+from tlt_core.grpo import advantage, batch
+from tlt_core.grpo.reward import Scorer
+from tlt_core.metrics import StepMetrics, bubble_metrics, rollout_metrics, score_metrics, validation_metrics
+from tlt_core.model.load import load_tokenizer, stop_token_ids
+from tlt_core.prompt_order import PromptOrder
+from tlt_core.types import (
+    FinishReason,
+    GenerationRequest,
+    NoiseKey,
+    Prompt,
+    Rollout,
+    RolloutBatch,
+    SamplingParams,
+    ScoredBatch,
+    ScoreStatus,
+    WorkerState,
+)
+
+log = logging.getLogger(__name__)
+
+
+class Progress(NamedTuple):
+    """What the terminal shows, several times a second."""
+
+    step: int
+    num_steps: int
+    phase: str
+    finished: int
+    total: int
+    live: int
+    tokens: int
+    tokens_per_s: float
+    worker_states: tuple[WorkerState, ...]
+
+
+class Session:
+    """See the module docstring."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        *,
+        data_dir: Path,
+        start_model: Path,
+        on_progress: Callable[[Progress], None],
+    ) -> None:
+        self.cfg = cfg
+        self.metrics = StepMetrics()
+        self.tracker_run_id = ""
+        self.completed_steps = 0
+        self.resume_attempt = 0
+        self.start_model = start_model
+        self._on_progress = on_progress
+        self._tokenizer = load_tokenizer(start_model)
+        self._train = data.load(data_dir, "train", self._tokenizer)
+        self._validation = data.load(data_dir, "validation", self._tokenizer)
+        self._require_enough_prompts()
+        self._by_id = {p.id: p for p in (*self._train, *self._validation)}
+        self._params = SamplingParams(
+            temperature=cfg.rollout.temperature,
+            top_p=cfg.rollout.top_p,
+            top_k=cfg.rollout.top_k,
+            max_new_tokens=cfg.rollout.max_new_tokens,
+            stop_token_ids=stop_token_ids(start_model, self._tokenizer),
+        )
+        self._order = PromptOrder(self._train, seed=cfg.seed)
+        self._policy_version = 0
+        self._last_best_metric: float | None = None
+        self._resample_rounds = 0
+        self._fingerprint = _fingerprint(cfg)
+        self._scorer = Scorer(cfg.reward)
+        self._group = WorkerGroup(cfg.cluster, self._worker_spec())
+
+    @classmethod
+    def resume_or_init(
+        cls, cfg: RunConfig, *, data_dir: Path, start_model: Path, on_progress: Callable[[Progress], None]
+    ) -> "Session":
+        """Start the workers, from the newest valid checkpoint of this run where there is one."""
+        newest = checkpoint.newest_valid(cfg.run_dir / "checkpoints")
+        state = None if newest is None else checkpoint.load_state(newest)
+        if state is not None and state.fingerprint != _fingerprint(cfg):
+            raise checkpoint.CheckpointError(
+                f"{newest} belongs to a run with another model, data set, rollout, algorithm or optimizer "
+                f"configuration; choose another name (name={cfg.name!r} now) or remove {cfg.run_dir}"
+            )
+        session = cls(cfg, data_dir=data_dir, start_model=start_model, on_progress=on_progress)
+        if state is not None:
+            session.completed_steps = state.step
+            session.resume_attempt = state.resume_attempt + 1
+            session.tracker_run_id = state.tracker_run_id
+            session._order.cursor = state.data_cursor
+            session._policy_version = state.policy_version
+            log.info("resuming from %s (attempt %d)", newest, session.resume_attempt)
+        session._group.load(newest, session._policy_version)
+        return session
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, error_type: type | None, error: BaseException | None, trace: object) -> None:
+        self._scorer.close()
+        self._group.__exit__(error_type, error, trace)
+
+    # ------------------------------------------------------------------------------------------ one step
+
+    def remaining_steps(self) -> range:
+        """Steps still to do, counted from 1."""
+        return range(self.completed_steps + 1, self.cfg.num_steps + 1)
+
+    def step_dir(self, step: int) -> Path:
+        """Folder of a step's saved items."""
+        return self.cfg.run_dir / "steps" / f"{step:06d}"
+
+    def begin_step(self, step: int) -> None:
+        """Fresh metrics; leftovers of a killed attempt at this step are removed."""
+        shutil.rmtree(self.step_dir(step), ignore_errors=True)
+        self.metrics = StepMetrics()
+        self._resample_rounds = 0
+        self.metrics.log({"training/global_step": step, "training/epoch": self._order.epoch})
+
+    def generate(self, step: int) -> RolloutBatch:
+        """Sample the step's groups; finished responses go to the scorer while others are still being decoded."""
+        prompts = self._order.take(self.cfg.rollout.num_prompts)
+        return self._sample(step, prompts, phase="rollout")
+
+    def score(self, step: int, rollouts: RolloutBatch) -> ScoredBatch:
+        """Wait for the outstanding scores; shape rewards, compute group-relative advantages."""
+        with self.metrics.timed("reward"):
+            scores = self._scorer.collect(_keys(rollouts))
+        components_RF = torch.tensor([s.components for s in scores], dtype=torch.float32)
+        scores_R = torch.tensor([s.total for s in scores], dtype=torch.float32)
+        algorithm = self.cfg.algorithm
+        rewards_R = scores_R - advantage.overlong_penalty(
+            rollouts.response_lens_R,
+            max_new_tokens=self.cfg.rollout.max_new_tokens,
+            buffer_tokens=algorithm.overlong_buffer_tokens,
+            penalty=algorithm.overlong_penalty,
+        )
+        scored = ScoredBatch(
+            rollouts=rollouts,
+            rewards_R=rewards_R,
+            scores_R=scores_R,
+            components_RF=components_RF,
+            status_R=torch.tensor([int(s.status) for s in scores]),
+            reward_s_R=torch.tensor([s.seconds for s in scores], dtype=torch.float32),
+            advantages_R=advantage.advantages(rewards_R, rollouts.prompt_ids_R, kind=algorithm.advantage),
+        )
+        self.metrics.log(score_metrics(scored, [f.name for f in self.cfg.reward.functions]))
+        return scored
+
+    def needs_more_groups(self, scored: ScoredBatch) -> bool:
+        """Dynamic sampling: does the step want more informative groups, and may it still sample?"""
+        algorithm = self.cfg.algorithm
+        if not algorithm.dynamic_sampling or self._resample_rounds >= algorithm.max_resample_rounds:
+            return False
+        return len(_informative_groups(scored)) < self.cfg.rollout.num_prompts
+
+    def resample(self, step: int, scored: ScoredBatch) -> ScoredBatch:
+        """One more round of dynamic sampling (DAPO): keep informative groups, sample as many prompts as are missing."""
+        self._resample_rounds += 1
+        kept = _informative_groups(scored)
+        missing = self.cfg.rollout.num_prompts - len(kept)
+        more = self.score(step, self._sample(step, self._order.take(missing), phase="resample"))
+        groups = (kept + _informative_groups(more))[: self.cfg.rollout.num_prompts]
+        joined = ScoredBatch.join([scored, more])
+        ids = joined.rollouts.prompt_ids_R.tolist()
+        self.metrics.log(
+            {"training/resample_rounds": self._resample_rounds, "training/informative_groups": len(groups)}
+        )
+        rows = [row for row, prompt_id in enumerate(ids) if prompt_id in set(groups)]
+        return joined.take(rows) if rows else scored  # nothing informative at all: advantages are 0 anyway
+
+    def update(self, step: int, scored: ScoredBatch) -> None:
+        """One RL step's optimizer steps on the worker group."""
+        with self.metrics.timed("update_actor"):
+            self._report("update", 0, 1)
+            shares = batch.make_train_batches(
+                scored,
+                self.cfg.update,
+                self.cfg.algorithm,
+                num_workers=self._group.num_workers,
+                seed=self.cfg.seed,
+                step=step,
+            )
+            reports = self._group.update(shares)
+        self.metrics.log(reports[0].metrics)
+        for report in reports:
+            self.metrics.spans.extend(report.spans)
+
+    def publish(self, step: int) -> int:
+        """New weights into the rollout replicas; returns the policy version (the number of updates)."""
+        with self.metrics.timed("update_weights"):
+            self._policy_version = step
+            self._group.publish(self._policy_version)
+        self.metrics.log({"training/policy_version": self._policy_version})
+        return self._policy_version
+
+    # ------------------------------------------------------------------------------------------ validation
+
+    def evaluation_due(self, step: int) -> bool:
+        """Before the first step (0), every n steps, and after the last."""
+        every = self.cfg.evaluation.every_steps
+        return every > 0 and (step % every == 0 or step == self.cfg.num_steps)
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Greedy accuracy, and mean@k and pass@k of sampled responses, on the validation prompts."""
+        with self.metrics.timed("testing"):
+            evaluation = self.cfg.evaluation
+            prompts = self._validation[: evaluation.num_prompts]
+            metrics = self._validate(step, prompts, samples=1, params=replace(self._params, temperature=0.0))
+            if evaluation.num_samples:
+                metrics |= self._validate(step, prompts, samples=evaluation.num_samples, params=self._params)
+        self.metrics.log(metrics)
+        self._last_best_metric = metrics.get(self.cfg.checkpoint.best_metric)
+        return metrics
+
+    def _validate(
+        self, step: int, prompts: Sequence[Prompt], *, samples: int, params: SamplingParams
+    ) -> dict[str, float]:
+        requests = _requests(prompts, samples, seed=self.cfg.seed, step=-1 - step)
+        rollouts = self._decode(requests, params, phase="evaluate", step=step)
+        scores = self._scorer.collect(_keys(rollouts))
+        tasks = [self._by_id[prompt_id].task for prompt_id in rollouts.prompt_ids_R[::samples].tolist()]
+        return validation_metrics(
+            torch.tensor([s.total for s in scores]).view(-1, samples), tasks, greedy=params.temperature == 0
+        )
+
+    # ------------------------------------------------------------------------------------------ results
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Every n steps and after the last."""
+        return step % self.cfg.checkpoint.every_steps == 0 or step == self.cfg.num_steps
+
+    def save_checkpoint(self, step: int) -> Path:
+        """Everything a resume needs, atomically; older checkpoints are pruned."""
+        with self.metrics.timed("save_checkpoint"):
+            root = self.cfg.run_dir / "checkpoints"
+            state = checkpoint.DriverState(
+                step=step,
+                data_cursor=self._order.cursor,
+                policy_version=self._policy_version,
+                tracker_run_id=self.tracker_run_id,
+                resume_attempt=self.resume_attempt,
+                fingerprint=self._fingerprint,
+                best_metric=self._last_best_metric,
+            )
+            self._last_best_metric = None
+            folder = checkpoint.save(root, state, lambda partial: self._group.save(partial.resolve()))
+            checkpoint.prune(root, keep_last=self.cfg.checkpoint.keep_last, keep_best=self.cfg.checkpoint.keep_best)
+        self.completed_steps = step
+        return folder
+
+    def export_policy(self, out_dir: Path) -> Path:
+        """The policy as a plain Hugging Face folder."""
+        self._group.export(out_dir.resolve(), tokenizer_from=self.start_model, dtype=self.cfg.rollout.dtype)
+        return out_dir
+
+    def sample_texts(self, scored: ScoredBatch, count: int) -> list[dict[str, Any]]:
+        """Rows for people to read: the first responses of distinct prompts, with their scores."""
+        rollouts, rows = scored.rollouts, []
+        for index in torch.linspace(0, len(rollouts) - 1, min(count, len(rollouts))).long().tolist():
+            prompt = self._by_id[int(rollouts.prompt_ids_R[index])]
+            rows.append(
+                {
+                    "prompt_id": prompt.id,
+                    "sample": int(rollouts.samples_R[index]),
+                    "task": prompt.task,
+                    "prompt": prompt.text,
+                    "response": self._text(rollouts.completion(index)),
+                    "answer": prompt.answer,
+                    "reward": float(scored.rewards_R[index]),
+                    "status": ScoreStatus(int(scored.status_R[index])).name,
+                    "advantage": float(scored.advantages_R[index]),
+                    "num_tokens": int(rollouts.response_lens_R[index]),
+                    "finish": FinishReason(int(rollouts.finish_R[index])).name,
+                    "policy_version": int(rollouts.policy_version_R[index]),
+                }
+            )
+        return rows
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    def _sample(self, step: int, prompts: Sequence[Prompt], *, phase: str) -> RolloutBatch:
+        started_s = time.perf_counter()
+        with self.metrics.timed("gen"):
+            requests = _requests(prompts, self.cfg.rollout.num_samples, seed=self.cfg.seed, step=step)
+            rollouts = self._decode(requests, self._params, phase=phase, step=step)
+        seconds = time.perf_counter() - started_s
+        self.metrics.log(rollout_metrics(rollouts, seconds=seconds, num_workers=self._group.num_workers))
+        self.metrics.log(bubble_metrics(self.metrics.spans))
+        return rollouts
+
+    def _decode(
+        self,
+        groups: Sequence[Sequence[GenerationRequest]],
+        params: SamplingParams,
+        *,
+        phase: str,
+        step: int,
+    ) -> RolloutBatch:
+        """Generate on the worker group; every response goes to the scorer as it ends."""
+        finished: list[Rollout] = []
+        total, started_s = sum(len(g) for g in groups), time.perf_counter()
+
+        def on_progress(drained: Drained) -> None:
+            for rollout in drained.finished:
+                prompt = self._by_id[rollout.key.prompt_id]
+                self._scorer.submit((prompt.id, rollout.key.sample), prompt, self._text(rollout.completion))
+            finished.extend(drained.finished)
+            rate = drained.tokens / (time.perf_counter() - started_s)
+            self._report(phase, len(finished), total, drained, rate)
+
+        reports = self._group.generate(groups, params, dispatch=self.cfg.rollout.dispatch, on_progress=on_progress)
+        if params.temperature > 0 and phase != "evaluate":
+            for report in reports:
+                self.metrics.spans.extend(report.spans)
+        return RolloutBatch.pack(finished)
+
+    def _report(self, phase: str, done: int, total: int, drained: Drained | None = None, rate: float = 0.0) -> None:
+        live = drained.live if drained is not None else (0,) * self._group.num_workers
+        working = WorkerState.UPDATING if phase == "update" else WorkerState.BUSY
+        idle = WorkerState.UPDATING if phase == "update" else WorkerState.IDLE
+        self._on_progress(
+            Progress(
+                step=int(self.metrics.values().get("training/global_step", 0)),
+                num_steps=self.cfg.num_steps,
+                phase=phase,
+                finished=done,
+                total=total,
+                live=sum(live),
+                tokens=drained.tokens if drained is not None else 0,
+                tokens_per_s=rate,
+                worker_states=tuple(working if n else idle for n in live),
+            )
+        )
+
+    def _text(self, tokens: torch.Tensor) -> str:
+        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+    def _require_enough_prompts(self) -> None:
+        needed = self.cfg.rollout.num_prompts
+        if len(self._train) < needed:
+            raise ValueError(
+                f"the data set has {len(self._train)} training prompts, rollout.num_prompts asks for {needed} a step; "
+                "lower it or provide more data"
+            )
+
+    def _worker_spec(self) -> WorkerSpec:
+        cfg = self.cfg
+        longest = max(len(p.tokens) for p in self._by_id.values())
+        return WorkerSpec(
+            model_dir=self.start_model.resolve(),
+            rollout=cfg.rollout,
+            max_len=longest + cfg.rollout.max_new_tokens,
+            trainer=TrainerSpec(
+                update=cfg.update,
+                algorithm=cfg.algorithm,
+                total_steps=cfg.num_steps * cfg.update.num_minibatches * cfg.update.num_epochs,
+                max_new_tokens=cfg.rollout.max_new_tokens,
+                temperature=cfg.rollout.temperature,
+            ),
+            threads=cfg.cluster.threads_per_worker,
+            device="cuda" if cfg.cluster.gpus_per_worker else "cpu",
+        )
+
+
+def _requests(prompts: Sequence[Prompt], samples: int, *, seed: int, step: int) -> list[list[GenerationRequest]]:
+    return [[GenerationRequest(NoiseKey(seed, step, p.id, s), p.tokens) for s in range(samples)] for p in prompts]
+
+
+def _keys(rollouts: RolloutBatch) -> list[tuple[int, int]]:
+    return list(zip(rollouts.prompt_ids_R.tolist(), rollouts.samples_R.tolist(), strict=True))
+
+
+def _informative_groups(scored: ScoredBatch) -> list[int]:
+    """Ids of the prompts whose rewards differ, in data order."""
+    mask = advantage.informative(scored.rewards_R, scored.rollouts.prompt_ids_R)
+    return list(dict.fromkeys(scored.rollouts.prompt_ids_R[mask].tolist()))
+
+
+def _fingerprint(cfg: RunConfig) -> str:
+    """Digest of what may not change between attempts.  More steps, workers or another tracker are fine."""
+    sections = {"seed", "model", "data", "coldstart", "rollout", "algorithm", "update"}
+    fixed = cfg.model_dump(mode="json", include=sections)
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,90 @@
+"""Files between the stations: packed safetensors, written atomically, named by `Ref`.
+
+Every arrow of the pipeline can be saved, inspected and replayed: what a task returns is a `Ref`, never the data.
+"""
+
+import hashlib
+import os
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tlt_core.types import RolloutBatch, ScoredBatch
+
+
+class Ref(NamedTuple):
+    """Points to a saved item.  Ref(path="runs/demo/steps/000003/rollouts.safetensors", count=64, sha256="9f...")"""
+
+    path: str
+    count: int  # responses
+    sha256: str
+
+
+class StoreError(ValueError):
+    """A file that cannot be read back.  The text names it and the remedy."""
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Call `write` with a temporary name beside `path`, flush it to disk, rename it.  Readers see all or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        write(partial)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def save_rollouts(batch: RolloutBatch, path: Path) -> Ref:
+    """Write packed rollouts."""
+    return _save(_tensors(batch), path, count=len(batch))
+
+
+def load_rollouts(path: str | Path) -> RolloutBatch:
+    """Read packed rollouts back.  Raises StoreError."""
+    return RolloutBatch(**_load(path))
+
+
+def save_scored(batch: ScoredBatch, path: Path) -> Ref:
+    """Write scored rollouts (the rollouts are included, so the file is enough for an update)."""
+    own = {k: v for k, v in _tensors(batch).items() if k != "rollouts"}
+    nested = {f"rollouts.{k}": v for k, v in _tensors(batch.rollouts).items()}
+    return _save({**own, **nested}, path, count=len(batch.rollouts))
+
+
+def load_scored(path: str | Path) -> ScoredBatch:
+    """Read scored rollouts back.  Raises StoreError."""
+    tensors = _load(path)
+    prefix = "rollouts."
+    rollouts = RolloutBatch(**{k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+    return ScoredBatch(rollouts=rollouts, **{k: v for k, v in tensors.items() if not k.startswith(prefix)})
+
+
+def _tensors(item: RolloutBatch | ScoredBatch) -> dict[str, Tensor]:
+    return {f.name: getattr(item, f.name) for f in fields(item)}
+
+
+def _save(tensors: dict[str, Tensor], path: Path, *, count: int) -> Ref:
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write_atomically(path, lambda partial: save_file(contiguous, partial))
+    return Ref(path=str(path), count=count, sha256=sha256_of(path))
+
+
+def _load(path: str | Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, FileNotFoundError) as error:
+        raise StoreError(f"{path} cannot be read ({error}); remove it and repeat the step that writes it") from None
