@@ -1,0 +1,60 @@
+"""Who gets which request, and when a phase is over."""
+
+import torch
+
+from tlt_core.cluster.dispatcher import Dispatcher
+from tlt_core.types import FinishReason, GenerationRequest, NoiseKey, Rollout
+
+
+def groups(num_groups: int, size: int) -> list[list[GenerationRequest]]:
+    tokens = torch.tensor([1], dtype=torch.int32)
+    return [[GenerationRequest(NoiseKey(0, 0, g, s), tokens) for s in range(size)] for g in range(num_groups)]
+
+
+def finish(request: GenerationRequest) -> Rollout:
+    return Rollout(request.key, torch.tensor([1, 2], dtype=torch.int32), 1, torch.zeros(1), FinishReason.STOP, 0)
+
+
+def begun(dispatch: str, *, num_groups: int = 4, size: int = 2, workers: int = 2) -> Dispatcher:
+    dispatcher = Dispatcher()
+    dispatcher.begin(groups(num_groups, size), num_workers=workers, dispatch=dispatch)
+    return dispatcher
+
+
+def test_pull_gives_a_fair_share_however_greedy_the_first_worker_is():
+    dispatcher = begun("pull")
+    assert len(dispatcher.pull(0, 100).requests) == 4
+    assert len(dispatcher.pull(0, 100).requests) == 0
+    answer = dispatcher.pull(1, 100)
+    assert len(answer.requests) == 4
+    assert answer.exhausted
+
+
+def test_pull_feeds_the_worker_that_frees_up():
+    dispatcher = begun("pull", num_groups=6)
+    mine, _ = dispatcher.pull(0, 2)
+    dispatcher.pull(1, 2)
+    for request in mine:
+        dispatcher.push(0, finish(request))
+    assert len(dispatcher.pull(0, 2).requests) == 2
+    assert len(dispatcher.pull(1, 0).requests) == 0
+
+
+def test_static_deals_whole_groups():
+    dispatcher = begun("static", num_groups=3)
+    first, exhausted = dispatcher.pull(0, 100)
+    assert exhausted
+    assert [r.key.prompt_id for r in first] == [0, 0, 2, 2]
+    assert [r.key.prompt_id for r in dispatcher.pull(1, 100).requests] == [1, 1]
+
+
+def test_over_only_when_the_last_response_is_in():
+    dispatcher = begun("static", num_groups=2, size=1)
+    requests = [dispatcher.pull(w, 9).requests[0] for w in range(2)]
+    dispatcher.push(0, finish(requests[0]))
+    assert not dispatcher.over()
+    assert len(dispatcher.drain().finished) == 1
+    assert dispatcher.drain().live == (0, 1)
+    dispatcher.push(1, finish(requests[1]))
+    assert dispatcher.over()
+    assert len(dispatcher.drain().finished) == 1
