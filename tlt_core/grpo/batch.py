@@ -1,0 +1,270 @@
+"""From scored rollouts to what one worker trains on.
+
+    ScoredBatch -> [optimizer step][worker] TrainBatch -> MicroBatch (one forward/backward pass)
+
+Sequences are packed back to back, never padded.  A group of responses stays in one minibatch; within a minibatch
+sequences are dealt to workers so that each gets about the same number of tokens.  Every share carries the token and
+sequence counts of its whole optimizer step, so losses are sums that need no later division.
+
+Shapes: S sequences of a share, T their tokens, C their completion tokens; R responses of the rollout batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from conf.schema import AlgorithmConfig, UpdateConfig
+from tlt_core.types import FinishReason, RolloutBatch, ScoredBatch
+
+Example = tuple[Tensor, Tensor]  # prompt tokens and completion tokens, int32
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """One worker's share of one optimizer step.
+
+    Sequences [5, 9, 2] and [7, 2] with prompts of one token: tokens_T=[5, 9, 2, 7, 2], offsets_S1=[0, 3, 5],
+    prompt_lens_S=[1, 1], rollout_logprobs_C=[-0.1, -1.2, -0.3].
+    """
+
+    tokens_T: Tensor  # int32
+    offsets_S1: Tensor  # [S + 1] int64
+    prompt_lens_S: Tensor  # int64
+    rows_S: Tensor  # int64, the sequence's place in the rollout batch (or in the list of examples)
+    advantages_S: Tensor  # float32
+    rollout_logprobs_C: Tensor  # float32
+    num_tokens: int  # completion tokens of the optimizer step, all workers together
+    num_sequences: int  # sequences of the optimizer step, all workers together
+    old_logprobs_C: Tensor | None = None  # None: the policy has not moved since the rollout's step began
+    ref_logprobs_C: Tensor | None = None  # None: no KL term
+
+    def __post_init__(self) -> None:
+        completion = int((self.lengths_S - self.prompt_lens_S).sum())
+        for name in ("rollout_logprobs_C", "old_logprobs_C", "ref_logprobs_C"):
+            values = getattr(self, name)
+            if values is not None and len(values) != completion:
+                raise ValueError(f"{name} has {len(values)} entries for {completion} completion tokens")
+        if len(self) and int((self.lengths_S - self.prompt_lens_S).min()) < 1:
+            raise ValueError("a sequence without completion tokens")
+
+    def __len__(self) -> int:
+        return len(self.prompt_lens_S)
+
+    @property
+    def lengths_S(self) -> Tensor:
+        """Prompt plus completion tokens, int64."""
+        return self.offsets_S1.diff()
+
+    @property
+    def response_lens_S(self) -> Tensor:
+        """Completion tokens, int64."""
+        return self.lengths_S - self.prompt_lens_S
+
+    def with_old_logprobs(self, old_logprobs_C: Tensor) -> "TrainBatch":
+        """The same share with the log-probabilities of the policy before the first optimizer step."""
+        return replace(self, old_logprobs_C=old_logprobs_C)
+
+
+class MicroBatch(NamedTuple):
+    """Some sequences of a share, ready for one pass.
+
+    The last token of a sequence predicts nothing, so it is not fed: U input tokens of S sequences.
+    """
+
+    tokens_U: Tensor  # int32
+    positions_U: Tensor  # int64, index in the sequence
+    offsets_S1: Tensor  # int64, in input tokens
+    rows_C: Tensor  # int64, input positions whose output predicts a completion token
+    targets_C: Tensor  # int64, the completion tokens
+    place_C: Tensor  # int64, where the completion tokens are in the share's [C] arrays
+    sequence_C: Tensor  # int64, which of the share's sequences they belong to
+    needs_grad: bool  # False: only measured, its gradient is known to be zero
+
+
+def make_train_batches(
+    scored: ScoredBatch,
+    cfg: UpdateConfig,
+    algorithm: AlgorithmConfig,
+    *,
+    num_workers: int,
+    seed: int,
+    step: int,
+    ref_logprobs_T: Tensor | None = None,
+) -> list[list[TrainBatch]]:
+    """Shares indexed [optimizer step][worker].
+
+    Groups are dealt into `cfg.num_minibatches` in an order drawn from (seed, step); a later epoch visits the same
+    minibatches (the same objects) in another order.  With `mask_truncated` responses that hit the length limit are
+    left out, so minibatches (all of them, in an extreme step) may disappear from the result.
+    ref_logprobs_T: reference log-probabilities aligned with the rollouts' tokens_T.
+    """
+    rollouts = scored.rollouts
+    kept_R = torch.ones(len(rollouts), dtype=torch.bool)
+    if algorithm.mask_truncated:
+        kept_R = rollouts.finish_R != FinishReason.LENGTH
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+    groups = rollouts.prompt_ids_R.unique()
+    groups = groups[torch.randperm(len(groups), generator=generator)]
+    minibatches = []
+    for part in groups.tensor_split(cfg.num_minibatches):
+        rows = (torch.isin(rollouts.prompt_ids_R, part) & kept_R).nonzero().flatten()
+        if len(rows):
+            shares = _deal(rows, rollouts.lengths_R[rows], num_workers=num_workers)
+            minibatches.append([_take(rollouts, r, rows, scored.advantages_R, ref_logprobs_T) for r in shares])
+    orders = [list(range(len(minibatches)))]
+    orders += [torch.randperm(len(minibatches), generator=generator).tolist() for _ in range(cfg.num_epochs - 1)]
+    return [minibatches[index] for order in orders for index in order]
+
+
+def make_forward_batches(rollouts: RolloutBatch, *, num_workers: int) -> list[TrainBatch]:
+    """All responses, one share per worker, for log-probabilities only (of the reference model, say)."""
+    rows = torch.arange(len(rollouts))
+    shares = _deal(rows, rollouts.lengths_R, num_workers=num_workers)
+    return [_take(rollouts, share, rows, torch.zeros(len(rollouts)), None) for share in shares]
+
+
+def join_logprobs(shares: Sequence[TrainBatch], logprobs: Sequence[Tensor], rollouts: RolloutBatch) -> Tensor:
+    """Log-probabilities of the shares' completion tokens, put where the rollouts have them; 0 on prompts.  [T]"""
+    result_T = torch.zeros(len(rollouts.tokens_T))
+    for share, logprobs_C in zip(shares, logprobs, strict=True):
+        parts = logprobs_C.split(share.response_lens_S.tolist())
+        for row, part in zip(share.rows_S.tolist(), parts, strict=True):
+            end = int(rollouts.offsets_R1[row + 1])
+            result_T[end - len(part) : end] = part
+    return result_T
+
+
+def make_supervised_batches(
+    examples: Sequence[Example], *, tokens_per_step: int, num_workers: int, seed: int
+) -> list[list[TrainBatch]]:
+    """Shares indexed [optimizer step][worker] of one pass over (prompt, completion) pairs in an order drawn from seed.
+
+    A step takes examples until the next would exceed tokens_per_step (a longer one gets a step of its own).
+    """
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
+    lengths = torch.tensor([len(prompt) + len(completion) for prompt, completion in examples])
+    steps = []
+    for chosen in _fill(order, lengths, budget=tokens_per_step):
+        rows = torch.tensor(chosen)
+        num_tokens = sum(len(examples[row][1]) for row in chosen)
+        shares = _deal(rows, lengths[rows], num_workers=num_workers)
+        steps.append([_take_examples(examples, share.tolist(), num_tokens, len(chosen)) for share in shares])
+    return steps
+
+
+def micro_batches(batch: TrainBatch, *, token_budget: int, skip_zero_advantage: bool) -> Iterator[MicroBatch]:
+    """Cut a share into passes of at most `token_budget` tokens (a longer sequence gets a pass of its own).
+
+    skip_zero_advantage: for a loss that is proportional to the advantage.  Sequences whose advantage is 0 then have no
+    gradient, and get passes that are only measured, at a third of the cost.
+    """
+    live_S = batch.advantages_S != 0 if skip_zero_advantage else torch.ones(len(batch), dtype=torch.bool)
+    for needs_grad in (True, False):
+        sequences = (live_S == needs_grad).nonzero().flatten().tolist()
+        for chosen in _fill(sequences, batch.lengths_S, budget=token_budget):
+            yield _micro_batch(batch, torch.tensor(chosen), needs_grad=needs_grad)
+
+
+def idle_micro_batch() -> MicroBatch:
+    """A pass over one token that predicts nothing: for a worker that must join in collectives without having work."""
+    none = torch.zeros(0, dtype=torch.int64)
+    one = torch.zeros(1, dtype=torch.int64)
+    return MicroBatch(one.int(), one, torch.tensor([0, 1]), none, none, none, none, needs_grad=True)
+
+
+def _micro_batch(batch: TrainBatch, chosen_S: Tensor, *, needs_grad: bool) -> MicroBatch:
+    starts_S, prompts_S = batch.offsets_S1[chosen_S], batch.prompt_lens_S[chosen_S]
+    inputs_S, responses_S = batch.lengths_S[chosen_S] - 1, batch.response_lens_S[chosen_S]
+    offsets_S1 = _offsets(inputs_S)
+    positions_U = _count_up(inputs_S)
+    index_C = _count_up(responses_S)
+    return MicroBatch(
+        tokens_U=batch.tokens_T[starts_S.repeat_interleave(inputs_S) + positions_U],
+        positions_U=positions_U,
+        offsets_S1=offsets_S1,
+        rows_C=(offsets_S1[:-1] + prompts_S - 1).repeat_interleave(responses_S) + index_C,
+        targets_C=batch.tokens_T[(starts_S + prompts_S).repeat_interleave(responses_S) + index_C].long(),
+        place_C=_offsets(batch.response_lens_S)[chosen_S].repeat_interleave(responses_S) + index_C,
+        sequence_C=chosen_S.repeat_interleave(responses_S),
+        needs_grad=needs_grad,
+    )
+
+
+def _offsets(lengths: Tensor) -> Tensor:
+    """[2, 3] -> [0, 2, 5]"""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def _count_up(lengths: Tensor) -> Tensor:
+    """[2, 3] -> [0, 1, 0, 1, 2]"""
+    return torch.arange(int(lengths.sum())) - _offsets(lengths)[:-1].repeat_interleave(lengths)
+
+
+def _fill(order: Sequence[int], lengths: Tensor, *, budget: int) -> Iterator[list[int]]:
+    """Split `order` into runs of at most `budget` tokens, at least one item each."""
+    run: list[int] = []
+    used = 0
+    for index in order:
+        length = int(lengths[index])
+        if run and used + length > budget:
+            yield run
+            run, used = [], 0
+        run.append(index)
+        used += length
+    if run:
+        yield run
+
+
+def _deal(rows: Tensor, costs: Tensor, *, num_workers: int) -> list[Tensor]:
+    """Longest first, each to the worker with the least so far; a share keeps the rows' order."""
+    shares: list[list[int]] = [[] for _ in range(num_workers)]
+    loads = [0.0] * num_workers
+    for index in torch.argsort(costs, descending=True, stable=True).tolist():
+        lightest = loads.index(min(loads))
+        shares[lightest].append(index)
+        loads[lightest] += float(costs[index])
+    return [rows[torch.tensor(sorted(share), dtype=torch.int64)] for share in shares]
+
+
+def _take(
+    rollouts: RolloutBatch, share: Tensor, rows: Tensor, advantages_R: Tensor, ref_logprobs_T: Tensor | None
+) -> TrainBatch:
+    """The share's responses; `rows` are those of the whole optimizer step."""
+    part = rollouts.take(share.tolist()) if len(share) else None
+    return TrainBatch(
+        tokens_T=rollouts.tokens_T[:0] if part is None else part.tokens_T,
+        offsets_S1=torch.zeros(1, dtype=torch.int64) if part is None else part.offsets_R1,
+        prompt_lens_S=rollouts.prompt_lens_R[share],
+        rows_S=share,
+        advantages_S=advantages_R[share],
+        rollout_logprobs_C=_completions(rollouts, share, rollouts.logprobs_T),
+        num_tokens=int(rollouts.response_lens_R[rows].sum()),
+        num_sequences=len(rows),
+        ref_logprobs_C=None if ref_logprobs_T is None else _completions(rollouts, share, ref_logprobs_T),
+    )
+
+
+def _completions(rollouts: RolloutBatch, share: Tensor, values_T: Tensor) -> Tensor:
+    """The entries of a per-token array that belong to the share's completion tokens."""
+    starts = rollouts.offsets_R1[share] + rollouts.prompt_lens_R[share]
+    parts = [values_T[int(s) : int(e)] for s, e in zip(starts, rollouts.offsets_R1[share + 1], strict=True)]
+    return torch.cat(parts) if parts else values_T[:0]
+
+
+def _take_examples(examples: Sequence[Example], rows: list[int], num_tokens: int, num_sequences: int) -> TrainBatch:
+    tokens = [torch.cat(examples[row]) for row in rows]
+    prompt_lens = torch.tensor([len(examples[row][0]) for row in rows], dtype=torch.int64)
+    offsets = _offsets(torch.tensor([len(t) for t in tokens], dtype=torch.int64))
+    return TrainBatch(
+        tokens_T=torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int32),
+        offsets_S1=offsets,
+        prompt_lens_S=prompt_lens,
+        rows_S=torch.tensor(rows, dtype=torch.int64),
+        advantages_S=torch.ones(len(rows)),
+        rollout_logprobs_C=torch.zeros(int(offsets[-1] - prompt_lens.sum())),
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+    )

@@ -1,0 +1,59 @@
+"""Low-rank adapters on our decoder, through peft: only they train, rollouts get the merged weights.
+
+Hu et al., arXiv 2106.09685: W' = W + alpha / rank * B A, with B = 0 at the start.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conf.schema import LoraConfig
+
+_BASE = ".base_layer."  # how peft names the adapted weight inside its wrapper
+
+
+def inject_adapters(model: nn.Module, cfg: LoraConfig, *, seed: int = 0) -> None:
+    """Freeze the model and put adapters on the linear layers named in cfg.target_modules, in place.
+
+    seed: of matrix A, equal on all workers.  Raises ValueError when no module has such a name.
+    """
+    import peft
+
+    config = peft.LoraConfig(
+        r=cfg.rank, lora_alpha=cfg.alpha, target_modules=list(cfg.target_modules), lora_dropout=0.0, bias="none"
+    )
+    leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    missing = set(cfg.target_modules) - leaves
+    if missing:
+        raise ValueError(f"lora.target_modules={sorted(missing)}: no such linear layer; there are {sorted(leaves)}")
+    peft.inject_adapter_in_model(config, model)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+        if "lora_A" in name:
+            bound = 1 / math.sqrt(parameter.shape[1])  # Kaiming uniform with a = sqrt(5), as peft draws it
+            noise = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+            parameter.data.copy_(noise)
+
+
+def merged_weights(model: nn.Module, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The model's weights under the names they had before `inject_adapters`, with the adapters added in float32.
+
+    named: every parameter of the model by name.
+    """
+    adapted: dict[str, Any] = dict(model.named_modules())
+    for name, weight in named:
+        if "lora_" in name:
+            continue
+        if _BASE not in name:
+            yield name, weight
+            continue
+        owner, _, leaf = name.partition(_BASE)
+        if leaf == "weight":
+            layer = adapted[owner]
+            update = layer.lora_B["default"].weight.float() @ layer.lora_A["default"].weight.float()
+            weight = (weight.float() + layer.scaling["default"] * update).detach().to(weight.dtype)
+        yield f"{owner}.{leaf}", weight

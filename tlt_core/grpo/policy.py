@@ -1,0 +1,85 @@
+"""The policy as the update sees it: packed tokens in, log-probabilities of completion tokens out.
+
+Decoder, packed causal attention and the fused LM head put together.  Only rows that predict a completion token go
+through the LM head.  `PolicyModel` is an nn.Module so that DeepSpeed can hook it; `Policy` is a frozen one.
+
+Shapes: U input tokens, S sequences, C completion tokens.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kernels.packed_attention import packed_causal_attention
+from kernels.token_logprob import linear_token_logprob
+from tlt_core.grpo.batch import MicroBatch, TrainBatch, micro_batches
+from tlt_core.model.decoder import Decoder
+
+
+class PolicyModel(nn.Module):
+    """Wraps a decoder; see the module docstring."""
+
+    def __init__(self, decoder: Decoder, *, temperature: float, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.temperature = temperature
+        if activation_checkpointing:
+            decoder.run_layer = _recomputing  # type: ignore[method-assign]
+
+    def forward(
+        self, tokens_U: Tensor, positions_U: Tensor, offsets_S1: Tensor, rows_C: Tensor, targets_C: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy at the sampling temperature, both [C] float32 (fields of `MicroBatch`)."""
+
+        def attend(layer: int, q_UHd: Tensor, k_UKd: Tensor, v_UKd: Tensor) -> Tensor:
+            return packed_causal_attention(q_UHd, k_UKd, v_UKd, offsets_S1)
+
+        hidden_UD = self.decoder(tokens_U, positions_U, attend).last_TD
+        return tuple(
+            linear_token_logprob(
+                hidden_UD.index_select(0, rows_C), self.decoder.head_weight, targets_C, temperature=self.temperature
+            )
+        )
+
+
+def inputs_of(micro: MicroBatch, device: torch.device) -> tuple[Tensor, ...]:
+    """Arguments of `PolicyModel.forward`, on its device.  Sequence offsets are read by the host and stay there."""
+    return (
+        micro.tokens_U.to(device),
+        micro.positions_U.to(device),
+        micro.offsets_S1,
+        micro.rows_C.to(device),
+        micro.targets_C.to(device),
+    )
+
+
+class FrozenPolicy:
+    """Log-probabilities under a model that is never trained: the reference of the KL penalty."""
+
+    def __init__(self, decoder: Decoder, *, temperature: float, token_budget: int, device: torch.device) -> None:
+        self._model = PolicyModel(decoder.requires_grad_(False), temperature=temperature)
+        self._token_budget, self._device = token_budget, device
+
+    def logprobs(self, batch: TrainBatch) -> Tensor:
+        """[C] float32 on the CPU, aligned with batch.rollout_logprobs_C."""
+        passes = micro_batches(batch, token_budget=self._token_budget, skip_zero_advantage=False)
+        return measure_logprobs(self._model, passes, len(batch.rollout_logprobs_C), device=self._device)
+
+
+@torch.no_grad()
+def measure_logprobs(
+    model: Callable[..., tuple[Tensor, Tensor]], passes: Iterable[MicroBatch], count: int, *, device: torch.device
+) -> Tensor:
+    """Log-probabilities of a share's `count` completion tokens, [C] float32 on the CPU."""
+    result_C = torch.zeros(count)
+    for micro in passes:
+        result_C[micro.place_C] = model(*inputs_of(micro, device))[0].cpu()
+    return result_C
+
+
+def _recomputing(layer: nn.Module, *arguments: Any) -> Any:
+    """Run a layer keeping only its input; its activations are computed again in backward."""
+    return checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)

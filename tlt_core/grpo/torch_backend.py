@@ -1,0 +1,142 @@
+"""Plain torch data parallel: every worker holds all weights, gradients are summed over workers.  Fastest on CPU.
+
+    backward:  grad (compute dtype) --added in fp32, then freed--> flat gradient
+    step:      all-reduce in buckets, clip by global norm, fused AdamW on flat fp32 masters, copy to compute weights
+
+All trainable weights live in two flat buffers (with and without weight decay), so a step is a few large operations.
+With float32 weights the masters are the compute weights.  Everything is deterministic: same input, same bits.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from conf.schema import AdamWConfig
+from tlt_core.grpo.optimizer import decay_groups
+from tlt_core.grpo.policy import PolicyModel
+
+_BUCKET_ELEMENTS = 1 << 23  # 32 MiB of float32 per all-reduce
+
+
+class TorchBackend:
+    """See the module docstring.  All workers call every method together."""
+
+    needs_equal_passes = False
+
+    def __init__(self, model: PolicyModel, cfg: AdamWConfig, *, world_size: int) -> None:
+        self.model = model
+        self._cfg, self._world_size = cfg, world_size
+        matrices, vectors = decay_groups(model.named_parameters())
+        self._groups = [_FlatGroup(params) for params in (matrices, vectors) if params]
+        decays = [cfg.weight_decay] * bool(matrices) + [0.0] * bool(vectors)
+        self._optimizer = torch.optim.AdamW(
+            [{"params": [g.master], "weight_decay": d} for g, d in zip(self._groups, decays, strict=True)],
+            lr=cfg.learning_rate,
+            betas=cfg.betas,
+            eps=cfg.eps,
+            fused=True,
+        )
+        for group in self._groups:  # made here, not in the first step, so that a checkpoint always has the same keys
+            self._optimizer.state[group.master] = {
+                "step": torch.zeros((), device=group.master.device),
+                "exp_avg": torch.zeros_like(group.master),
+                "exp_avg_sq": torch.zeros_like(group.master),
+            }
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies, see `PolicyModel.forward`."""
+        return self.model(*inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of this worker's share."""
+        loss.backward()
+
+    def step(self, lr: float) -> float:
+        """One optimizer step on the gradients added since the last one; returns their global norm before clipping."""
+        gradients = [group.master.grad for group in self._groups]
+        if self._world_size > 1:
+            buckets = [b for g in gradients for b in g.split(_BUCKET_ELEMENTS)]
+            for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+                work.wait()
+        norm = float(torch.stack([torch.linalg.vector_norm(g) for g in gradients]).norm())
+        if norm > self._cfg.max_grad_norm:
+            for gradient in gradients:
+                gradient.mul_(self._cfg.max_grad_norm / norm)
+        for settings in self._optimizer.param_groups:
+            settings["lr"] = lr
+        self._optimizer.step()
+        for group in self._groups:
+            group.publish_master()
+            group.master.grad.zero_()
+        return norm
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by its name in the model, compute dtype, full."""
+        for name, parameter in self.model.named_parameters():
+            yield name, parameter.detach()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Masters and moments of the trainable parameters, by name (views: copy before the next step)."""
+        state = {}
+        for group in self._groups:
+            moments = self._optimizer.state[group.master]
+            for kind, flat in (
+                ("master", group.master),
+                ("exp_avg", moments["exp_avg"]),
+                ("exp_avg_sq", moments["exp_avg_sq"]),
+            ):
+                state |= {f"{kind}/{name}": view for name, view in group.views(flat.detach())}
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor], *, step: int) -> None:
+        """Set masters and moments; `step` optimizer steps had been made."""
+        for name, view in self.state_dict().items():
+            view.copy_(state[name])
+        for group in self._groups:
+            self._optimizer.state[group.master]["step"].fill_(step)
+            group.publish_master()
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class _FlatGroup:
+    """Parameters laid end to end in one float32 master (and, if they compute in bf16, one bf16 buffer)."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self._slices: dict[str, tuple[int, torch.Size]] = {}
+        offset = 0
+        for name, parameter in parameters.items():
+            self._slices[name] = (offset, parameter.shape)
+            offset += parameter.numel()
+        first = next(iter(parameters.values()))
+        self._compute = torch.cat([p.detach().flatten() for p in parameters.values()])
+        self.master = nn.Parameter(self._compute if first.dtype == torch.float32 else self._compute.float())
+        self.master.grad = torch.zeros_like(self.master)
+        gradients, weights = dict(self.views(self.master.grad)), dict(self.views(self._compute))
+        for name, parameter in parameters.items():
+            parameter.data = weights[name]
+            _accumulate_into(parameter, gradients[name])
+
+    def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's part of a flat buffer, in its shape."""
+        for name, (offset, shape) in self._slices.items():
+            yield name, flat[offset : offset + shape.numel()].view(shape)
+
+    def publish_master(self) -> None:
+        """Round the masters into the weights that the model computes with."""
+        if self._compute.dtype != torch.float32:
+            self._compute.copy_(self.master.detach())
+
+
+def _accumulate_into(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add each backward's gradient to the float32 one as soon as it is there, and free it."""
+
+    def add(parameter: Tensor) -> None:
+        assert parameter.grad is not None, "torch calls this after it has accumulated a gradient"
+        gradient.add_(parameter.grad)
+        parameter.grad = None
+
+    parameter.register_post_accumulate_grad_hook(add)
