@@ -1,0 +1,134 @@
+"""Shape of a Llama-, Qwen2- or Qwen3-family decoder, read from and written to a Hugging Face `config.json`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+class ModelError(ValueError):
+    """A checkpoint that cannot be used.  The text names the folder or file, the problem and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3's frequency scaling (`rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """What `Decoder` is built from.  DecoderConfig(family="llama", vocab_size=49152, hidden_size=576, ...)"""
+
+    family: str  # llama, qwen2 or qwen3
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Qwen2 has biases on query, key and value."""
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Qwen3 normalises query and key heads."""
+        return self.family == "qwen3"
+
+    @classmethod
+    def from_hf(cls, raw: dict[str, Any]) -> "DecoderConfig":
+        """Read a `config.json` (transformers 4 or 5 spelling).  Raises ModelError on what is not supported."""
+        family = raw.get("model_type")
+        if family not in _ARCHITECTURES:
+            raise ModelError(
+                f"model_type {family!r} is not supported; supported are {', '.join(_ARCHITECTURES)} "
+                f"({', '.join(_ARCHITECTURES.values())})"
+            )
+        for key, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("use_sliding_window", False)):
+            if raw.get(key, wanted) != wanted:
+                raise ModelError(f"{key}={raw[key]!r} is not supported for {family} (only {wanted!r})")
+        if family == "llama" and raw.get("attention_bias", False):
+            raise ModelError("attention_bias=true is not supported for llama")
+        heads = raw["num_attention_heads"]
+        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        eos = raw.get("eos_token_id")
+        return cls(
+            family=family,
+            vocab_size=raw["vocab_size"],
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_layers=raw["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
+            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            rope_theta=rope.get("rope_theta") or raw.get("rope_theta") or 10000.0,
+            rope_scaling=_rope_scaling(rope),
+            tie_word_embeddings=raw.get("tie_word_embeddings", False),
+            max_position_embeddings=raw.get("max_position_embeddings", 2048),
+            eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+        )
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `config.json` that transformers 4 and 5, vLLM and SGLang read."""
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
+        if self.rope_scaling is not None:
+            s = self.rope_scaling
+            rope |= {
+                "rope_type": "llama3",
+                "factor": s.factor,
+                "low_freq_factor": s.low_freq_factor,
+                "high_freq_factor": s.high_freq_factor,
+                "original_max_position_embeddings": s.original_max_position_embeddings,
+            }
+        raw = {
+            "architectures": [_ARCHITECTURES[self.family]],
+            "model_type": self.family,
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": rope,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "max_position_embeddings": self.max_position_embeddings,
+            "attention_bias": self.qkv_bias,
+        }
+        if self.rope_scaling is not None:
+            raw["rope_scaling"] = rope
+        if self.eos_token_ids:
+            raw["eos_token_id"] = self.eos_token_ids[0] if len(self.eos_token_ids) == 1 else list(self.eos_token_ids)
+        return raw
+
+
+def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise ModelError(f"rope_type {kind!r} is not supported (default and llama3 are)")
+    return RopeScaling(
+        factor=rope["factor"],
+        low_freq_factor=rope["low_freq_factor"],
+        high_freq_factor=rope["high_freq_factor"],
+        original_max_position_embeddings=rope["original_max_position_embeddings"],
+    )
