@@ -155,7 +155,11 @@ class Session:
         components_RF = torch.tensor([s.components for s in scores], dtype=torch.float32)
         scores_R = torch.tensor([s.total for s in scores], dtype=torch.float32)
         algorithm = self.cfg.algorithm
-        rewards_R = scores_R - advantage.overlong_penalty(
+        if algorithm.kl.coef > 0 and algorithm.kl.place == "reward":
+            penalty_R = advantage.kl_penalty(rollouts, self._reference_logprobs(rollouts), kl=algorithm.kl)
+        else:
+            penalty_R = torch.zeros(len(rollouts))
+        rewards_R = scores_R - penalty_R - advantage.overlong_penalty(
             rollouts.response_lens_R,
             max_new_tokens=self.cfg.rollout.max_new_tokens,
             buffer_tokens=algorithm.overlong_buffer_tokens,
@@ -199,6 +203,7 @@ class Session:
         """One RL step's optimizer steps on the worker group."""
         with self.metrics.timed("update_actor"):
             self._report("update", 0, 1)
+            kl = self.cfg.algorithm.kl
             shares = batch.make_train_batches(
                 scored,
                 self.cfg.update,
@@ -206,6 +211,7 @@ class Session:
                 num_workers=self._group.num_workers,
                 seed=self.cfg.seed,
                 step=step,
+                ref_logprobs_T=self._reference_logprobs(scored.rollouts) if kl.coef and kl.place == "loss" else None,
             )
             reports = self._group.update(shares)
         self.metrics.log(reports[0].metrics)
@@ -358,6 +364,12 @@ class Session:
                 worker_states=tuple(working if n else idle for n in live),
             )
         )
+
+    def _reference_logprobs(self, rollouts: RolloutBatch) -> torch.Tensor:
+        """Log-probs under the model RL started from, aligned with the rollouts' tokens, [T]."""
+        with self.metrics.timed("ref"):
+            shares = batch.make_forward_batches(rollouts, num_workers=self._group.num_workers)
+            return batch.join_logprobs(shares, self._group.reference_logprobs(shares), rollouts)
 
     def _text(self, tokens: torch.Tensor) -> str:
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)

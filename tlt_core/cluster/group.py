@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from conf.schema import ClusterConfig
 from tlt_core.cluster.dispatcher import Dispatcher, Drained
@@ -144,7 +144,7 @@ class WorkerGroup:
         except RayTaskError as error:
             self.kill()
             raise _as_user_error(error) from error
-        except RayActorError as error:
+        except RayError as error:  # actor died, out of memory, node lost
             self.kill()
             raise WorkerDied(
                 f"A worker process ended unexpectedly ({error}).  It was killed, or ran out of memory; start the same "

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conf.schema import AdamWConfig, AlgorithmConfig, RolloutConfig, UpdateConfig
+from conf.schema import AlgorithmConfig, RolloutConfig, UpdateConfig
 from tlt_core.grpo.batch import TrainBatch
+from tlt_core.grpo.policy import FrozenPolicy
 from tlt_core.grpo.update import PolicyTrainer
 from tlt_core.model.load import load_decoder, save_hf
 from tlt_core.rollout.engine import RolloutEngine, RoundTrace
@@ -71,7 +72,7 @@ class Worker:
         self._device = torch.device(spec.device)
         self._engine: RolloutEngine | None = None
         self._trainer: PolicyTrainer | None = None
-        self._reference: PolicyTrainer | None = None
+        self._reference: FrozenPolicy | None = None
         self._policy_version = 0
 
     def join(self, init_method: str) -> None:
@@ -88,16 +89,19 @@ class Worker:
         self._policy_version = policy_version
         if spec.trainer is None:
             return
-        self._trainer = self._make_trainer(dtype)
+        self._trainer = self._make_trainer(spec.trainer, dtype)
         if checkpoint is not None:
             self._trainer.load(checkpoint)
             self._engine.load_weights(self._trainer.weights())
         if spec.trainer.algorithm.kl.coef > 0:
-            self._reference = self._make_trainer(dtype)
+            self._reference = FrozenPolicy(
+                load_decoder(spec.model_dir, dtype=dtype, device=spec.device),
+                temperature=spec.trainer.temperature,
+                token_budget=spec.trainer.update.tokens_per_micro_batch,
+                device=self._device,
+            )
 
-    def _make_trainer(self, dtype: torch.dtype) -> PolicyTrainer:
-        spec = self._spec.trainer
-        assert spec is not None, "a trainer is built only where its spec is given"
+    def _make_trainer(self, spec: TrainerSpec, dtype: torch.dtype) -> PolicyTrainer:
         return PolicyTrainer(
             load_decoder(self._spec.model_dir, dtype=dtype, device=self._spec.device),
             spec.update,
@@ -167,7 +171,7 @@ class Worker:
         metrics = trainer.steps(steps)
         return UpdateReport((WorkerSpan(self._rank, WorkerState.UPDATING, started_s, time.time()),), metrics)
 
-    def supervised_step(self, batch: TrainBatch, optimizer: AdamWConfig) -> dict[str, float]:
+    def supervised_step(self, batch: TrainBatch) -> dict[str, float]:
         """One step of supervised training (the cold start)."""
         trainer = self._trainer
         assert trainer is not None, "load() comes first"
