@@ -46,23 +46,27 @@ class Layer(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         hidden, d = config.hidden_size, config.head_dim
-        self.sizes = (config.num_heads * d, config.num_kv_heads * d, config.num_kv_heads * d)
-        self.head_dim = d
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.head_dim, self.qk_norm = d, config.qk_norm
         self.input_norm = RmsNorm(hidden, config.rms_norm_eps)
-        self.qkv_proj = nn.Linear(hidden, sum(self.sizes), bias=config.qkv_bias)
+        self.qkv_proj = nn.Linear(hidden, sum(self.heads) * d, bias=config.qkv_bias)
         self.q_norm = RmsNorm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RmsNorm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.o_proj = nn.Linear(self.sizes[0], hidden, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * d, hidden, bias=False)
         self.post_norm = RmsNorm(hidden, config.rms_norm_eps)
         self.gate_up_proj = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
 
     def forward(self, x_TD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
         """Residual stream in, residual stream out."""
-        q, k, v = self.qkv_proj(self.input_norm(x_TD)).split(self.sizes, dim=-1)
-        q_THd = _rotate(self.q_norm(q.unflatten(-1, (-1, self.head_dim))), rope)
-        k_TKd = _rotate(self.k_norm(k.unflatten(-1, (-1, self.head_dim))), rope)
-        x_TD = x_TD + self.o_proj(attend(layer, q_THd, k_TKd, v.unflatten(-1, (-1, self.head_dim))).flatten(-2))
+        heads = self.qkv_proj(self.input_norm(x_TD)).unflatten(-1, (-1, self.head_dim))
+        queries, keys, values = self.heads
+        qk, v_TKd = heads.split((queries + keys, values), dim=1)
+        if self.qk_norm:
+            q, k = qk.split((queries, keys), dim=1)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
+        q_THd, k_TKd = _rotate(qk, rope).split((queries, keys), dim=1)  # together: small passes are bound by op count
+        x_TD = x_TD + self.o_proj(attend(layer, q_THd, k_TKd, v_TKd).flatten(-2))
         gate, up = self.gate_up_proj(self.post_norm(x_TD)).chunk(2, dim=-1)
         return x_TD + self.down_proj(F.silu(gate) * up)
 
@@ -79,24 +83,34 @@ class Decoder(nn.Module):
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.register_buffer("_frequencies", rope_frequencies(config), persistent=False)
+        self.packed_head: nn.Module | None = None  # stands in for the LM head, see `packed.py`
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Decoder":
+        """Casting or moving a module does the same to its buffers, and frequencies in bfloat16 ruin positions."""
+        super()._apply(fn, recurse)
+        self.reset_frequencies()
+        return self
 
     def reset_frequencies(self) -> None:
-        """Recompute the rotary frequencies in float32: casting the module casts them too, which ruins positions."""
+        """Recompute the rotary frequencies in float32 on the decoder's device."""
         self._frequencies = rope_frequencies(self.config).to(self._frequencies.device)
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, *, taps: Sequence[int] = ()) -> Hidden:
-        """Run T tokens at the given positions.  Tap k is the residual stream entering layer k (num_layers: the one
-        before the final norm)."""
+        """Run T tokens at the given positions.
+
+        Tap k is the residual stream entering layer k (num_layers: the one before the final norm); taps_TE holds them
+        side by side in the order asked for.  Raises ValueError on a tap that does not exist.
+        """
+        if not all(0 <= k <= len(self.layers) for k in taps):
+            raise ValueError(f"taps {tuple(taps)}: this decoder has taps 0 to {len(self.layers)}")
         x_TD = self.embed_tokens(tokens_T)
         rope = self._rope(positions_T, x_TD.dtype)
-        tapped = []
+        streams = []
         for index, layer in enumerate(self.layers):
-            if index in taps:
-                tapped.append(x_TD)
+            streams.append(x_TD if index in taps else None)
             x_TD = self.run_layer(layer, x_TD, rope, attend, index)
-        if len(self.layers) in taps:
-            tapped.append(x_TD)
-        return Hidden(self.norm(x_TD), torch.cat(tapped, dim=-1) if tapped else None)
+        streams.append(x_TD)
+        return Hidden(self.norm(x_TD), torch.cat([streams[k] for k in taps], dim=-1) if taps else None)
 
     def run_layer(
         self, layer: nn.Module, x_TD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int
@@ -111,6 +125,8 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """[T, V], in the weights' dtype."""
+        if self.packed_head is not None:
+            return self.packed_head(hidden_TD)
         return F.linear(hidden_TD, self.head_weight)
 
     @torch.no_grad()
@@ -123,10 +139,10 @@ class Decoder(nn.Module):
             parameters[name].copy_(value)
 
     def _rope(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin, [T, 1, d], computed in float32."""
-        angles = positions_T.float()[:, None] * self._frequencies
-        angles = torch.cat([angles, angles], dim=-1)[:, None]
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        """cos and sin of `_rotate`, [T, 1, d], computed in float32."""
+        angles = positions_T.float()[:, None, None] * self._frequencies
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
 
 def rope_frequencies(config: DecoderConfig) -> Tensor:
@@ -148,7 +164,9 @@ def rope_frequencies(config: DecoderConfig) -> Tensor:
 
 
 def _rotate(x_THd: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotary embedding in the half-split layout of Hugging Face checkpoints."""
-    cos, sin = rope
-    first, second = x_THd.chunk(2, dim=-1)
-    return x_THd * cos + torch.cat([-second, first], dim=-1) * sin
+    """Rotary embedding in the half-split layout of Hugging Face checkpoints.
+
+    (a, b) -> (a cos - b sin, b cos + a sin) for the two halves a, b of a head: x cos + (b, a) (-sin, sin).
+    """
+    cos, signed_sin = rope
+    return torch.addcmul(x_THd * cos, x_THd.roll(x_THd.shape[-1] // 2, -1), signed_sin)
