@@ -146,8 +146,8 @@ class PolicyTrainer:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under the decoder's names, full, adapters merged, in the compute dtype.
 
-        Consume it to the end on every worker: under ZeRO-3 each item is a collective.  Items may be views of live
-        weights or of a buffer that is used again: copy them before the next item.
+        Consume it to the end on every worker: under ZeRO-3 gathering is a collective.  Items may be views of the live
+        weights: copy them before the next step.
         """
         prefix = "decoder."
         named = ((name.removeprefix(prefix), weight) for name, weight in self._backend.named_weights())
@@ -226,8 +226,8 @@ class PolicyTrainer:
         norm = self._backend.step(lr)
         if not math.isfinite(norm):
             raise UpdateError(
-                f"the gradient norm is {norm} at optimizer step {self.completed_steps}: the policy is lost; resume from "
-                f"the newest checkpoint with a lower learning rate (now {lr:.2e})"
+                f"the gradient norm is {norm} at optimizer step {self.completed_steps}: the policy is lost; resume "
+                f"from the newest checkpoint with a lower learning rate (now {lr:.2e})"
             )
         self.completed_steps += 1
         return {"actor/grad_norm": norm, "actor/lr": lr}

@@ -1,0 +1,80 @@
+"""A tiny decoder and made-up rollouts, shared by the tests of the update."""
+
+import torch
+
+from tlt_core.model.config import DecoderConfig
+from tlt_core.model.decoder import Decoder
+from tlt_core.model.load import random_decoder
+from tlt_core.types import FinishReason, NoiseKey, Rollout, RolloutBatch, ScoredBatch
+
+TINY = DecoderConfig(
+    family="llama",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    rope_scaling=None,
+    tie_word_embeddings=True,
+    max_position_embeddings=256,
+    eos_token_ids=(2,),
+)
+
+
+def tiny_decoder(dtype: torch.dtype, *, config: DecoderConfig = TINY) -> Decoder:
+    """Two layers, vocabulary 64; weights large enough that its distributions are far from uniform."""
+    decoder = random_decoder(config, seed=0, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)
+    return decoder.to(dtype)
+
+
+def tiny_rollouts(*, seed: int, num_groups: int, num_samples: int = 3) -> RolloutBatch:
+    """Random tokens of uneven lengths with random log-probs; the last response of a group is cut."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    rollouts = []
+    for prompt_id in range(num_groups):
+        prompt = torch.randint(3, 64, (draw(2, 9),), generator=generator).int()
+        for sample in range(num_samples):
+            completion = torch.randint(3, 64, (draw(1, 25),), generator=generator).int()
+            rollouts.append(
+                Rollout(
+                    key=NoiseKey(0, 1, prompt_id, sample),
+                    tokens=torch.cat([prompt, completion]),
+                    prompt_len=len(prompt),
+                    logprobs=-4 * torch.rand(len(completion), generator=generator) - 1,
+                    finish=FinishReason.LENGTH if sample == num_samples - 1 else FinishReason.STOP,
+                    policy_version=0,
+                )
+            )
+    return RolloutBatch.pack(rollouts)
+
+
+def scored(rollouts: RolloutBatch, advantages_R: torch.Tensor) -> ScoredBatch:
+    """Rollouts with the given advantages; the other fields play no part in the update."""
+    count = len(rollouts)
+    return ScoredBatch(
+        rollouts=rollouts,
+        rewards_R=advantages_R,
+        scores_R=advantages_R,
+        components_RF=advantages_R[:, None],
+        status_R=torch.zeros(count, dtype=torch.int64),
+        reward_s_R=torch.zeros(count),
+        advantages_R=advantages_R,
+    )
+
+
+def tiny_scored(*, seed: int, num_groups: int, num_samples: int = 3) -> ScoredBatch:
+    """`tiny_rollouts` with random advantages."""
+    rollouts = tiny_rollouts(seed=seed, num_groups=num_groups, num_samples=num_samples)
+    return scored(rollouts, torch.randn(len(rollouts), generator=torch.Generator().manual_seed(seed)))

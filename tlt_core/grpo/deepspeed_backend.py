@@ -1,0 +1,224 @@
+"""DeepSpeed ZeRO over the worker group, behind the same interface as `torch_backend`.  The only file that knows it.
+
+    stage 0  nothing sharded     1  optimizer state     2  and gradients     3  and parameters
+
+DeepSpeed averages gradients over workers while our losses are shares of a sum, so losses are multiplied by the number
+of workers.  Gradients add up over any number of backward passes until `step` (DeepSpeed's unmanaged accumulation).
+With float32 weights everything is float32; with bf16 weights DeepSpeed keeps float32 masters, and adds gradients up
+in float32 from stage 1 on.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import GatheredParameters, register_external_parameter
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from torch import Tensor, nn
+
+from conf.schema import AdamWConfig
+from conf.schema import DeepSpeedBackend as DeepSpeedConfig
+from tlt_core.grpo.batch import idle_micro_batch
+from tlt_core.grpo.optimizer import decay_groups
+from tlt_core.grpo.policy import PolicyModel, inputs_of
+
+_GATHER_ELEMENTS = 1 << 26  # weights gathered at once under ZeRO-3: 128 MiB in bf16
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class DeepSpeedBackend:
+    """See the module docstring.  torch.distributed must be initialised, for one worker too."""
+
+    needs_equal_passes = True
+
+    def __init__(self, model: PolicyModel, cfg: AdamWConfig, backend: DeepSpeedConfig, *, world_size: int) -> None:
+        if not dist.is_initialized():
+            raise RuntimeError("DeepSpeed needs a torch.distributed group: call init_process_group first")
+        self._stage, self._world_size, self._max_norm = backend.zero_stage, world_size, cfg.max_grad_norm
+        matrices, vectors = decay_groups(model.named_parameters())
+        self._trainable = matrices | vectors
+        first = next(iter(self._trainable.values()))
+        self._bf16, self._norm = first.dtype == torch.bfloat16, 0.0
+        groups = [
+            {"params": list(matrices.values()), "weight_decay": cfg.weight_decay},
+            {"params": list(vectors.values()), "weight_decay": 0.0},
+        ]
+        # lr 0: DeepSpeed may step once to make the optimizer's state
+        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=cfg.betas, eps=cfg.eps)
+        if self._plain:
+            optimizer.register_step_pre_hook(self._clip)
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it; a worker sees one device only
+        # Its shared-memory all-reduce is compiled for over a minute on first use and serves CPU hosts only.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self._engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=_engine_config(cfg, backend, bf16=self._bf16),
+            dist_init_required=False,
+        )
+        if self._stage == 3:
+            register_external_parameter(model, model.decoder.head_weight)  # used outside its own module
+        self._make_optimizer_state(first.device)
+
+    @property
+    def _plain(self) -> bool:
+        """DeepSpeed leaves parameters and torch optimizer as they are."""
+        return self._stage == 0 and not self._bf16
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropies, see `PolicyModel.forward`."""
+        return self._engine(*inputs)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of this worker's share."""
+        self._engine.backward(loss * self._world_size)
+
+    def step(self, lr: float) -> float:
+        """One optimizer step on the gradients added since the last one; returns their global norm before clipping."""
+        for settings in self._engine.optimizer.param_groups:
+            settings["lr"] = lr
+        self._engine.step()
+        return self._norm if self._plain else float(self._engine.get_global_grad_norm())
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter by its name in the model, compute dtype, full; gathered a bucket at a time under ZeRO-3."""
+        named = list(self._engine.module.named_parameters())
+        if self._stage < 3:
+            yield from ((name, parameter.detach()) for name, parameter in named)
+            return
+        for bucket in _buckets(named):
+            with GatheredParameters([parameter for _, parameter in bucket]):
+                yield from ((name, parameter.detach().clone()) for name, parameter in bucket)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Masters and moments of the trainable parameters, by name, full on every worker."""
+        state = {}
+        for name, parameter in self._trainable.items():
+            state[f"master/{name}"] = self._master(parameter)
+            for moment in _MOMENTS:
+                state[f"{moment}/{name}"] = self._moment(parameter, moment)
+        return {name: value.detach().float().contiguous() for name, value in state.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Tensor], *, step: int) -> None:
+        """Set masters, moments and weights; `step` optimizer steps had been made."""
+        for name, parameter in self._trainable.items():
+            values = {kind: state[f"{kind}/{name}"].to(parameter.device) for kind in ("master", *_MOMENTS)}
+            if self._stage == 3:
+                self._load_sharded(parameter, values)
+                continue
+            parameter.data.copy_(values["master"])
+            if self._stage == 0:
+                self._master(parameter).data.copy_(values["master"])
+                for moment in _MOMENTS:
+                    self._moment(parameter, moment).copy_(values[moment])
+            else:
+                safe_set_full_fp32_param(parameter, values["master"])
+                for moment in _MOMENTS:
+                    safe_set_full_optimizer_state(parameter, values[moment], moment)
+        self._set_step_count(step)
+
+    def close(self) -> None:
+        """Release DeepSpeed's hooks and buffers, before the process group goes."""
+        self._engine.destroy()
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Without ZeRO in float32 DeepSpeed clips but does not report the norm, so it is done here, after the
+        all-reduce and before the step."""
+        self._norm = float(nn.utils.clip_grad_norm_(self._trainable.values(), self._max_norm))
+
+    def _make_optimizer_state(self, device: torch.device) -> None:
+        """A step with zero gradient and zero learning rate: afterwards moments exist and can be read and set.
+
+        Stages 1 and 2 link weights to their moments in the step of the first parameter group and would miss those of
+        the second, so theirs are made before."""
+        if self._stage in (1, 2):
+            optimizer = self._engine.basic_optimizer
+            for shard in (shard for group in optimizer.param_groups for shard in group["params"]):
+                moments = {moment: torch.zeros_like(shard) for moment in _MOMENTS}
+                optimizer.state[shard] = {"step": torch.zeros(()), **moments}
+        logprobs_C, _ = self.forward(*inputs_of(idle_micro_batch(), device))
+        self.backward(logprobs_C.sum())
+        self.step(0.0)
+        self._set_step_count(0)
+
+    def _set_step_count(self, step: int) -> None:
+        for moments in self._engine.basic_optimizer.state.values():
+            moments["step"].fill_(step)
+
+    def _master(self, parameter: nn.Parameter) -> Tensor:
+        if self._stage > 0:
+            return safe_get_full_fp32_param(parameter)
+        if self._plain:
+            return parameter
+        wrapped = self._engine.optimizer  # bf16 without ZeRO: groups of weights beside groups of float32 masters
+        for weights, masters in zip(wrapped.fp16_groups, wrapped.fp32_groups, strict=True):
+            for weight, master in zip(weights, masters, strict=True):
+                if weight is parameter:
+                    return master
+        raise AssertionError("a trainable parameter without a master")
+
+    def _moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
+        if self._stage > 0:
+            return safe_get_full_optimizer_state(parameter, moment)
+        return self._engine.basic_optimizer.state[self._master(parameter)][moment]
+
+    def _load_sharded(self, parameter: nn.Parameter, values: dict[str, Tensor]) -> None:
+        """ZeRO-3: each worker keeps its slice, of equal length on all workers, the last one padded."""
+        length = parameter.ds_tensor.numel()
+        start = dist.get_rank() * length
+        with GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.copy_(values["master"])
+        for kind, value in values.items():
+            part = value.flatten()[start : start + length]
+            part = torch.cat([part, part.new_zeros(length - len(part))])
+            if kind == "master":
+                safe_set_local_fp32_param(parameter, part)
+            else:
+                safe_set_local_optimizer_state(parameter, part, kind)
+
+
+def _engine_config(cfg: AdamWConfig, backend: DeepSpeedConfig, *, bf16: bool) -> dict[str, Any]:
+    zero: dict[str, Any] = {"stage": backend.zero_stage}
+    if backend.offload_optimizer:
+        zero["offload_optimizer"] = {"device": "cpu"}
+    plain = backend.zero_stage == 0 and not bf16
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # not used: batches are packed
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": 0.0 if plain else cfg.max_grad_norm,
+        "zero_optimization": zero,
+        "bf16": {"enabled": bf16},
+        "data_types": {"grad_accum_dtype": "fp32"} if backend.zero_stage > 0 else {},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+
+
+def _buckets(named: list[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    """Runs of parameters of limited full size (numel() is 0 while a parameter is sharded; ds_numel is not)."""
+    bucket: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in named:
+        if bucket and size + parameter.ds_numel > _GATHER_ELEMENTS:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append((name, parameter))
+        size += parameter.ds_numel
+    if bucket:
+        yield bucket
