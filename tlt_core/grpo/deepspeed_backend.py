@@ -78,7 +78,8 @@ class DeepSpeedBackend:
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, see `PolicyModel.forward`."""
-        return self._engine(*inputs)
+        logprob_C, entropy_C = self._engine(*inputs)
+        return logprob_C, entropy_C
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this worker's share."""
@@ -159,7 +160,7 @@ class DeepSpeedBackend:
         for moments in self._engine.basic_optimizer.state.values():
             moments["step"].fill_(step)
 
-    def _master(self, parameter: nn.Parameter) -> Tensor:
+    def _master(self, parameter: nn.Parameter) -> Any:
         if self._stage > 0:
             return safe_get_full_fp32_param(parameter)
         if self._plain:
@@ -171,12 +172,12 @@ class DeepSpeedBackend:
                     return master
         raise AssertionError("a trainable parameter without a master")
 
-    def _moment(self, parameter: nn.Parameter, moment: str) -> Tensor:
+    def _moment(self, parameter: nn.Parameter, moment: str) -> Any:
         if self._stage > 0:
             return safe_get_full_optimizer_state(parameter, moment)
         return self._engine.basic_optimizer.state[self._master(parameter)][moment]
 
-    def _load_sharded(self, parameter: nn.Parameter, values: dict[str, Tensor]) -> None:
+    def _load_sharded(self, parameter: Any, values: dict[str, Tensor]) -> None:
         """ZeRO-3: each worker keeps its slice, of equal length on all workers, the last one padded."""
         length = parameter.ds_tensor.numel()
         start = dist.get_rank() * length
@@ -210,9 +211,9 @@ def _engine_config(cfg: AdamWConfig, backend: DeepSpeedConfig, *, bf16: bool) ->
     }
 
 
-def _buckets(named: list[tuple[str, nn.Parameter]]) -> Iterator[list[tuple[str, nn.Parameter]]]:
+def _buckets(named: list[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
     """Runs of parameters of limited full size (numel() is 0 while a parameter is sharded; ds_numel is not)."""
-    bucket: list[tuple[str, nn.Parameter]] = []
+    bucket: list[tuple[str, Any]] = []
     size = 0
     for name, parameter in named:
         if bucket and size + parameter.ds_numel > _GATHER_ELEMENTS:

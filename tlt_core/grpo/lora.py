@@ -23,7 +23,11 @@ def inject_adapters(model: nn.Module, cfg: LoraConfig, *, seed: int = 0) -> None
     import peft
 
     config = peft.LoraConfig(
-        r=cfg.rank, lora_alpha=cfg.alpha, target_modules=list(cfg.target_modules), lora_dropout=0.0, bias="none"
+        r=cfg.rank,
+        lora_alpha=cfg.alpha,  # type: ignore[arg-type]  # peft only divides it by the rank
+        target_modules=list(cfg.target_modules),
+        lora_dropout=0.0,
+        bias="none",
     )
     leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     missing = set(cfg.target_modules) - leaves

@@ -27,7 +27,7 @@ class PolicyModel(nn.Module):
         self.decoder = decoder
         self.temperature = temperature
         if activation_checkpointing:
-            decoder.run_layer = _recomputing  # type: ignore[method-assign]
+            decoder.run_layer = _recomputing  # type: ignore[method-assign, assignment]
 
     def forward(
         self, tokens_U: Tensor, positions_U: Tensor, offsets_S1: Tensor, rows_C: Tensor, targets_C: Tensor
@@ -38,11 +38,11 @@ class PolicyModel(nn.Module):
             return packed_causal_attention(q_UHd, k_UKd, v_UKd, offsets_S1)
 
         hidden_UD = self.decoder(tokens_U, positions_U, attend).last_TD
-        return tuple(
-            linear_token_logprob(
-                hidden_UD.index_select(0, rows_C), self.decoder.head_weight, targets_C, temperature=self.temperature
-            )
+        hidden_CD = hidden_UD.index_select(0, rows_C)
+        logprob_C, entropy_C = linear_token_logprob(
+            hidden_CD, self.decoder.head_weight, targets_C, temperature=self.temperature
         )
+        return logprob_C, entropy_C
 
 
 def inputs_of(micro: MicroBatch, device: torch.device) -> tuple[Tensor, ...]:

@@ -47,7 +47,8 @@ class TorchBackend:
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, see `PolicyModel.forward`."""
-        return self.model(*inputs)
+        logprob_C, entropy_C = self.model(*inputs)
+        return logprob_C, entropy_C
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this worker's share."""
@@ -55,7 +56,7 @@ class TorchBackend:
 
     def step(self, lr: float) -> float:
         """One optimizer step on the gradients added since the last one; returns their global norm before clipping."""
-        gradients = [group.master.grad for group in self._groups]
+        gradients = [group.gradient for group in self._groups]
         if self._world_size > 1:
             buckets = [b for g in gradients for b in g.split(_BUCKET_ELEMENTS)]
             for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
@@ -69,7 +70,7 @@ class TorchBackend:
         self._optimizer.step()
         for group in self._groups:
             group.publish_master()
-            group.master.grad.zero_()
+            group.gradient.zero_()
         return norm
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -79,7 +80,7 @@ class TorchBackend:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Masters and moments of the trainable parameters, by name (views: copy before the next step)."""
-        state = {}
+        state: dict[str, Tensor] = {}
         for group in self._groups:
             moments = self._optimizer.state[group.master]
             for kind, flat in (
@@ -114,8 +115,8 @@ class _FlatGroup:
         first = next(iter(parameters.values()))
         self._compute = torch.cat([p.detach().flatten() for p in parameters.values()])
         self.master = nn.Parameter(self._compute if first.dtype == torch.float32 else self._compute.float())
-        self.master.grad = torch.zeros_like(self.master)
-        gradients, weights = dict(self.views(self.master.grad)), dict(self.views(self._compute))
+        self.gradient = self.master.grad = torch.zeros_like(self.master)
+        gradients, weights = dict(self.views(self.gradient)), dict(self.views(self._compute))
         for name, parameter in parameters.items():
             parameter.data = weights[name]
             _accumulate_into(parameter, gradients[name])
