@@ -6,6 +6,7 @@ query head h reading key/value head h // (H / K).
 Shapes: T tokens of all sequences, S sequences, H query heads, K key/value heads, d head size.
 """
 
+import importlib.util
 from typing import Literal
 
 import torch
@@ -32,20 +33,16 @@ def packed_causal_attention(
 
 
 def packed_causal_attention_reference(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, offsets_S1: Tensor) -> Tensor:
-    """One scaled-dot-product call per sequence.  Key/value heads are repeated: a small copy at training lengths."""
-    group = q_THd.shape[1] // k_TKd.shape[1]
-    q_HTd, k_HTd, v_HTd = (
-        x.transpose(0, 1) for x in (q_THd, k_TKd.repeat_interleave(group, 1), v_TKd.repeat_interleave(group, 1))
-    )
-    bounds = offsets_S1.tolist()
+    """One scaled-dot-product call per sequence, grouped-query attention without copies of keys and values."""
+    lengths = (offsets_S1[1:] - offsets_S1[:-1]).tolist()
+    # split, not slices: the backward of each slice would fill a gradient of the whole pack.
+    sequences = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q_THd, k_TKd, v_TKd)), strict=True)
     outs = [
-        F.scaled_dot_product_attention(q_HTd[None, :, a:b], k_HTd[None, :, a:b], v_HTd[None, :, a:b], is_causal=True)[0]
-        for a, b in zip(bounds, bounds[1:], strict=False)
+        F.scaled_dot_product_attention(q_HLd[None], k_KLd[None], v_KLd[None], is_causal=True, enable_gqa=True)[0]
+        for q_HLd, k_KLd, v_KLd in sequences
     ]
     return torch.cat(outs, dim=1).transpose(0, 1)
 
 
 def _has_flash() -> bool:
-    import importlib.util
-
     return importlib.util.find_spec("flash_attn") is not None

@@ -4,6 +4,14 @@ from dataclasses import dataclass
 from typing import Any
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ONLY = {  # settings of which one value is implemented
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
 
 
 class ModelError(ValueError):
@@ -38,6 +46,8 @@ class DecoderConfig:
     tie_word_embeddings: bool
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = None  # this one and the next are carried through for other readers of our exports
+    pad_token_id: int | None = None
 
     @property
     def qkv_bias(self) -> bool:
@@ -58,11 +68,11 @@ class DecoderConfig:
                 f"model_type {family!r} is not supported; supported are {', '.join(_ARCHITECTURES)} "
                 f"({', '.join(_ARCHITECTURES.values())})"
             )
-        for key, wanted in (("hidden_act", "silu"), ("mlp_bias", False), ("use_sliding_window", False)):
-            if raw.get(key, wanted) != wanted:
-                raise ModelError(f"{key}={raw[key]!r} is not supported for {family} (only {wanted!r})")
-        if family == "llama" and raw.get("attention_bias", False):
-            raise ModelError("attention_bias=true is not supported for llama")
+        for key, wanted in _ONLY.items():
+            if raw.get(key, wanted) != wanted and not (key == "attention_bias" and family == "qwen2"):
+                raise ModelError(f"{key}={raw[key]!r} is not supported for {family} (only {wanted!r} is)")
+        if "sliding_attention" in (raw.get("layer_types") or ()):
+            raise ModelError("layers with sliding_attention are not supported (only full_attention is)")
         heads = raw["num_attention_heads"]
         rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
         eos = raw.get("eos_token_id")
@@ -81,6 +91,8 @@ class DecoderConfig:
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
             max_position_embeddings=raw.get("max_position_embeddings", 2048),
             eos_token_ids=() if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+            bos_token_id=raw.get("bos_token_id"),
+            pad_token_id=raw.get("pad_token_id"),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -111,7 +123,8 @@ class DecoderConfig:
             "rope_parameters": rope,
             "tie_word_embeddings": self.tie_word_embeddings,
             "max_position_embeddings": self.max_position_embeddings,
-            "attention_bias": self.qkv_bias,
+            "bos_token_id": self.bos_token_id,
+            "pad_token_id": self.pad_token_id,
         }
         if self.rope_scaling is not None:
             raw["rope_scaling"] = rope

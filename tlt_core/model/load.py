@@ -4,7 +4,6 @@ Nothing is unpickled.  Every problem is a `ModelError` that names the file and t
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from tlt_core.model.config import DecoderConfig, ModelError
 from tlt_core.model.decoder import Decoder
-from tlt_core.model.embedded import EMBEDDED_NAME, embedded_model_dir
+from tlt_core.model.embedded import EMBEDDED_NAME, embedded_model_dir, write_folder_atomically
 
 _PLAIN = {  # ours -> Hugging Face, inside a layer
     "input_norm.weight": "input_layernorm.weight",
@@ -33,8 +32,10 @@ _TOKENIZER_FILES = (
     "special_tokens_map.json",
     "chat_template.jinja",
     "generation_config.json",
+    "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "tokenizer.model",
 )
 
 
@@ -70,32 +71,54 @@ def _download(name: str) -> Path:
 def load_config(folder: Path) -> DecoderConfig:
     """Read `config.json`.  Raises ModelError."""
     path = folder / "config.json"
+    raw = _read_json(path)
+    # Chat models end their turn with a token that only the generation settings name (Llama 3, Qwen2.5).
+    generation = folder / "generation_config.json"
+    if generation.is_file() and (eos := _read_json(generation).get("eos_token_id")) is not None:
+        raw["eos_token_id"] = eos
     try:
-        return DecoderConfig.from_hf(json.loads(path.read_text()))
+        return DecoderConfig.from_hf(raw)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
-    except (OSError, json.JSONDecodeError, KeyError) as error:
-        raise ModelError(f"{path} cannot be read as a model configuration: {error!r}") from None
+    except KeyError as error:
+        raise ModelError(f"{path} lacks the key {error}; is it the configuration of a language model?") from None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read as JSON ({error}); download or copy the model again") from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} must hold a JSON object, found {type(raw).__name__}; download the model again")
+    return raw
 
 
 def load_decoder(folder: Path, *, dtype: torch.dtype, device: str | torch.device = "cpu") -> Decoder:
     """Build the decoder and fill it from the folder's safetensors.  Raises ModelError."""
     config = load_config(folder)
-    decoder = Decoder(config).to(dtype=dtype)
-    decoder.reset_frequencies()
+    decoder = _blank(config, dtype=dtype, device=device)
     raw = _read_tensors(folder)
     wanted = {name: tuple(p.shape) for name, p in decoder.named_parameters()}
-    decoder.load_weights((name, value) for name, value in _from_hf(raw, config, folder, wanted))
+    decoder.load_weights(_from_hf(raw, config, folder, wanted))
     if raw:
         raise ModelError(
-            f"{folder} holds unexpected tensors, e.g. {sorted(raw)[0]}; is it a {config.family} checkpoint?"
+            f"{folder} holds {len(raw)} unexpected tensors, e.g. {sorted(raw)[0]}; config.json calls it a "
+            f"{config.family} model of {config.num_layers} layers: are the two of the same checkpoint?"
         )
-    return decoder.to(device)
+    return decoder
+
+
+def _blank(config: DecoderConfig, *, dtype: torch.dtype, device: str | torch.device) -> Decoder:
+    """A decoder with memory but no values: torch's own initialisation would take minutes for a large one."""
+    with torch.device("meta"):
+        decoder = Decoder(config)
+    return decoder.to(dtype).to_empty(device=device)
 
 
 def random_decoder(config: DecoderConfig, *, seed: int, dtype: torch.dtype) -> Decoder:
     """Normally distributed weights (std 0.02 as in the families' own initialisation), from the seed alone."""
-    decoder = Decoder(config)
+    decoder = _blank(config, dtype=torch.float32, device="cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
@@ -105,9 +128,7 @@ def random_decoder(config: DecoderConfig, *, seed: int, dtype: torch.dtype) -> D
                 parameter.zero_()
             else:
                 parameter.normal_(0.0, 0.02, generator=generator)
-    decoder = decoder.to(dtype=dtype)
-    decoder.reset_frequencies()
-    return decoder
+    return decoder.to(dtype)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -138,37 +159,42 @@ def save_hf(
     tokenizer_from: Path,
     dtype: torch.dtype,
 ) -> None:
-    """Write a plain Hugging Face folder that transformers, vLLM and SGLang load.  All or nothing."""
-    partial = out_dir.with_name(f".{out_dir.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        tensors = {hf: part.to(dtype).contiguous() for name, w in weights for hf, part in _to_hf(name, w, config)}
-        save_file(tensors, partial / "model.safetensors", metadata={"format": "pt"})
-        raw = config.to_hf() | {
-            "dtype": str(dtype).removeprefix("torch."),
-            "torch_dtype": str(dtype).removeprefix("torch."),
-        }
-        (partial / "config.json").write_text(json.dumps(raw, indent=1))
+    """Write a plain Hugging Face folder that transformers, vLLM and SGLang load; an existing one is replaced.
+
+    `weights` are the decoder's parameters by name, each one once.  All or nothing.  Raises ModelError where the disk
+    refuses.
+    """
+    tensors = {hf: part.to(dtype).contiguous() for name, w in weights for hf, part in _to_hf(name, w, config)}
+    with torch.device("meta"):
+        missing = {hf for name, _ in Decoder(config).named_parameters() for hf in _hf_names(name)} - tensors.keys()
+    assert not missing, f"weights to save lack {sorted(missing)[0]}"
+    raw = config.to_hf()
+    # transformers 5 reads the first spelling, 4 and the servers the second.
+    raw["dtype"] = raw["torch_dtype"] = str(dtype).removeprefix("torch.")
+
+    def write(folder: Path) -> None:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(raw, indent=1))
         for name in _TOKENIZER_FILES:
             if (tokenizer_from / name).is_file():
-                shutil.copyfile(tokenizer_from / name, partial / name)
-        shutil.rmtree(out_dir, ignore_errors=True)
-        partial.rename(out_dir)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+                shutil.copyfile(tokenizer_from / name, folder / name)
+
+    write_folder_atomically(out_dir, write)
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
     tensors: dict[str, Tensor] = {}
     for name in names:
         path = folder / name
         if path.parent != folder or not path.is_file():
-            raise ModelError(f"{path} does not exist; the checkpoint is incomplete: download or copy it again")
+            raise ModelError(
+                f"{path} does not exist; the checkpoint is incomplete (download or copy it again) or not in the "
+                "safetensors format (convert it: other formats run code when they are read)"
+            )
         try:
             with safe_open(path, framework="pt") as file:
                 tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, not a dictionary
@@ -195,6 +221,8 @@ def _from_hf(
         yield name, value
     if config.tie_word_embeddings:
         raw.pop("lm_head.weight", None)
+    for name in [n for n in raw if n.endswith("rotary_emb.inv_freq")]:  # derived; some old checkpoints store it
+        del raw[name]
 
 
 def _hf_names(name: str) -> list[str]:

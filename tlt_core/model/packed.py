@@ -46,8 +46,8 @@ class PackedLinear(nn.Module):
 class PackedWeights:
     """The packed projections of one decoder, by the names of the parameters that they replace."""
 
-    def __init__(self, decoder: Decoder, linears: dict[str, PackedLinear]) -> None:
-        self._decoder, self._linears = decoder, linears
+    def __init__(self, decoder: Decoder, linears: dict[str, PackedLinear], head: PackedLinear) -> None:
+        self._decoder, self._linears, self._head = decoder, linears, head
 
     def repack(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite the decoder's weights: what `Decoder.load_weights` does for a plain one.
@@ -62,7 +62,7 @@ class PackedWeights:
             if linear is None:
                 self._decoder.load_weights([(name, value)])
                 if name == head_name:
-                    self._decoder.packed_head.set_weight(value)
+                    self._head.set_weight(value)
             elif kind == "weight" and value.shape == linear.shape:
                 linear.set_weight(value)
             elif kind == "bias" and linear.bias is not None and value.shape == linear.bias.shape:
@@ -77,8 +77,8 @@ def can_pack(decoder: Decoder) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
-        and torch.backends.mkldnn.is_available()
-        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # absent where torch was built without oneDNN
+        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     )
 
 
@@ -101,5 +101,5 @@ def pack_linears(decoder: Decoder) -> PackedWeights:
                 packed = PackedLinear(module.weight, module.bias)
                 setattr(layer, name, packed)
                 linears[f"layers.{index}.{name}"] = packed
-    decoder.packed_head = PackedLinear(decoder.head_weight, None)
-    return PackedWeights(decoder, linears)
+    decoder.packed_head = head = PackedLinear(decoder.head_weight, None)
+    return PackedWeights(decoder, linears, head)

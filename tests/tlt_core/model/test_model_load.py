@@ -1,0 +1,184 @@
+"""Folders in and out: bitwise round trips, and errors that name the file and the remedy."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tlt_core.model.config import ModelError
+from tlt_core.model.load import load_config, load_decoder, load_tokenizer, random_decoder, resolve, save_hf
+
+
+@pytest.fixture
+def folder(tiny_folder, tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(tiny_folder, tmp_path / "copy")
+
+
+def edit_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_save_and_load_through_transformers_is_bitwise(tiny_config, tmp_path, family, tied):
+    """ours -> save_hf -> AutoModelForCausalLM -> save_pretrained -> ours."""
+    config = dataclasses.replace(tiny_config, family=family, tie_word_embeddings=tied)
+    ours = random_decoder(config, seed=3, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in ours.parameters():
+            parameter += torch.randn(parameter.shape)
+    save_hf(ours.named_parameters(), config, tmp_path / "a", tokenizer_from=tmp_path, dtype=torch.float32)
+    theirs, info = AutoModelForCausalLM.from_pretrained(tmp_path / "a", output_loading_info=True)
+    assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert (theirs.config.eos_token_id, theirs.config.bos_token_id, theirs.dtype) == (2, 1, torch.float32)
+    theirs.save_pretrained(tmp_path / "b")
+    again = load_decoder(tmp_path / "b", dtype=torch.float32)
+    assert again.config.family == family
+    for (name, a), (_, b) in zip(ours.named_parameters(), again.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_save_converts_and_replaces(tiny_config, tiny_decoder, tmp_path):
+    out = tmp_path / "model"
+    for dtype in (torch.float32, torch.bfloat16):
+        save_hf(tiny_decoder.named_parameters(), tiny_config, out, tokenizer_from=tmp_path, dtype=dtype)
+    assert {t.dtype for t in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_save_carries_the_tokenizer(embedded_model, tiny_config, tiny_decoder, tmp_path):
+    out = tmp_path / "model"
+    save_hf(tiny_decoder.named_parameters(), tiny_config, out, tokenizer_from=embedded_model, dtype=torch.float32)
+    chat = [{"role": "user", "content": "hello"}]
+    texts = [load_tokenizer(f).apply_chat_template(chat, tokenize=False) for f in (out, embedded_model)]
+    assert texts[0] == texts[1]
+
+
+def test_full_disk_leaves_the_old_folder_alone(tiny_config, tiny_decoder, tiny_folder, folder, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tlt_core.model.load.save_file", full)
+    with pytest.raises(ModelError, match=r"cannot be written .*No space left on device.*free some space"):
+        save_hf(tiny_decoder.named_parameters(), tiny_config, folder, tokenizer_from=tiny_folder, dtype=torch.float32)
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+    load_decoder(folder, dtype=torch.float32)
+
+
+def test_incomplete_weights_are_not_saved(tiny_config, tiny_decoder, tmp_path):
+    weights = [(n, p) for n, p in tiny_decoder.named_parameters() if n != "layers.1.o_proj.weight"]
+    with pytest.raises(AssertionError, match=r"lack model.layers.1.self_attn.o_proj.weight"):
+        save_hf(weights, tiny_config, tmp_path / "model", tokenizer_from=tmp_path, dtype=torch.float32)
+    assert not list(tmp_path.iterdir())
+
+
+def test_shards_are_read(tiny_decoder, folder):
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    shards = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
+    for file, part in shards.items():
+        save_file({n: tensors[n] for n in part}, folder / file)
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {n: file for file, part in shards.items() for n in part}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    loaded = load_decoder(folder, dtype=torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), tiny_decoder.parameters(), strict=True))
+    (folder / "two.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"two.safetensors does not exist; the checkpoint is incomplete"):
+        load_decoder(folder, dtype=torch.float32)
+
+
+def test_truncated_file(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"model.safetensors is damaged .*; download or copy it again"):
+        load_decoder(folder, dtype=torch.float32)
+
+
+def test_missing_tensor(folder):
+    edit_tensors(folder, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"))
+    with pytest.raises(ModelError, match=r"lacks the tensor model.layers.1.self_attn.k_proj.weight"):
+        load_decoder(folder, dtype=torch.float32)
+
+
+def test_unexpected_tensor(folder):
+    edit_tensors(folder, lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}))
+    with pytest.raises(ModelError, match=r"1 unexpected tensors, e.g. model.layers.2.mlp.up_proj.weight"):
+        load_decoder(folder, dtype=torch.float32)
+
+
+def test_redundant_tensors_are_ignored(folder, tiny_decoder):
+    head = tiny_decoder.head_weight.detach().clone()
+    extra = {"lm_head.weight": head, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    edit_tensors(folder, lambda t: t.update(extra))
+    assert torch.equal(load_decoder(folder, dtype=torch.float32).head_weight, head)
+
+
+def test_wrong_shape(folder):
+    edit_tensors(folder, lambda t: t.update({"model.norm.weight": torch.ones(31)}))
+    with pytest.raises(ModelError, match=r"model.norm.weight has shape \(31,\), config.json implies \(32,\)"):
+        load_decoder(folder, dtype=torch.float32)
+
+
+def test_pickled_checkpoints_are_not_read(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="not in the safetensors format"):
+        load_decoder(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "config.json cannot be read as JSON"),
+        ("[]", "config.json must hold a JSON object, found list"),
+        ('{"model_type": "llama"}', "config.json lacks the key 'num_attention_heads'"),
+        ('{"model_type": "gpt2"}', "config.json: model_type 'gpt2' is not supported; supported are llama"),
+    ],
+)
+def test_bad_config(folder, text, message):
+    (folder / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=message):
+        load_config(folder)
+
+
+def test_generation_settings_name_the_stop_tokens(folder):
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert load_config(folder).eos_token_ids == (5, 6)
+
+
+def test_missing_folder():
+    with pytest.raises(ModelError, match=r"model folder ./no/such/place does not exist; give a local folder"):
+        resolve("./no/such/place")
+
+
+def test_folder_without_a_model(tmp_path):
+    with pytest.raises(ModelError, match=r"has no config.json"):
+        resolve(tmp_path)
+
+
+def test_hub_name_without_network_is_one_clear_paragraph():
+    with pytest.raises(ModelError, match="model 'nobody/nothing-7b' is neither a local folder nor") as info:
+        resolve("nobody/nothing-7b")
+    assert "\n" not in str(info.value)
+    assert "model.path=smollm2-135m-instruct" in str(info.value)
+
+
+def test_folder_without_tokenizer(folder):
+    with pytest.raises(ModelError, match="has no usable tokenizer"):
+        load_tokenizer(folder)
+
+
+def test_random_decoder_depends_on_its_seed_alone(tiny_config):
+    state = torch.get_rng_state()
+    a, b, c = (random_decoder(tiny_config, seed=s, dtype=torch.float32) for s in (0, 0, 1))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+    assert not torch.equal(a.embed_tokens.weight, c.embed_tokens.weight)

@@ -1,0 +1,81 @@
+"""Pre-packed weights give bitwise what the plain ones give, before and after an update."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tlt_core.model.config import ModelError
+from tlt_core.model.load import random_decoder
+from tlt_core.model.packed import can_pack, pack_linears
+
+
+def attend(layer, q, k, v):
+    return q + v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+
+
+def logits(decoder, num_tokens: int):
+    with torch.inference_mode():
+        return decoder.logits(decoder(torch.arange(num_tokens), torch.arange(num_tokens), attend).last_TD)
+
+
+def bfloat16_decoder(config, seed: int):
+    decoder = random_decoder(config, seed=seed, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed)) * 0.2
+    return decoder.bfloat16()
+
+
+@pytest.fixture(params=["llama", "qwen2", "qwen3"])
+def config(request, tiny_config):
+    """Sizes that oneDNN blocks unevenly."""
+    config = dataclasses.replace(tiny_config, family=request.param, hidden_size=72, head_dim=24, intermediate_size=80)
+    if not can_pack(random_decoder(config, seed=0, dtype=torch.bfloat16)):
+        pytest.skip("this CPU has no bfloat16 kernels in oneDNN")
+    return dataclasses.replace(config, tie_word_embeddings=request.param != "qwen2")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 33])
+def test_packed_equals_plain(config, num_tokens):
+    plain, packed = bfloat16_decoder(config, 1), bfloat16_decoder(config, 1)
+    pack_linears(packed)
+    assert torch.equal(logits(plain, num_tokens), logits(packed, num_tokens))
+
+
+def test_repack_equals_a_new_model(config):
+    packed, other = bfloat16_decoder(config, 1), bfloat16_decoder(config, 2)
+    weights = pack_linears(packed)
+    before = logits(packed, 5)
+    weights.repack((name, p.detach().float()) for name, p in other.named_parameters())
+    assert torch.equal(logits(packed, 5), logits(other, 5))
+    assert not torch.equal(logits(packed, 5), before)
+
+
+def test_later_changes_of_the_source_do_not_show(config):
+    packed, other = bfloat16_decoder(config, 1), bfloat16_decoder(config, 2)
+    pack_linears(packed).repack(other.named_parameters())
+    before = logits(packed, 5)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert torch.equal(logits(packed, 5), before)
+
+
+def test_the_plain_layer_weights_are_released(config):
+    decoder = bfloat16_decoder(config, 1)
+    pack_linears(decoder)
+    left = {name.rpartition(".")[0].rpartition(".")[2] for name, _ in decoder.named_parameters()}
+    assert left <= {"embed_tokens", "lm_head", "input_norm", "post_norm", "q_norm", "k_norm", "norm"}
+
+
+@pytest.mark.parametrize("name", ["layers.0.qkv_proj.scale", "layers.9.qkv_proj.weight", "layers.0.o_proj.bias"])
+def test_weights_that_do_not_fit_are_refused(config, name):
+    with pytest.raises(ModelError, match=f"weight {name} of shape"):
+        pack_linears(bfloat16_decoder(config, 1)).repack([(name, torch.zeros(3))])
+
+
+def test_float32_is_refused(tiny_decoder):
+    assert not can_pack(tiny_decoder)
+    with pytest.raises(ValueError, match=r"weights in torch.float32 on cpu cannot be packed"):
+        pack_linears(tiny_decoder)
