@@ -1,42 +1,53 @@
 """Causal attention over packed sequences: each token sees the earlier tokens of its own sequence, nothing else.
 
-Math, for token t of a sequence that starts at s:  out_t = sum_{s <= j <= t} softmax_j(q_t . k_j / sqrt(d)) v_j,
-query head h reading key/value head h // (H / K).
+Math, for token t of a sequence that starts at s:  out_t = sum_{s <= j <= t} p_tj v_j,
+p_t = softmax_j(q_t . k_j / sqrt(d)), query head h reading key/value head h // (H / K).  With g = d loss / d out:
+    dv_j = sum_t p_tj g_t      ds_tj = p_tj (g_t . v_j - sum_i p_ti g_t . v_i) / sqrt(d)
+    dq_t = sum_j ds_tj k_j     dk_j = sum_t ds_tj q_t
 
-Shapes: T tokens of all sequences, S sequences, H query heads, K key/value heads, d head size.
+Shapes: T tokens of all sequences, S sequences, H query heads, K key/value heads, G = H / K, d head size; L tokens of
+one sequence, N query rows of one block (all G heads of a key/value head), E keys that a block sees.
 """
 
 import importlib.util
-from typing import Literal
+import logging
+from collections.abc import Iterator
+from functools import cache
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Impl = Literal["auto", "sdpa", "flash"]
+Impl = Literal["auto", "sdpa", "blocked", "flash"]
+_BLOCK = 128  # query rows in one block: what lies above the diagonal of a block is computed in vain
+
+_log = logging.getLogger(__name__)
 
 
 def packed_causal_attention(
     q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, offsets_S1: Tensor, *, impl: Impl = "auto"
 ) -> Tensor:
-    """Differentiable; returns [T, H, d].  offsets_S1: start of each sequence and T at the end.
+    """Differentiable; returns [T, H, d].  offsets_S1: start of each sequence, and T at the end (best on the CPU).
 
-    `flash` needs CUDA and the flash-attn package, and raises ImportError without; `auto` takes it where both exist.
+    sdpa: torch's kernel, one call per sequence.  blocked: the bfloat16 matrix instructions of a CPU.  flash: needs CUDA
+    and the flash-attn package, raises ImportError without.  auto takes the fastest that the device allows.
     """
-    if impl == "flash" or (impl == "auto" and q_THd.is_cuda and _has_flash()):
-        from flash_attn import flash_attn_varlen_func
-
-        offsets = offsets_S1.to(q_THd.device, torch.int32)
-        longest = int((offsets_S1[1:] - offsets_S1[:-1]).max())
-        return flash_attn_varlen_func(q_THd, k_TKd, v_TKd, offsets, offsets, longest, longest, causal=True)
+    chosen = _choose(q_THd.device.type, q_THd.dtype) if impl == "auto" else impl
+    if chosen == "flash":
+        return _flash(q_THd, k_TKd, v_TKd, offsets_S1)
+    if chosen == "blocked":
+        lengths = (offsets_S1[1:] - offsets_S1[:-1]).tolist()
+        out_THd: Tensor = _Blocked.apply(q_THd, k_TKd, v_TKd, lengths)
+        return out_THd
     return packed_causal_attention_reference(q_THd, k_TKd, v_TKd, offsets_S1)
 
 
 def packed_causal_attention_reference(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, offsets_S1: Tensor) -> Tensor:
-    """One scaled-dot-product call per sequence, grouped-query attention without copies of keys and values."""
+    """One scaled-dot-product call per sequence; scores in float32, grouped heads without copies of keys and values."""
     lengths = (offsets_S1[1:] - offsets_S1[:-1]).tolist()
     # split, not slices: the backward of each slice would fill a gradient of the whole pack.
-    sequences = zip(*(x.transpose(0, 1).split(lengths, dim=1) for x in (q_THd, k_TKd, v_TKd)), strict=True)
+    sequences = zip(*(torch.split(x.transpose(0, 1), lengths, 1) for x in (q_THd, k_TKd, v_TKd)), strict=True)
     outs = [
         F.scaled_dot_product_attention(q_HLd[None], k_KLd[None], v_KLd[None], is_causal=True, enable_gqa=True)[0]
         for q_HLd, k_KLd, v_KLd in sequences
@@ -44,5 +55,104 @@ def packed_causal_attention_reference(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tenso
     return torch.cat(outs, dim=1).transpose(0, 1)
 
 
-def _has_flash() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
+class _Block(NamedTuple):
+    """Query rows first..last of a sequence that starts at start; they see the keys start..last."""
+
+    start: int
+    first: int
+    last: int
+
+
+class _Blocked(torch.autograd.Function):
+    """Plain batched products, which oneDNN runs on bfloat16 matrix instructions; torch's CPU flash kernel does not.
+
+    Scores are rounded to bfloat16 before the softmax (which works in float32): on SmolLM2-135M the log-probabilities
+    come out as far from float32 arithmetic as with the flash kernel (mean 0.038 against 0.039; the other bfloat16
+    roundings decide).  Probabilities are computed again in backward, so nothing quadratic is kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, lengths: list[int]) -> Tensor:
+        ctx.save_for_backward(q_THd, k_TKd, v_TKd)
+        ctx.lengths = lengths
+        out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+        num_kv = k_TKd.shape[1]
+        for block in _blocks(lengths):
+            keys_KEd, values_KEd = (x[block.start : block.last].transpose(0, 1) for x in (k_TKd, v_TKd))
+            p_KNE = _probabilities(_rows(q_THd, block, num_kv), keys_KEd, block)
+            _put_rows(out_THd, torch.bmm(p_KNE, values_KEd), block)
+        return out_THd
+
+    @staticmethod
+    def backward(ctx: Any, grad_THd: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+        q_THd, k_TKd, v_TKd = ctx.saved_tensors
+        num_kv, scale = k_TKd.shape[1], q_THd.shape[2] ** -0.5
+        dq_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+        # A key collects from several blocks: in float32.
+        dk_TKd, dv_TKd = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k_TKd, v_TKd))
+        for block in _blocks(ctx.lengths):
+            seen = slice(block.start, block.last)
+            keys_KEd, values_KEd = (x[seen].transpose(0, 1) for x in (k_TKd, v_TKd))
+            queries_KNd, grads_KNd = _rows(q_THd, block, num_kv), _rows(grad_THd, block, num_kv)
+            p_KNE = _probabilities(queries_KNd, keys_KEd, block)
+            dv_TKd[seen] += torch.bmm(p_KNE.mT, grads_KNd).transpose(0, 1)
+            dp_KNE = torch.bmm(grads_KNd, values_KEd.mT)
+            ds_KNE = torch.ops.aten._softmax_backward_data(dp_KNE, p_KNE, -1, p_KNE.dtype)
+            _put_rows(dq_THd, _scaled_bmm(ds_KNE, keys_KEd, scale), block)
+            dk_TKd[seen] += _scaled_bmm(ds_KNE.mT, queries_KNd, scale).transpose(0, 1)
+        return dq_THd, dk_TKd.to(k_TKd.dtype), dv_TKd.to(v_TKd.dtype), None
+
+
+def _blocks(lengths: list[int]) -> Iterator[_Block]:
+    start = 0
+    for length in lengths:
+        for first in range(start, start + length, _BLOCK):
+            yield _Block(start, first, min(first + _BLOCK, start + length))
+        start += length
+
+
+def _rows(x_THd: Tensor, block: _Block, num_kv: int) -> Tensor:
+    """The block's rows, [K, N, d]: the G heads of a key/value head below each other."""
+    return x_THd[block.first : block.last].unflatten(1, (num_kv, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+
+
+def _put_rows(x_THd: Tensor, rows_KNd: Tensor, block: _Block) -> None:
+    """The inverse of `_rows`, in place."""
+    target = x_THd[block.first : block.last].unflatten(1, (rows_KNd.shape[0], -1))
+    target.copy_(rows_KNd.unflatten(1, (-1, block.last - block.first)).permute(2, 0, 1, 3))
+
+
+def _probabilities(queries_KNd: Tensor, keys_KEd: Tensor, block: _Block) -> Tensor:
+    """Causal softmax of the block's scores, [K, N, E]."""
+    num_rows = block.last - block.first
+    scores_KNE = _scaled_bmm(queries_KNd, keys_KEd.mT, queries_KNd.shape[-1] ** -0.5)
+    square = scores_KNE[..., block.first - block.start :].unflatten(1, (-1, num_rows))  # [K, G, rows, rows]
+    square += torch.full((num_rows, num_rows), -torch.inf, dtype=square.dtype, device=square.device).triu_(1)
+    return scores_KNE.softmax(-1)
+
+
+def _scaled_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """scale * a b, rounded once."""
+    out = a.new_empty(a.shape[0], a.shape[1], b.shape[2])
+    return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
+
+
+def _flash(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, offsets_S1: Tensor) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    longest = int((offsets_S1[1:] - offsets_S1[:-1]).max())
+    offsets = offsets_S1.to(q_THd.device, torch.int32)
+    out_THd: Tensor = flash_attn_varlen_func(q_THd, k_TKd, v_TKd, offsets, offsets, longest, longest, causal=True)
+    return out_THd
+
+
+@cache
+def _choose(device_type: str, dtype: torch.dtype) -> Impl:
+    """What `auto` stands for; cached, so that the choice is logged once per kind of input."""
+    chosen: Impl = "sdpa"
+    if device_type == "cpu" and dtype == torch.bfloat16:
+        chosen = "blocked"
+    elif device_type == "cuda" and dtype != torch.float32 and importlib.util.find_spec("flash_attn") is not None:
+        chosen = "flash"
+    _log.info("packed attention on %s in %s: %s", device_type, dtype, chosen)
+    return chosen
