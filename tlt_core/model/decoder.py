@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.rms_norm import rms_norm
+from kernels.swiglu import swiglu
 from tlt_core.model.config import DecoderConfig, ModelError
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -37,7 +39,7 @@ class RmsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis."""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight, eps=self.eps)
 
 
 class Layer(nn.Module):
@@ -67,8 +69,7 @@ class Layer(nn.Module):
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
         q_THd, k_TKd = _rotate(qk, rope).split((queries, keys), dim=1)  # together: small passes are bound by op count
         x_TD = x_TD + self.o_proj(attend(layer, q_THd, k_TKd, v_TKd).flatten(-2))
-        gate, up = self.gate_up_proj(self.post_norm(x_TD)).chunk(2, dim=-1)
-        return x_TD + self.down_proj(F.silu(gate) * up)
+        return x_TD + self.down_proj(swiglu(self.gate_up_proj(self.post_norm(x_TD))))
 
 
 class Decoder(nn.Module):
