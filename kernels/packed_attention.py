@@ -5,6 +5,9 @@ p_t = softmax_j(q_t . k_j / sqrt(d)), query head h reading key/value head h // (
     dv_j = sum_t p_tj g_t      ds_tj = p_tj (g_t . v_j - sum_i p_ti g_t . v_i) / sqrt(d)
     dq_t = sum_j ds_tj k_j     dk_j = sum_t ds_tj q_t
 
+Keys may be laid out apart from the queries (`key_offsets_S1`): the last query then sees all keys of its sequence, the
+one before it all but the last, and so on.  So responses share a prompt's keys, gathered in front of their own.
+
 Shapes: T tokens of all sequences, S sequences, H query heads, K key/value heads, G = H / K, d head size; L tokens of
 one sequence, N query rows of one block (all G heads of a key/value head), E keys that a block sees.
 """
@@ -13,6 +16,7 @@ import importlib.util
 import logging
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -26,41 +30,58 @@ _log = logging.getLogger(__name__)
 
 
 def packed_causal_attention(
-    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, offsets_S1: Tensor, *, impl: Impl = "auto"
+    q_THd: Tensor,
+    k_TKd: Tensor,
+    v_TKd: Tensor,
+    offsets_S1: Tensor,
+    *,
+    key_offsets_S1: Tensor | None = None,
+    impl: Impl = "auto",
 ) -> Tensor:
     """Differentiable; returns [T, H, d].  offsets_S1: start of each sequence, and T at the end (best on the CPU).
+
+    key_offsets_S1: the same for keys and values, when they are not those of the queries' tokens; a sequence needs at
+    least as many keys as queries.
 
     sdpa: torch's kernel, one call per sequence.  blocked: the bfloat16 matrix instructions of a CPU.  flash: needs CUDA
     and the flash-attn package, raises ImportError without.  auto takes the fastest that the device allows.
     """
     chosen = _choose(q_THd.device.type, q_THd.dtype) if impl == "auto" else impl
+    key_offsets_S1 = offsets_S1 if key_offsets_S1 is None else key_offsets_S1
     if chosen == "flash":
-        return _flash(q_THd, k_TKd, v_TKd, offsets_S1)
+        return _flash(q_THd, k_TKd, v_TKd, offsets_S1, key_offsets_S1)
     if chosen == "blocked":
-        lengths = (offsets_S1[1:] - offsets_S1[:-1]).tolist()
-        out_THd: Tensor = _Blocked.apply(q_THd, k_TKd, v_TKd, lengths)
+        blocks = list(_blocks(offsets_S1.tolist(), key_offsets_S1.tolist()))
+        out_THd: Tensor = _Blocked.apply(q_THd, k_TKd, v_TKd, blocks)
         return out_THd
-    return packed_causal_attention_reference(q_THd, k_TKd, v_TKd, offsets_S1)
+    return packed_causal_attention_reference(q_THd, k_TKd, v_TKd, offsets_S1, key_offsets_S1)
 
 
-def packed_causal_attention_reference(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, offsets_S1: Tensor) -> Tensor:
+def packed_causal_attention_reference(
+    q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, offsets_S1: Tensor, key_offsets_S1: Tensor
+) -> Tensor:
     """One scaled-dot-product call per sequence; scores in float32, grouped heads without copies of keys and values."""
-    lengths = (offsets_S1[1:] - offsets_S1[:-1]).tolist()
+    lengths, key_lengths = offsets_S1.diff().tolist(), key_offsets_S1.diff().tolist()
     # split, not slices: the backward of each slice would fill a gradient of the whole pack.
-    sequences = zip(*(torch.split(x.transpose(0, 1), lengths, 1) for x in (q_THd, k_TKd, v_TKd)), strict=True)
-    outs = [
-        F.scaled_dot_product_attention(q_HLd[None], k_KLd[None], v_KLd[None], is_causal=True, enable_gqa=True)[0]
-        for q_HLd, k_KLd, v_KLd in sequences
-    ]
-    return torch.cat(outs, dim=1).transpose(0, 1)
+    split = ((q_THd, lengths), (k_TKd, key_lengths), (v_TKd, key_lengths))
+    sequences = zip(*(torch.split(x.transpose(0, 1), sizes, 1) for x, sizes in split), strict=True)
+    return torch.cat([_causal_sdpa(*sequence) for sequence in sequences], dim=1).transpose(0, 1)
+
+
+def _causal_sdpa(q_HLd: Tensor, k_KEd: Tensor, v_KEd: Tensor) -> Tensor:
+    """One sequence whose last query sees all keys."""
+    count, seen = q_HLd.shape[1], k_KEd.shape[1]
+    mask = None if count == seen else torch.ones(count, seen, dtype=torch.bool, device=q_HLd.device).tril(seen - count)
+    return F.scaled_dot_product_attention(
+        q_HLd[None], k_KEd[None], v_KEd[None], attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )[0]
 
 
 class _Block(NamedTuple):
-    """Query rows first..last of a sequence that starts at start; they see the keys start..last."""
+    """Some queries of a sequence and the keys they may see, the last of which are at their own positions."""
 
-    start: int
-    first: int
-    last: int
+    queries: slice
+    keys: slice
 
 
 class _Blocked(torch.autograd.Function):
@@ -72,13 +93,13 @@ class _Blocked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, lengths: list[int]) -> Tensor:
+    def forward(ctx: Any, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, blocks: list[_Block]) -> Tensor:
         ctx.save_for_backward(q_THd, k_TKd, v_TKd)
-        ctx.lengths = lengths
+        ctx.blocks = blocks
         out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         num_kv = k_TKd.shape[1]
-        for block in _blocks(lengths):
-            keys_KEd, values_KEd = (x[block.start : block.last].transpose(0, 1) for x in (k_TKd, v_TKd))
+        for block in blocks:
+            keys_KEd, values_KEd = (x[block.keys].transpose(0, 1) for x in (k_TKd, v_TKd))
             p_KNE = _probabilities(_rows(q_THd, block, num_kv), keys_KEd, block)
             _put_rows(out_THd, torch.bmm(p_KNE, values_KEd), block)
         return out_THd
@@ -90,8 +111,8 @@ class _Blocked(torch.autograd.Function):
         dq_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
         # A key collects from several blocks: in float32.
         dk_TKd, dv_TKd = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k_TKd, v_TKd))
-        for block in _blocks(ctx.lengths):
-            seen = slice(block.start, block.last)
+        for block in ctx.blocks:
+            seen = block.keys
             keys_KEd, values_KEd = (x[seen].transpose(0, 1) for x in (k_TKd, v_TKd))
             queries_KNd, grads_KNd = _rows(q_THd, block, num_kv), _rows(grad_THd, block, num_kv)
             p_KNE = _probabilities(queries_KNd, keys_KEd, block)
@@ -103,30 +124,29 @@ class _Blocked(torch.autograd.Function):
         return dq_THd, dk_TKd.to(k_TKd.dtype), dv_TKd.to(v_TKd.dtype), None
 
 
-def _blocks(lengths: list[int]) -> Iterator[_Block]:
-    start = 0
-    for length in lengths:
-        for first in range(start, start + length, _BLOCK):
-            yield _Block(start, first, min(first + _BLOCK, start + length))
-        start += length
+def _blocks(bounds: list[int], key_bounds: list[int]) -> Iterator[_Block]:
+    for (start, end), (key_start, key_end) in zip(pairwise(bounds), pairwise(key_bounds), strict=True):
+        for first in range(start, end, _BLOCK):
+            last = min(first + _BLOCK, end)
+            yield _Block(slice(first, last), slice(key_start, key_end - (end - last)))
 
 
 def _rows(x_THd: Tensor, block: _Block, num_kv: int) -> Tensor:
     """The block's rows, [K, N, d]: the G heads of a key/value head below each other."""
-    return x_THd[block.first : block.last].unflatten(1, (num_kv, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    return x_THd[block.queries].unflatten(1, (num_kv, -1)).permute(1, 2, 0, 3).flatten(1, 2)
 
 
 def _put_rows(x_THd: Tensor, rows_KNd: Tensor, block: _Block) -> None:
     """The inverse of `_rows`, in place."""
-    target = x_THd[block.first : block.last].unflatten(1, (rows_KNd.shape[0], -1))
-    target.copy_(rows_KNd.unflatten(1, (-1, block.last - block.first)).permute(2, 0, 1, 3))
+    target = x_THd[block.queries].unflatten(1, (rows_KNd.shape[0], -1))
+    target.copy_(rows_KNd.unflatten(1, (-1, len(target))).permute(2, 0, 1, 3))
 
 
 def _probabilities(queries_KNd: Tensor, keys_KEd: Tensor, block: _Block) -> Tensor:
     """Causal softmax of the block's scores, [K, N, E]."""
-    num_rows = block.last - block.first
+    num_rows = block.queries.stop - block.queries.start
     scores_KNE = _scaled_bmm(queries_KNd, keys_KEd.mT, queries_KNd.shape[-1] ** -0.5)
-    square = scores_KNE[..., block.first - block.start :].unflatten(1, (-1, num_rows))  # [K, G, rows, rows]
+    square = scores_KNE[..., -num_rows:].unflatten(1, (-1, num_rows))  # [K, G, rows, rows]
     square += torch.full((num_rows, num_rows), -torch.inf, dtype=square.dtype, device=square.device).triu_(1)
     return scores_KNE.softmax(-1)
 
@@ -137,12 +157,12 @@ def _scaled_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
     return torch.baddbmm(out, a, b, beta=0, alpha=scale, out=out)
 
 
-def _flash(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, offsets_S1: Tensor) -> Tensor:
-    from flash_attn import flash_attn_varlen_func
+def _flash(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, offsets_S1: Tensor, key_offsets_S1: Tensor) -> Tensor:
+    from flash_attn import flash_attn_varlen_func  # its causal mask is aligned at the end too (2.1 and later)
 
-    longest = int((offsets_S1[1:] - offsets_S1[:-1]).max())
-    offsets = offsets_S1.to(q_THd.device, torch.int32)
-    out_THd: Tensor = flash_attn_varlen_func(q_THd, k_TKd, v_TKd, offsets, offsets, longest, longest, causal=True)
+    longest = [int(x.diff().max()) for x in (offsets_S1, key_offsets_S1)]
+    offsets = [x.to(q_THd.device, torch.int32) for x in (offsets_S1, key_offsets_S1)]
+    out_THd: Tensor = flash_attn_varlen_func(q_THd, k_TKd, v_TKd, *offsets, *longest, causal=True)
     return out_THd
 
 

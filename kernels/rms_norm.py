@@ -24,7 +24,8 @@ def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
     on CPUs; elsewhere torch's own operation runs."""
     if x.device.type != "cpu" or not (torch.is_grad_enabled() and x.requires_grad):
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
-    return _RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight_D, eps).view(x.shape)
+    y_TD: Tensor = _RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight_D, eps)
+    return y_TD.view(x.shape)
 
 
 class _RmsNorm(torch.autograd.Function):

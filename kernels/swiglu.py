@@ -18,7 +18,8 @@ from torch import Tensor
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu of the first half of the last axis times the second half."""
     if torch.is_grad_enabled() and gate_up.requires_grad:
-        return _Swiglu.apply(gate_up)
+        y: Tensor = _Swiglu.apply(gate_up)
+        return y
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 

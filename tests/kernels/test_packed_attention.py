@@ -130,3 +130,26 @@ def test_transformers_loads_beside_a_package_called_kernels():
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
     assert done.stdout == "torch.Size([1, 2, 8])\n", done.stderr
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_responses_that_share_a_prompt_equal_full_sequences(impl):
+    """A prompt of 5 tokens and responses of 1 and 150, against the two sequences 5 + 1 and 5 + 150 in full."""
+    prompt, first, second = torch.arange(5), torch.arange(5, 6), torch.arange(6, 156)
+    leaves = tuple(x.detach()[:156].clone().requires_grad_() for x in inputs())
+
+    def shared(q, k, v):
+        rows = torch.cat([prompt, prompt, first, prompt, second])
+        return packed_causal_attention(
+            q, k[rows], v[rows], torch.tensor([0, 5, 6, 156]), key_offsets_S1=torch.tensor([0, 5, 11, 166]), impl=impl
+        )
+
+    def full(q, k, v):
+        rows = torch.cat([prompt, first, prompt, second])
+        out = masked(q[rows], k[rows], v[rows], torch.tensor([0, 6, 161]))
+        return torch.cat([out[:6], out[11:]])  # the second copy of the prompt is left out
+
+    ours = value_and_gradients(shared, leaves, torch.float32)
+    wide = tuple(x.detach().double().requires_grad_() for x in leaves)
+    for a, b in zip(ours, value_and_gradients(full, wide, torch.float64), strict=True):
+        torch.testing.assert_close(a.double(), b, atol=5e-5, rtol=1e-4)

@@ -2,15 +2,17 @@
 
     ScoredBatch -> [optimizer step][worker] TrainBatch -> MicroBatch (one forward/backward pass)
 
-Sequences are packed back to back, never padded.  A group of responses stays in one minibatch; within a minibatch
-sequences are dealt to workers so that each gets about the same number of tokens.  Every share carries the token and
-sequence counts of its whole optimizer step, so losses are sums that need no later division.
+Sequences are packed back to back, never padded, and the prompt of a group is computed once for all its responses that
+meet in a pass.  A group of responses stays in one minibatch; within a minibatch sequences are dealt to workers so that
+each has about the same amount to compute.  Every share carries the token and sequence counts of its whole optimizer
+step, so losses are sums that need no later division.
 
 Shapes: S sequences of a share, T their tokens, C their completion tokens; R responses of the rollout batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -27,12 +29,13 @@ class TrainBatch:
     """One worker's share of one optimizer step.
 
     Sequences [5, 9, 2] and [7, 2] with prompts of one token: tokens_T=[5, 9, 2, 7, 2], offsets_S1=[0, 3, 5],
-    prompt_lens_S=[1, 1], rollout_logprobs_C=[-0.1, -1.2, -0.3].
+    prompt_lens_S=[1, 1], prompt_ids_S=[3, 8], rollout_logprobs_C=[-0.1, -1.2, -0.3].
     """
 
     tokens_T: Tensor  # int32
     offsets_S1: Tensor  # [S + 1] int64
     prompt_lens_S: Tensor  # int64
+    prompt_ids_S: Tensor  # int64; sequences with the same id have the same prompt
     rows_S: Tensor  # int64, the sequence's place in the rollout batch (or in the list of examples)
     advantages_S: Tensor  # float32
     rollout_logprobs_C: Tensor  # float32
@@ -42,12 +45,12 @@ class TrainBatch:
     ref_logprobs_C: Tensor | None = None  # None: no KL term
 
     def __post_init__(self) -> None:
-        completion = int((self.lengths_S - self.prompt_lens_S).sum())
+        completion = int(self.response_lens_S.sum())
         for name in ("rollout_logprobs_C", "old_logprobs_C", "ref_logprobs_C"):
             values = getattr(self, name)
             if values is not None and len(values) != completion:
                 raise ValueError(f"{name} has {len(values)} entries for {completion} completion tokens")
-        if len(self) and int((self.lengths_S - self.prompt_lens_S).min()) < 1:
+        if len(self) and int(self.response_lens_S.min()) < 1:
             raise ValueError("a sequence without completion tokens")
 
     def __len__(self) -> int:
@@ -69,15 +72,18 @@ class TrainBatch:
 
 
 class MicroBatch(NamedTuple):
-    """Some sequences of a share, ready for one pass.
+    """Some sequences of a share, ready for one pass over U input tokens in Q attention segments.
 
-    The last token of a sequence predicts nothing, so it is not fed: U input tokens of S sequences.
+    The last token of a sequence predicts nothing, so it is not fed.  A prompt with several responses is fed once, as a
+    segment of its own; the segment of a response reads the keys of the prompt and then its own.
     """
 
     tokens_U: Tensor  # int32
     positions_U: Tensor  # int64, index in the sequence
-    offsets_S1: Tensor  # int64, in input tokens
-    rows_C: Tensor  # int64, input positions whose output predicts a completion token
+    offsets_Q1: Tensor  # int64, segments in input tokens
+    key_rows: Tensor | None  # int64, input tokens whose keys the segments read; None: each segment reads its own
+    key_offsets_Q1: Tensor  # int64, segments in key_rows
+    rows_C: Tensor  # int64, input tokens whose output predicts a completion token
     targets_C: Tensor  # int64, the completion tokens
     place_C: Tensor  # int64, where the completion tokens are in the share's [C] arrays
     sequence_C: Tensor  # int64, which of the share's sequences they belong to
@@ -105,6 +111,8 @@ def make_train_batches(
     kept_R = torch.ones(len(rollouts), dtype=torch.bool)
     if algorithm.mask_truncated:
         kept_R = rollouts.finish_R != FinishReason.LENGTH
+    # what a sequence costs, in forward passes: backward is worth two, and is not made where it is known to be zero
+    passes_R = torch.where((scored.advantages_R != 0) | (not skips_zero_advantage(cfg, algorithm)), 3, 1)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     groups = rollouts.prompt_ids_R.unique()
     groups = groups[torch.randperm(len(groups), generator=generator)]
@@ -112,17 +120,24 @@ def make_train_batches(
     for part in groups.tensor_split(cfg.num_minibatches):
         rows = (torch.isin(rollouts.prompt_ids_R, part) & kept_R).nonzero().flatten()
         if len(rows):
-            shares = _deal(rows, rollouts.lengths_R[rows], num_workers=num_workers)
+            shares = _deal(rollouts, rows, passes_R, num_workers=num_workers)
             minibatches.append([_take(rollouts, r, rows, scored.advantages_R, ref_logprobs_T) for r in shares])
     orders = [list(range(len(minibatches)))]
     orders += [torch.randperm(len(minibatches), generator=generator).tolist() for _ in range(cfg.num_epochs - 1)]
     return [minibatches[index] for order in orders for index in order]
 
 
+def skips_zero_advantage(cfg: UpdateConfig, algorithm: AlgorithmConfig) -> bool:
+    """Whether sequences with advantage 0 are measured without a backward pass: their gradient is zero when the loss is
+    proportional to the advantage.  Not under DeepSpeed, where all workers must make the same passes."""
+    kl_in_loss = algorithm.kl.coef > 0 and algorithm.kl.place == "loss"
+    return cfg.backend.kind == "torch" and not kl_in_loss
+
+
 def make_forward_batches(rollouts: RolloutBatch, *, num_workers: int) -> list[TrainBatch]:
     """All responses, one share per worker, for log-probabilities only (of the reference model, say)."""
     rows = torch.arange(len(rollouts))
-    shares = _deal(rows, rollouts.lengths_R, num_workers=num_workers)
+    shares = _deal(rollouts, rows, torch.ones_like(rows), num_workers=num_workers)
     return [_take(rollouts, share, rows, torch.zeros(len(rollouts)), None) for share in shares]
 
 
@@ -145,50 +160,80 @@ def make_supervised_batches(
     A step takes examples until the next would exceed tokens_per_step (a longer one gets a step of its own).
     """
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
-    lengths = torch.tensor([len(prompt) + len(completion) for prompt, completion in examples])
+    lengths = [len(prompt) + len(completion) for prompt, completion in examples]
     steps = []
-    for chosen in _fill(order, lengths, budget=tokens_per_step):
-        rows = torch.tensor(chosen)
+    for chosen in _fill(order, lambda row, _: lengths[row], budget=tokens_per_step):
         num_tokens = sum(len(examples[row][1]) for row in chosen)
-        shares = _deal(rows, lengths[rows], num_workers=num_workers)
-        steps.append([_take_examples(examples, share.tolist(), num_tokens, len(chosen)) for share in shares])
+        shares = _lightest_first(chosen, lambda row, _: lengths[row], num_workers=num_workers)
+        steps.append([_take_examples(examples, share, num_tokens, len(chosen)) for share in shares])
     return steps
 
 
 def micro_batches(batch: TrainBatch, *, token_budget: int, skip_zero_advantage: bool) -> Iterator[MicroBatch]:
     """Cut a share into passes of at most `token_budget` tokens (a longer sequence gets a pass of its own).
 
-    skip_zero_advantage: for a loss that is proportional to the advantage.  Sequences whose advantage is 0 then have no
-    gradient, and get passes that are only measured, at a third of the cost.
+    skip_zero_advantage: sequences whose advantage is 0 get passes of their own that are only measured.
     """
     live_S = batch.advantages_S != 0 if skip_zero_advantage else torch.ones(len(batch), dtype=torch.bool)
+    prompts: list[int] = batch.prompt_ids_S.tolist()
+    prompt_lens: list[int] = batch.prompt_lens_S.tolist()
+    responses: list[int] = batch.response_lens_S.tolist()
+
+    def cost(sequence: int, run: Sequence[int]) -> int:
+        shared = bool(run) and prompts[run[-1]] == prompts[sequence]
+        return responses[sequence] + (0 if shared else prompt_lens[sequence])
+
     for needs_grad in (True, False):
         sequences = (live_S == needs_grad).nonzero().flatten().tolist()
-        for chosen in _fill(sequences, batch.lengths_S, budget=token_budget):
-            yield _micro_batch(batch, torch.tensor(chosen), needs_grad=needs_grad)
+        for chosen in _fill(sequences, cost, budget=token_budget):
+            yield _micro_batch(batch, chosen, needs_grad=needs_grad)
 
 
 def idle_micro_batch() -> MicroBatch:
     """A pass over one token that predicts nothing: for a worker that must join in collectives without having work."""
-    none = torch.zeros(0, dtype=torch.int64)
-    one = torch.zeros(1, dtype=torch.int64)
-    return MicroBatch(one.int(), one, torch.tensor([0, 1]), none, none, none, none, needs_grad=True)
+    none, one = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    bounds = torch.tensor([0, 1])
+    return MicroBatch(one.int(), one, bounds, None, bounds, none, none, none, none, needs_grad=True)
 
 
-def _micro_batch(batch: TrainBatch, chosen_S: Tensor, *, needs_grad: bool) -> MicroBatch:
-    starts_S, prompts_S = batch.offsets_S1[chosen_S], batch.prompt_lens_S[chosen_S]
-    inputs_S, responses_S = batch.lengths_S[chosen_S] - 1, batch.response_lens_S[chosen_S]
-    offsets_S1 = _offsets(inputs_S)
-    positions_U = _count_up(inputs_S)
-    index_C = _count_up(responses_S)
+def _micro_batch(batch: TrainBatch, chosen: Sequence[int], *, needs_grad: bool) -> MicroBatch:
+    starts, prompt_lens = batch.offsets_S1.tolist(), batch.prompt_lens_S.tolist()
+    responses, places = batch.response_lens_S.tolist(), _offsets(batch.response_lens_S).tolist()
+    source: list[Tensor] = []  # input tokens, as indexes into the share's tokens
+    positions: list[Tensor] = []
+    segments: list[tuple[int, Tensor]] = []  # number of input tokens, and the input tokens whose keys they read
+    rows: list[Tensor] = []
+    used = 0
+    for _, group in groupby(chosen, key=lambda s: int(batch.prompt_ids_S[s])):
+        members = list(group)
+        first, prompt = members[0], torch.arange(used, used + prompt_lens[members[0]])
+        source.append(starts[first] + torch.arange(len(prompt)))
+        positions.append(torch.arange(len(prompt)))
+        used += len(prompt)
+        if len(members) > 1:
+            segments.append((len(prompt), prompt))
+        for s in members:
+            own = torch.arange(used, used + responses[s] - 1)
+            source.append(starts[s] + prompt_lens[s] + torch.arange(len(own)))
+            positions.append(prompt_lens[s] + torch.arange(len(own)))
+            used += len(own)
+            rows += [prompt[-1:], own]  # the prompt's last token predicts the first of the response
+            queries = len(own) + (len(prompt) if len(members) == 1 else 0)
+            if queries:
+                segments.append((queries, torch.cat([prompt, own])))
+    lengths = torch.tensor([n for n, _ in segments])
+    key_lengths = torch.tensor([len(keys) for _, keys in segments])
+    chosen_S = torch.tensor(chosen)
     return MicroBatch(
-        tokens_U=batch.tokens_T[starts_S.repeat_interleave(inputs_S) + positions_U],
-        positions_U=positions_U,
-        offsets_S1=offsets_S1,
-        rows_C=(offsets_S1[:-1] + prompts_S - 1).repeat_interleave(responses_S) + index_C,
-        targets_C=batch.tokens_T[(starts_S + prompts_S).repeat_interleave(responses_S) + index_C].long(),
-        place_C=_offsets(batch.response_lens_S)[chosen_S].repeat_interleave(responses_S) + index_C,
-        sequence_C=chosen_S.repeat_interleave(responses_S),
+        tokens_U=batch.tokens_T[torch.cat(source)],
+        positions_U=torch.cat(positions),
+        offsets_Q1=_offsets(lengths),
+        key_rows=None if torch.equal(lengths, key_lengths) else torch.cat([keys for _, keys in segments]),
+        key_offsets_Q1=_offsets(key_lengths),
+        rows_C=torch.cat(rows),
+        targets_C=torch.cat([batch.tokens_T[starts[s] + prompt_lens[s] : starts[s + 1]] for s in chosen]).long(),
+        place_C=torch.cat([torch.arange(places[s], places[s + 1]) for s in chosen]),
+        sequence_C=chosen_S.repeat_interleave(batch.response_lens_S[chosen_S]),
         needs_grad=needs_grad,
     )
 
@@ -198,35 +243,50 @@ def _offsets(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
-def _count_up(lengths: Tensor) -> Tensor:
-    """[2, 3] -> [0, 1, 0, 1, 2]"""
-    return torch.arange(int(lengths.sum())) - _offsets(lengths)[:-1].repeat_interleave(lengths)
+Cost = Callable[[int, Sequence[int]], int]
+"""cost(item, run): tokens that an item adds to those that are there already."""
 
 
-def _fill(order: Sequence[int], lengths: Tensor, *, budget: int) -> Iterator[list[int]]:
+def _fill(order: Sequence[int], cost: Cost, *, budget: int) -> Iterator[list[int]]:
     """Split `order` into runs of at most `budget` tokens, at least one item each."""
     run: list[int] = []
     used = 0
-    for index in order:
-        length = int(lengths[index])
-        if run and used + length > budget:
+    for item in order:
+        if run and used + cost(item, run) > budget:
             yield run
             run, used = [], 0
-        run.append(index)
-        used += length
+        used += cost(item, run)
+        run.append(item)
     if run:
         yield run
 
 
-def _deal(rows: Tensor, costs: Tensor, *, num_workers: int) -> list[Tensor]:
-    """Longest first, each to the worker with the least so far; a share keeps the rows' order."""
+def _lightest_first(order: Sequence[int], cost: Cost, *, num_workers: int) -> list[list[int]]:
+    """Longest first, each to the worker who then has the least; a share keeps the order of the items."""
     shares: list[list[int]] = [[] for _ in range(num_workers)]
-    loads = [0.0] * num_workers
-    for index in torch.argsort(costs, descending=True, stable=True).tolist():
-        lightest = loads.index(min(loads))
-        shares[lightest].append(index)
-        loads[lightest] += float(costs[index])
-    return [rows[torch.tensor(sorted(share), dtype=torch.int64)] for share in shares]
+    loads = [0] * num_workers
+    for item in sorted(order, key=lambda i: -cost(i, ())):
+        costs = [load + cost(item, share) for load, share in zip(loads, shares, strict=True)]
+        worker = costs.index(min(costs))
+        loads[worker] = costs[worker]
+        shares[worker].append(item)
+    place = {item: index for index, item in enumerate(order)}
+    return [sorted(share, key=place.__getitem__) for share in shares]
+
+
+def _deal(rollouts: RolloutBatch, rows: Tensor, passes_R: Tensor, *, num_workers: int) -> list[Tensor]:
+    """Shares of about the same number of tokens to compute (a prompt counts once per worker), times passes."""
+    prompts: list[int] = rollouts.prompt_ids_R.tolist()
+    prompt_lens: list[int] = rollouts.prompt_lens_R.tolist()
+    responses: list[int] = rollouts.response_lens_R.tolist()
+    passes: list[int] = passes_R.tolist()
+
+    def cost(row: int, share: Sequence[int]) -> int:
+        shared = any(prompts[other] == prompts[row] for other in share)
+        return passes[row] * (responses[row] + (0 if shared else prompt_lens[row]))
+
+    shares = _lightest_first(rows.tolist(), cost, num_workers=num_workers)
+    return [torch.tensor(share, dtype=torch.int64) for share in shares]
 
 
 def _take(
@@ -238,6 +298,7 @@ def _take(
         tokens_T=rollouts.tokens_T[:0] if part is None else part.tokens_T,
         offsets_S1=torch.zeros(1, dtype=torch.int64) if part is None else part.offsets_R1,
         prompt_lens_S=rollouts.prompt_lens_R[share],
+        prompt_ids_S=rollouts.prompt_ids_R[share],
         rows_S=share,
         advantages_S=advantages_R[share],
         rollout_logprobs_C=_completions(rollouts, share, rollouts.logprobs_T),
@@ -262,6 +323,7 @@ def _take_examples(examples: Sequence[Example], rows: list[int], num_tokens: int
         tokens_T=torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int32),
         offsets_S1=offsets,
         prompt_lens_S=prompt_lens,
+        prompt_ids_S=torch.tensor(rows, dtype=torch.int64),
         rows_S=torch.tensor(rows, dtype=torch.int64),
         advantages_S=torch.ones(len(rows)),
         rollout_logprobs_C=torch.zeros(int(offsets[-1] - prompt_lens.sum())),

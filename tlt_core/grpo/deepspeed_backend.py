@@ -76,7 +76,7 @@ class DeepSpeedBackend:
         """DeepSpeed leaves parameters and torch optimizer as they are."""
         return self._stage == 0 and not self._bf16
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, see `PolicyModel.forward`."""
         logprob_C, entropy_C = self._engine(*inputs)
         return logprob_C, entropy_C

@@ -3,7 +3,7 @@
 Decoder, packed causal attention and the fused LM head put together.  Only rows that predict a completion token go
 through the LM head.  `PolicyModel` is an nn.Module so that DeepSpeed can hook it; `Policy` is a frozen one.
 
-Shapes: U input tokens, S sequences, C completion tokens.
+Shapes: U input tokens, Q attention segments, C completion tokens.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,12 +30,21 @@ class PolicyModel(nn.Module):
             decoder.run_layer = _recomputing  # type: ignore[method-assign, assignment]
 
     def forward(
-        self, tokens_U: Tensor, positions_U: Tensor, offsets_S1: Tensor, rows_C: Tensor, targets_C: Tensor
+        self,
+        tokens_U: Tensor,
+        positions_U: Tensor,
+        offsets_Q1: Tensor,
+        key_rows: Tensor | None,
+        key_offsets_Q1: Tensor,
+        rows_C: Tensor,
+        targets_C: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy at the sampling temperature, both [C] float32 (fields of `MicroBatch`)."""
 
         def attend(layer: int, q_UHd: Tensor, k_UKd: Tensor, v_UKd: Tensor) -> Tensor:
-            return packed_causal_attention(q_UHd, k_UKd, v_UKd, offsets_S1)
+            if key_rows is not None:
+                k_UKd, v_UKd = k_UKd.index_select(0, key_rows), v_UKd.index_select(0, key_rows)
+            return packed_causal_attention(q_UHd, k_UKd, v_UKd, offsets_Q1, key_offsets_S1=key_offsets_Q1)
 
         hidden_UD = self.decoder(tokens_U, positions_U, attend).last_TD
         hidden_CD = hidden_UD.index_select(0, rows_C)
@@ -45,12 +54,14 @@ class PolicyModel(nn.Module):
         return logprob_C, entropy_C
 
 
-def inputs_of(micro: MicroBatch, device: torch.device) -> tuple[Tensor, ...]:
-    """Arguments of `PolicyModel.forward`, on its device.  Sequence offsets are read by the host and stay there."""
+def inputs_of(micro: MicroBatch, device: torch.device) -> tuple[Tensor | None, ...]:
+    """Arguments of `PolicyModel.forward`, on its device.  Segment offsets are read by the host and stay there."""
     return (
         micro.tokens_U.to(device),
         micro.positions_U.to(device),
-        micro.offsets_S1,
+        micro.offsets_Q1,
+        None if micro.key_rows is None else micro.key_rows.to(device),
+        micro.key_offsets_Q1,
         micro.rows_C.to(device),
         micro.targets_C.to(device),
     )

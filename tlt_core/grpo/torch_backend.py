@@ -45,7 +45,7 @@ class TorchBackend:
                 "exp_avg_sq": torch.zeros_like(group.master),
             }
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies, see `PolicyModel.forward`."""
         logprob_C, entropy_C = self.model(*inputs)
         return logprob_C, entropy_C

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf.schema import AdamWConfig, AlgorithmConfig, UpdateConfig
-from tlt_core.grpo.batch import MicroBatch, TrainBatch, idle_micro_batch, micro_batches
+from tlt_core.grpo.batch import MicroBatch, TrainBatch, idle_micro_batch, micro_batches, skips_zero_advantage
 from tlt_core.grpo.lora import inject_adapters, merged_weights
 from tlt_core.grpo.loss import TokenData, empty_sums, loss_metrics, policy_loss, token_weights
 from tlt_core.grpo.optimizer import learning_rate
@@ -39,7 +39,7 @@ class Backend(Protocol):
 
     needs_equal_passes: bool  # forward and backward are collectives: every worker must make as many passes
 
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]: ...
+    def forward(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]: ...
     def backward(self, loss: Tensor) -> None: ...
     def step(self, lr: float) -> float: ...
     def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
@@ -111,8 +111,7 @@ class PolicyTrainer:
             max_new_tokens=self._max_new_tokens,
         )
         sums_M, largest = empty_sums().to(self._device), torch.zeros((), dtype=torch.float64, device=self._device)
-        linear_in_advantage = algorithm.kl.coef == 0 or algorithm.kl.place == "reward"
-        for micro in self._passes(batch, skip_zero_advantage=linear_in_advantage):
+        for micro in self._passes(batch, skip_zero_advantage=skips_zero_advantage(self._cfg, algorithm)):
             with torch.set_grad_enabled(micro.needs_grad):
                 logprobs_C, entropy_C = self._backend.forward(*inputs_of(micro, self._device))
                 terms = policy_loss(logprobs_C, entropy_C, self._data(batch, micro, weights_S), algorithm=algorithm)
@@ -199,8 +198,7 @@ class PolicyTrainer:
 
     def _passes(self, batch: TrainBatch, *, skip_zero_advantage: bool) -> Iterator[MicroBatch]:
         budget = self._cfg.tokens_per_micro_batch
-        skip = skip_zero_advantage and not self._backend.needs_equal_passes
-        passes = list(micro_batches(batch, token_budget=budget, skip_zero_advantage=skip))
+        passes = list(micro_batches(batch, token_budget=budget, skip_zero_advantage=skip_zero_advantage))
         missing = 0
         if self._backend.needs_equal_passes:
             most = self._reduced(torch.tensor(max(1, len(passes)), device=self._device), maximum=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from conf.schema import AlgorithmConfig, UpdateConfig
+from conf.schema import AlgorithmConfig, KLConfig, UpdateConfig
 from tests.tlt_core.grpo.rollouts import scored, tiny_rollouts, tiny_scored
 from tlt_core.grpo.batch import (
     TrainBatch,
@@ -59,10 +59,29 @@ def _check_share(share: TrainBatch, batch: ScoredBatch) -> None:
     assert first == len(share.rollout_logprobs_C)
 
 
-def test_shares_are_balanced_by_tokens() -> None:
+def _tokens_to_compute(share: TrainBatch) -> int:
+    prompts = {int(i): int(n) for i, n in zip(share.prompt_ids_S, share.prompt_lens_S, strict=True)}
+    return int(share.response_lens_S.sum()) + sum(prompts.values())
+
+
+def test_shares_are_balanced_by_what_they_compute() -> None:
     batch = tiny_scored(seed=0, num_groups=12, num_samples=4)
-    loads = [len(share.tokens_T) for share in _make(batch, workers=3)[0]]
-    assert max(loads) - min(loads) <= 3
+    loads = [_tokens_to_compute(share) for share in _make(batch, workers=3)[0]]
+    assert max(loads) - min(loads) <= 4
+
+
+def test_sequences_without_backward_weigh_a_third() -> None:
+    rollouts = tiny_rollouts(seed=0, num_groups=12)
+    advantages = torch.where(rollouts.prompt_ids_R < 6, 1.0, 0.0)
+
+    def loads(algorithm: AlgorithmConfig) -> list[float]:
+        step = _make(scored(rollouts, advantages), workers=2, algorithm=algorithm)[0]
+        live = [(share.response_lens_S * (share.advantages_S != 0)).sum().item() for share in step]
+        return [2 / 3 * own + share.response_lens_S.sum().item() / 3 for share, own in zip(step, live, strict=True)]
+
+    skipping, thorough = loads(ALGORITHM), loads(AlgorithmConfig(kl=KLConfig(coef=0.1)))
+    assert abs(skipping[0] - skipping[1]) < 8
+    assert abs(skipping[0] - skipping[1]) < abs(thorough[0] - thorough[1])
 
 
 def test_more_workers_than_responses_leaves_empty_shares() -> None:
@@ -95,39 +114,45 @@ def test_mask_truncated_leaves_cut_responses_out() -> None:
 
 
 def test_micro_batch_by_hand() -> None:
-    """Sequences [5 9 | 2 4] and [7 | 3] (prompt | completion); the last token of each is not fed."""
+    """[5 9 | 2 4 6], [5 9 | 3] and [7 | 3 1] (prompt | completion).  The last token of each is not fed; the prompt
+    that two responses share is fed once."""
     share = TrainBatch(
-        tokens_T=torch.tensor([5, 9, 2, 4, 7, 3]).int(),
-        offsets_S1=torch.tensor([0, 4, 6]),
-        prompt_lens_S=torch.tensor([2, 1]),
-        rows_S=torch.tensor([0, 1]),
-        advantages_S=torch.tensor([1.0, 0.0]),
-        rollout_logprobs_C=torch.zeros(3),
-        num_tokens=3,
-        num_sequences=2,
+        tokens_T=torch.tensor([5, 9, 2, 4, 6, 5, 9, 3, 7, 3, 1]).int(),
+        offsets_S1=torch.tensor([0, 5, 8, 11]),
+        prompt_lens_S=torch.tensor([2, 2, 1]),
+        prompt_ids_S=torch.tensor([4, 4, 8]),
+        rows_S=torch.tensor([0, 1, 2]),
+        advantages_S=torch.tensor([1.0, 0.0, 1.0]),
+        rollout_logprobs_C=torch.zeros(6),
+        num_tokens=6,
+        num_sequences=3,
     )
     (whole,) = micro_batches(share, token_budget=64, skip_zero_advantage=False)
-    assert whole.tokens_U.tolist() == [5, 9, 2, 7]
-    assert whole.positions_U.tolist() == [0, 1, 2, 0]
-    assert whole.offsets_S1.tolist() == [0, 3, 4]
-    assert whole.rows_C.tolist() == [1, 2, 3]
-    assert whole.targets_C.tolist() == [2, 4, 3]
-    assert whole.place_C.tolist() == [0, 1, 2]
-    assert whole.sequence_C.tolist() == [0, 0, 1]
+    assert whole.tokens_U.tolist() == [5, 9, 2, 4, 7, 3]
+    assert whole.positions_U.tolist() == [0, 1, 2, 3, 0, 1]
+    assert whole.offsets_Q1.tolist() == [0, 2, 4, 6]  # prompt; first response; [7 | 3 1] with its prompt
+    assert whole.key_rows.tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
+    assert whole.key_offsets_Q1.tolist() == [0, 2, 6, 8]
+    assert whole.rows_C.tolist() == [1, 2, 3, 1, 4, 5]
+    assert whole.targets_C.tolist() == [2, 4, 6, 3, 3, 1]
+    assert whole.place_C.tolist() == [0, 1, 2, 3, 4, 5]
+    assert whole.sequence_C.tolist() == [0, 0, 0, 1, 2, 2]
     live, still = micro_batches(share, token_budget=64, skip_zero_advantage=True)
-    assert (live.needs_grad, live.targets_C.tolist(), live.place_C.tolist()) == (True, [2, 4], [0, 1])
-    assert (still.needs_grad, still.targets_C.tolist(), still.place_C.tolist()) == (False, [3], [2])
+    assert (live.needs_grad, live.targets_C.tolist(), live.place_C.tolist()) == (True, [2, 4, 6, 3, 1], [0, 1, 2, 4, 5])
+    assert live.key_rows is None  # nothing is shared in this pass
+    assert live.tokens_U.tolist() == [5, 9, 2, 4, 7, 3]
+    assert (still.needs_grad, still.targets_C.tolist(), still.place_C.tolist()) == (False, [3], [3])
 
 
 def test_passes_keep_to_the_token_budget() -> None:
     share = _make(tiny_scored(seed=1, num_groups=6))[0][0]
-    passes = list(micro_batches(share, token_budget=40, skip_zero_advantage=False))
+    passes = list(micro_batches(share, token_budget=60, skip_zero_advantage=False))
     assert len(passes) > 2
-    assert all(len(m.tokens_U) + len(m.offsets_S1) - 1 <= 40 for m in passes)
+    assert all(len(m.tokens_U) <= 60 for m in passes)
     assert torch.cat([m.place_C for m in passes]).tolist() == list(range(len(share.rollout_logprobs_C)))
     longest = int(share.lengths_S.max())
     alone = list(micro_batches(share, token_budget=longest - 1, skip_zero_advantage=False))
-    assert any(len(m.tokens_U) == longest - 1 and len(m.offsets_S1) == 2 for m in alone)
+    assert any(len(m.tokens_U) == longest - 1 and len(m.offsets_Q1) == 2 for m in alone)
 
 
 def test_reference_logprobs_go_out_and_come_back() -> None:
