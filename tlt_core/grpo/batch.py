@@ -1,19 +1,16 @@
 """From scored rollouts to what one worker trains on.
 
-    ScoredBatch -> [optimizer step][worker] TrainBatch -> MicroBatch (one forward/backward pass)
+    ScoredBatch -> [optimizer step][worker] TrainBatch -> MicroBatch (one pass, see `micro_batch`)
 
-Sequences are packed back to back, never padded, and the prompt of a group is computed once for all its responses that
-meet in a pass.  A group of responses stays in one minibatch; within a minibatch sequences are dealt to workers so that
-each has about the same amount to compute.  Every share carries the token and sequence counts of its whole optimizer
-step, so losses are sums that need no later division.
+Sequences are packed back to back, never padded.  A group of responses stays in one minibatch; within a minibatch
+sequences are dealt to workers so that each has about the same amount to compute.  Every share carries the token and
+sequence counts of its whole optimizer step, so losses are sums that need no later division.
 
 Shapes: S sequences of a share, T their tokens, C their completion tokens; R responses of the rollout batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,25 +66,6 @@ class TrainBatch:
     def with_old_logprobs(self, old_logprobs_C: Tensor) -> "TrainBatch":
         """The same share with the log-probabilities of the policy before the first optimizer step."""
         return replace(self, old_logprobs_C=old_logprobs_C)
-
-
-class MicroBatch(NamedTuple):
-    """Some sequences of a share, ready for one pass over U input tokens in Q attention segments.
-
-    The last token of a sequence predicts nothing, so it is not fed.  A prompt with several responses is fed once, as a
-    segment of its own; the segment of a response reads the keys of the prompt and then its own.
-    """
-
-    tokens_U: Tensor  # int32
-    positions_U: Tensor  # int64, index in the sequence
-    offsets_Q1: Tensor  # int64, segments in input tokens
-    key_rows: Tensor | None  # int64, input tokens whose keys the segments read; None: each segment reads its own
-    key_offsets_Q1: Tensor  # int64, segments in key_rows
-    rows_C: Tensor  # int64, input tokens whose output predicts a completion token
-    targets_C: Tensor  # int64, the completion tokens
-    place_C: Tensor  # int64, where the completion tokens are in the share's [C] arrays
-    sequence_C: Tensor  # int64, which of the share's sequences they belong to
-    needs_grad: bool  # False: only measured, its gradient is known to be zero
 
 
 def make_train_batches(
@@ -162,83 +140,14 @@ def make_supervised_batches(
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
     lengths = [len(prompt) + len(completion) for prompt, completion in examples]
     steps = []
-    for chosen in _fill(order, lambda row, _: lengths[row], budget=tokens_per_step):
+    for chosen in fill(order, lambda row, _: lengths[row], budget=tokens_per_step):
         num_tokens = sum(len(examples[row][1]) for row in chosen)
         shares = _lightest_first(chosen, lambda row, _: lengths[row], num_workers=num_workers)
         steps.append([_take_examples(examples, share, num_tokens, len(chosen)) for share in shares])
     return steps
 
 
-def micro_batches(batch: TrainBatch, *, token_budget: int, skip_zero_advantage: bool) -> Iterator[MicroBatch]:
-    """Cut a share into passes of at most `token_budget` tokens (a longer sequence gets a pass of its own).
-
-    skip_zero_advantage: sequences whose advantage is 0 get passes of their own that are only measured.
-    """
-    live_S = batch.advantages_S != 0 if skip_zero_advantage else torch.ones(len(batch), dtype=torch.bool)
-    prompts: list[int] = batch.prompt_ids_S.tolist()
-    prompt_lens: list[int] = batch.prompt_lens_S.tolist()
-    responses: list[int] = batch.response_lens_S.tolist()
-
-    def cost(sequence: int, run: Sequence[int]) -> int:
-        shared = bool(run) and prompts[run[-1]] == prompts[sequence]
-        return responses[sequence] + (0 if shared else prompt_lens[sequence])
-
-    for needs_grad in (True, False):
-        sequences = (live_S == needs_grad).nonzero().flatten().tolist()
-        for chosen in _fill(sequences, cost, budget=token_budget):
-            yield _micro_batch(batch, chosen, needs_grad=needs_grad)
-
-
-def idle_micro_batch() -> MicroBatch:
-    """A pass over one token that predicts nothing: for a worker that must join in collectives without having work."""
-    none, one = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
-    bounds = torch.tensor([0, 1])
-    return MicroBatch(one.int(), one, bounds, None, bounds, none, none, none, none, needs_grad=True)
-
-
-def _micro_batch(batch: TrainBatch, chosen: Sequence[int], *, needs_grad: bool) -> MicroBatch:
-    starts, prompt_lens = batch.offsets_S1.tolist(), batch.prompt_lens_S.tolist()
-    responses, places = batch.response_lens_S.tolist(), _offsets(batch.response_lens_S).tolist()
-    source: list[Tensor] = []  # input tokens, as indexes into the share's tokens
-    positions: list[Tensor] = []
-    segments: list[tuple[int, Tensor]] = []  # number of input tokens, and the input tokens whose keys they read
-    rows: list[Tensor] = []
-    used = 0
-    for _, group in groupby(chosen, key=lambda s: int(batch.prompt_ids_S[s])):
-        members = list(group)
-        first, prompt = members[0], torch.arange(used, used + prompt_lens[members[0]])
-        source.append(starts[first] + torch.arange(len(prompt)))
-        positions.append(torch.arange(len(prompt)))
-        used += len(prompt)
-        if len(members) > 1:
-            segments.append((len(prompt), prompt))
-        for s in members:
-            own = torch.arange(used, used + responses[s] - 1)
-            source.append(starts[s] + prompt_lens[s] + torch.arange(len(own)))
-            positions.append(prompt_lens[s] + torch.arange(len(own)))
-            used += len(own)
-            rows += [prompt[-1:], own]  # the prompt's last token predicts the first of the response
-            queries = len(own) + (len(prompt) if len(members) == 1 else 0)
-            if queries:
-                segments.append((queries, torch.cat([prompt, own])))
-    lengths = torch.tensor([n for n, _ in segments])
-    key_lengths = torch.tensor([len(keys) for _, keys in segments])
-    chosen_S = torch.tensor(chosen)
-    return MicroBatch(
-        tokens_U=batch.tokens_T[torch.cat(source)],
-        positions_U=torch.cat(positions),
-        offsets_Q1=_offsets(lengths),
-        key_rows=None if torch.equal(lengths, key_lengths) else torch.cat([keys for _, keys in segments]),
-        key_offsets_Q1=_offsets(key_lengths),
-        rows_C=torch.cat(rows),
-        targets_C=torch.cat([batch.tokens_T[starts[s] + prompt_lens[s] : starts[s + 1]] for s in chosen]).long(),
-        place_C=torch.cat([torch.arange(places[s], places[s + 1]) for s in chosen]),
-        sequence_C=chosen_S.repeat_interleave(batch.response_lens_S[chosen_S]),
-        needs_grad=needs_grad,
-    )
-
-
-def _offsets(lengths: Tensor) -> Tensor:
+def offsets_of(lengths: Tensor) -> Tensor:
     """[2, 3] -> [0, 2, 5]"""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
@@ -247,7 +156,7 @@ Cost = Callable[[int, Sequence[int]], int]
 """cost(item, run): tokens that an item adds to those that are there already."""
 
 
-def _fill(order: Sequence[int], cost: Cost, *, budget: int) -> Iterator[list[int]]:
+def fill(order: Sequence[int], cost: Cost, *, budget: int) -> Iterator[list[int]]:
     """Split `order` into runs of at most `budget` tokens, at least one item each."""
     run: list[int] = []
     used = 0
@@ -318,7 +227,7 @@ def _completions(rollouts: RolloutBatch, share: Tensor, values_T: Tensor) -> Ten
 def _take_examples(examples: Sequence[Example], rows: list[int], num_tokens: int, num_sequences: int) -> TrainBatch:
     tokens = [torch.cat(examples[row]) for row in rows]
     prompt_lens = torch.tensor([len(examples[row][0]) for row in rows], dtype=torch.int64)
-    offsets = _offsets(torch.tensor([len(t) for t in tokens], dtype=torch.int64))
+    offsets = offsets_of(torch.tensor([len(t) for t in tokens], dtype=torch.int64))
     return TrainBatch(
         tokens_T=torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int32),
         offsets_S1=offsets,

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from conf.schema import AdamWConfig
 from conf.schema import DeepSpeedBackend as DeepSpeedConfig
-from tlt_core.grpo.batch import idle_micro_batch
+from tlt_core.grpo.micro_batch import idle_micro_batch
 from tlt_core.grpo.optimizer import decay_groups
 from tlt_core.grpo.policy import PolicyModel, inputs_of
 

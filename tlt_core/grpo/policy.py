@@ -15,7 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.packed_attention import packed_causal_attention
 from kernels.token_logprob import linear_token_logprob
-from tlt_core.grpo.batch import MicroBatch, TrainBatch, micro_batches
+from tlt_core.grpo.batch import TrainBatch
+from tlt_core.grpo.micro_batch import MicroBatch, micro_batches
 from tlt_core.model.decoder import Decoder
 
 

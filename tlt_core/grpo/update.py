@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf.schema import AdamWConfig, AlgorithmConfig, UpdateConfig
-from tlt_core.grpo.batch import MicroBatch, TrainBatch, idle_micro_batch, micro_batches, skips_zero_advantage
+from tlt_core.grpo.batch import TrainBatch, skips_zero_advantage
 from tlt_core.grpo.lora import inject_adapters, merged_weights
 from tlt_core.grpo.loss import TokenData, empty_sums, loss_metrics, policy_loss, token_weights
+from tlt_core.grpo.micro_batch import MicroBatch, idle_micro_batch, micro_batches
 from tlt_core.grpo.optimizer import learning_rate
 from tlt_core.grpo.policy import PolicyModel, inputs_of, measure_logprobs
 from tlt_core.grpo.torch_backend import TorchBackend

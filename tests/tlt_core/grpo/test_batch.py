@@ -11,8 +11,8 @@ from tlt_core.grpo.batch import (
     make_forward_batches,
     make_supervised_batches,
     make_train_batches,
-    micro_batches,
 )
+from tlt_core.grpo.micro_batch import micro_batches
 from tlt_core.types import FinishReason, ScoredBatch
 
 ALGORITHM = AlgorithmConfig()
