@@ -58,7 +58,7 @@ def run(
     tokenizer = load_tokenizer(model_dir)
     held_out = {p.text for p in data.load(data_dir, "validation", tokenizer)}
     examples = solutions.examples(
-        cfg.data, num_examples=cfg.coldstart.num_examples, tokenizer=tokenizer, exclude=held_out
+        cfg.data, num_examples=cfg.coldstart.num_examples, tokenizer=tokenizer, exclude=held_out, seed=cfg.seed
     )
     steps = [
         step

@@ -20,6 +20,7 @@ from conf.schema import AlgorithmConfig, RolloutConfig, UpdateConfig
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.policy import FrozenPolicy
 from tlt_core.grpo.update import PolicyTrainer
+from tlt_core.host_memory import keep_freed_memory
 from tlt_core.model.load import load_decoder, save_hf
 from tlt_core.rollout.engine import RolloutEngine, RoundTrace
 from tlt_core.types import GenerationRequest, Rollout, SamplingParams, WorkerSpan, WorkerState
@@ -68,6 +69,7 @@ class Worker:
 
     def __init__(self, rank: int, world_size: int, spec: WorkerSpec) -> None:
         torch.set_num_threads(spec.threads)
+        keep_freed_memory()
         self._rank, self._world_size, self._spec = rank, world_size, spec
         self._device = torch.device(spec.device)
         self._engine: RolloutEngine | None = None

@@ -1,0 +1,83 @@
+"""What a person sees on a flow run's page in Prefect: progress, the table of steps, the way to MLflow.
+
+A Prefect server that stops answering costs these pictures, not the run.
+"""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from uuid import UUID
+
+import httpx
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.exceptions import PrefectException
+
+log = logging.getLogger(__name__)
+
+_COLUMNS = {
+    "reward": "critic/rewards/mean",
+    "length p50": "response_length/p50",
+    "length p99": "response_length/p99",
+    "tok/s": "perf/rollout_tokens_per_s",
+    "idle": "bubble/idle_ratio",
+    "rollout s": "timing_s/gen",
+    "update s": "timing_s/update_actor",
+    "step s": "timing_s/step",
+    "accuracy": "val-core/all/reward/greedy",
+}
+
+
+class RunPage:
+    """Artifacts of one flow run."""
+
+    def __init__(self, *, run_name: str, num_steps: int) -> None:
+        self._key = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
+        self._num_steps = num_steps
+        self._rows: list[dict[str, object]] = []
+        self._progress: UUID | None = None
+
+    def begin(self, *, done: int, mlflow_link: str, mlflow_run_id: str, tracking_uri: str) -> None:
+        """Progress bar, and where the run is in MLflow."""
+        where = f"MLflow run `{mlflow_run_id}` in `{tracking_uri}`; `tlt ui` or `make ui` opens it."
+        try:
+            self._progress = create_progress_artifact(
+                progress=self._percent(done), key=f"{self._key}-progress", description="RL steps"
+            )
+            if mlflow_link:
+                create_link_artifact(key=f"{self._key}-mlflow", link=mlflow_link, link_text="MLflow run")
+            else:
+                create_markdown_artifact(key=f"{self._key}-mlflow", markdown=where)
+        except (httpx.HTTPError, PrefectException) as error:
+            log.warning("Prefect did not take an artifact: %s", error)
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Move the progress bar."""
+        shown = {column: round(metrics[name], 3) for column, name in _COLUMNS.items() if name in metrics}
+        self._rows.append({"step": step, **shown})
+        if self._progress is None:
+            return
+        try:
+            update_progress_artifact(self._progress, progress=self._percent(step))
+        except (httpx.HTTPError, PrefectException) as error:
+            log.warning("Prefect did not take an artifact: %s", error)
+
+    def end(self) -> None:
+        """The table of steps."""
+        try:
+            create_table_artifact(key=f"{self._key}-steps", table=self.rows, description="Steps of this run")
+        except (httpx.HTTPError, PrefectException) as error:
+            log.warning("Prefect did not take an artifact: %s", error)
+
+    @property
+    def rows(self) -> Sequence[dict[str, object]]:
+        """The table so far."""
+        return self._rows
+
+    def _percent(self, done: int) -> float:
+        return 100.0 * done / self._num_steps

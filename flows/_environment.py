@@ -1,0 +1,32 @@
+"""Environment of Prefect, MLflow, Ray and Hugging Face, set before they are imported; what the user has set stays.
+
+Prefect keeps its state in the project (`.prefect/`), so that a run neither depends on nor changes what other projects
+left in the home directory.  Without PREFECT_API_URL it starts a private server for the time of the run.
+"""
+
+import os
+from pathlib import Path
+
+from flows._logging import OWN
+
+_DEFAULTS = {
+    "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",  # a busy two-core machine needs more than 20 s
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_LOGGING_LEVEL": "INFO",
+    "PREFECT_LOGGING_EXTRA_LOGGERS": ",".join(OWN),
+    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",  # lines logged before the flow run begins
+    "DO_NOT_TRACK": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_LOGGING_LEVEL": "WARNING",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "DVC_NO_ANALYTICS": "1",
+    "TOKENIZERS_PARALLELISM": "false",  # its threads do not survive a fork, and warn about it
+}
+
+
+def set_defaults() -> None:
+    """Call once, first thing in a command."""
+    os.environ.setdefault("PREFECT_HOME", str(Path(".prefect").absolute()))
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)

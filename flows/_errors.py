@@ -1,0 +1,48 @@
+"""Failures that a user can cause or must know about, in one paragraph with a remedy.
+
+exit code 2: the input is at fault (configuration, model, data); 1: the run failed; 130: interrupted.
+Everything else is our own mistake and keeps its traceback.
+"""
+
+import errno
+from pathlib import Path
+from typing import NamedTuple
+
+from conf.load import ConfigError
+
+
+class Report(NamedTuple):
+    """What the command says and how it exits."""
+
+    text: str
+    exit_code: int
+
+
+def explain(error: BaseException, *, run_dir: Path | None) -> Report | None:
+    """None: not one of the failures that have an explanation."""
+    see_log = f"  The traceback is in {run_dir / 'log.txt'}." if run_dir and (run_dir / "log.txt").is_file() else ""
+    if isinstance(error, ConfigError):
+        return Report(str(error), 2)
+    if isinstance(error, KeyboardInterrupt):
+        return Report("Interrupted.  The same command goes on from the newest checkpoint.", 130)
+    if _is_disk_full(error):
+        where = f" under {run_dir}" if run_dir else ""
+        return Report(
+            f"The disk is full ({error}).  Free some space{where} (or set output_dir, TLT_HOME or TMPDIR to another "
+            f"disk) and start the same command again: it goes on from the newest checkpoint.{see_log}",
+            1,
+        )
+    module = type(error).__module__
+    if isinstance(error, ValueError) and module.startswith(("tlt_core.", "flows.")):
+        return Report(str(error), 2)
+    if module == "tlt_core.cluster.group":  # WorkerDied, with the worker's own traceback
+        return Report(f"{error}\nThe same command goes on from the newest checkpoint.{see_log}", 1)
+    if isinstance(error, PermissionError):
+        return Report(f"{error}.  Make the folder writable, or set output_dir or TLT_HOME to one that is.{see_log}", 1)
+    return None
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    """safetensors reports the condition in words only."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return (isinstance(error, OSError) and error.errno in full) or "No space left on device" in str(error)

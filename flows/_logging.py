@@ -1,0 +1,66 @@
+"""Where log lines go: the terminal, and the run's own log.txt.
+
+terminal   INFO of this project, WARNING of everything else
+log.txt    INFO of this project and of Prefect, WARNING of the rest, tracebacks included
+Prefect    INFO of this project, as the flow run's log (environment.py names the loggers)
+"""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TextIO
+
+OWN = ("flows", "tasks", "tlt_core", "kernels", "conf")
+
+
+class _Terminal(logging.StreamHandler[TextIO]):
+    """Writes to what sys.stderr is at the time, so that lines appear above a live display."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: TextIO) -> None:
+        pass
+
+
+def attach_terminal() -> None:
+    """Show log lines on the terminal.  Call it before Prefect is imported: it then leaves the root logger alone."""
+    handler = _Terminal()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    handler.addFilter(_wanted_on_terminal)
+    logging.getLogger().addHandler(handler)
+    for name in OWN:
+        logging.getLogger(name).setLevel(logging.INFO)
+
+
+@contextmanager
+def run_log(run_dir: Path) -> Iterator[None]:
+    """Copy everything to `run_dir/log.txt`; an error that leaves the block is written there with its traceback."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(run_dir / "log.txt", encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    root.addHandler(handler)
+    for name in (*OWN, "prefect"):
+        logging.getLogger(name).setLevel(logging.INFO)
+    try:
+        yield
+    except BaseException:
+        record = root.makeRecord(__name__, logging.ERROR, __file__, 0, "the run ended here", (), sys.exc_info())
+        handler.handle(record)
+        raise
+    finally:
+        root.removeHandler(handler)
+        handler.close()
+
+
+def _wanted_on_terminal(record: logging.LogRecord) -> bool:
+    """Prefect reports a failed task several times with its traceback; the command reports it once, in words."""
+    own = record.name.partition(".")[0] in OWN
+    if record.name.startswith(("prefect.flow_runs", "prefect.task_runs")):
+        return False
+    return own or record.levelno >= logging.WARNING

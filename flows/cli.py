@@ -1,0 +1,189 @@
+"""The command `tlt`.
+
+Imports of torch, Prefect and MLflow wait until a command needs them: help and configuration errors take a fraction of
+a second.  Every failure that a user can cause is one paragraph on stderr and an exit code (see `_errors.py`).
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from conf.load import load
+from conf.schema import RunConfig
+from flows import _environment, _errors, _logging
+
+_DEMO = "conf/demo.yaml"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    args = _parser().parse_args(argv)
+    _environment.set_defaults()
+    _logging.attach_terminal()
+    run_dir: Path | None = None
+    try:
+        if args.command in _ON_CONFIG:
+            cfg = load(args.config, args.overrides)
+            run_dir = cfg.run_dir
+            _ON_CONFIG[args.command](cfg, args)
+        else:
+            _OTHERS[args.command](args)
+    except BaseException as error:
+        report = _errors.explain(error, run_dir=run_dir)
+        if report is None:
+            raise
+        print(f"tlt {args.command}: {report.text}", file=sys.stderr)
+        return report.exit_code
+    return 0
+
+
+def _prepare(cfg: RunConfig, _: argparse.Namespace) -> None:
+    _check(cfg)
+    from flows.prepare import prepare
+
+    dataset = prepare(cfg)
+    print(f"{dataset.count} training prompts in {dataset.path}, digest {dataset.sha256[:12]}")
+
+
+def _coldstart(cfg: RunConfig, _: argparse.Namespace) -> None:
+    _check(cfg)
+    from flows.coldstart import coldstart
+
+    done = coldstart(cfg)
+    print(f"model after the cold start: {done.model_dir}")
+    _print_metrics(done.metrics)
+
+
+def _train(cfg: RunConfig, _: argparse.Namespace) -> None:
+    _check(cfg)
+    from flows.train import train
+
+    policy = train(cfg)
+    print(f"policy: {policy}    figures, samples, metrics: {cfg.run_dir}    MLflow: tlt ui --uri {cfg.tracking.uri}")
+
+
+def _evaluate(cfg: RunConfig, _: argparse.Namespace) -> None:
+    _check(cfg)
+    from flows.evaluate import evaluate
+
+    _print_metrics(evaluate(cfg))
+
+
+def _bench(cfg: RunConfig, args: argparse.Namespace) -> None:
+    _check(cfg)
+    from flows.benchmark import bench_step
+
+    report = bench_step(cfg, repeats=args.repeats, out=args.out, command=f"tlt {' '.join(sys.argv[1:])}")
+    for verdict in report["verdicts"]:
+        print(f"{'holds' if verdict['holds'] else 'FAILS'}: {verdict['claim']}: {verdict['value']:.3f}")
+    print(f"report: {args.out}")
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from tlt_core.generate import generate_file
+    from tlt_core.types import SamplingParams
+
+    params = SamplingParams(
+        temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_new_tokens=args.max_new_tokens
+    )
+    count = generate_file(
+        model=args.model,
+        prompts=args.prompts,
+        out=args.out,
+        params=params,
+        seed=args.seed,
+        dtype=args.dtype,
+        batch_size=args.batch_size,
+        num_workers=args.num_workers,
+        system_prompt=args.system_prompt,
+    )
+    print(f"{count} responses in {args.out}")
+
+
+def _doctor(_: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tlt_core import doctor
+
+    table = Table("what", "found", "verdict", "why", box=None, pad_edge=False)
+    colors = {"used": "green", "skipped": "yellow", "missing": "red"}
+    for row in doctor.findings():
+        table.add_row(row.name, row.found, f"[{colors[row.verdict]}]{row.verdict}[/]", row.reason)
+    Console().print(table)
+
+
+def _ui(args: argparse.Namespace) -> None:
+    from flows.ui import serve
+
+    serve(uri=args.uri, host=args.host, port=args.port)
+
+
+_ON_CONFIG = {"prepare": _prepare, "coldstart": _coldstart, "train": _train, "evaluate": _evaluate, "bench": _bench}
+_OTHERS = {"generate": _generate, "doctor": _doctor, "ui": _ui}
+
+
+def _check(cfg: RunConfig) -> None:
+    """Before Prefect starts a server for the run: that alone takes seconds."""
+    from tlt_core import preflight
+
+    preflight.check_run(cfg)
+
+
+def _print_metrics(metrics: dict[str, float]) -> None:
+    for name, value in sorted(metrics.items()):
+        print(f"{name:45} {value:.4f}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tlt", description="Reinforcement learning of reasoning models.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in (
+        ("prepare", "fetch or make the model, make the data set"),
+        ("coldstart", "supervised warm-up on worked solutions"),
+        ("train", "the whole pipeline; started again, it resumes"),
+        ("evaluate", "validate the newest checkpoint of a run"),
+    ):
+        _add_config(commands.add_parser(name, help=text, description=text))
+    _add_bench(commands.add_parser("bench", help="measure, and write reports/NAME.json"))
+    _add_generate(commands.add_parser("generate", help="batch generation: JSONL of prompts in, JSONL out"))
+    commands.add_parser("doctor", help="what this machine has, and what is used")
+    ui = commands.add_parser("ui", help="look at the runs in MLflow")
+    ui.add_argument("--uri", help="tracking store (default: the configuration's default)")
+    ui.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    ui.add_argument("--port", type=int, default=5000)
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, e.g. conf/demo.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings in place of the file's")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("benchmark", choices=["step"], help="step: the phases of a training step")
+    parser.add_argument("config", nargs="?", default=_DEMO, metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--repeats", type=int, default=3, help="steps measured (one more is run first)")
+    parser.add_argument("--out", type=Path, default=Path("reports/step.json"))
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="folder, hub name, or the embedded model")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL with 'prompt' or 'token_ids' on each line")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--speculation", choices=["off", "auto"], default="auto", help="auto: as far as it pays")
+    parser.add_argument("--batch-size", type=int, default=16, help="responses decoded at once on a worker")
+    parser.add_argument("--num-workers", type=int, default=1)
+    parser.add_argument("--system-prompt", default="")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""Flow: validate the newest checkpoint of a run, or its starting policy."""
+
+import json
+from pathlib import Path
+
+from prefect import flow
+
+from conf.schema import RunConfig
+from flows._config import as_config, run_name
+from flows._logging import run_log
+from flows._terminal import Terminal
+from tasks.coldstart import cold_start
+from tasks.evaluate import evaluate as validate
+from tasks.prepare import prepare_data, prepare_model
+from tlt_core import preflight
+from tlt_core.session import Session
+from tlt_core.store import write_atomically
+
+
+@flow(name="evaluate", flow_run_name=run_name)
+def evaluate(config: RunConfig | str, overrides: list[str] | None = None) -> dict[str, float]:
+    """Validation metrics, also written to `runs/NAME/evaluation.json`."""
+    cfg = as_config(config, overrides)
+    preflight.check_run(cfg)
+    with run_log(cfg.run_dir), Terminal() as show:
+        policy = prepare_model(cfg)
+        dataset = prepare_data(cfg, policy)
+        if cfg.coldstart.enabled:
+            policy = cold_start(cfg, policy, dataset, show.stage).model_dir
+        with Session.resume_or_init(cfg, data_dir=Path(dataset.path), start_model=policy, on_progress=show) as session:
+            step = session.completed_steps
+            metrics = validate(session, step)
+    text = json.dumps({"step": step, "metrics": metrics}, indent=1)
+    write_atomically(cfg.run_dir / "evaluation.json", lambda partial: partial.write_text(text))
+    return metrics

@@ -1,0 +1,87 @@
+"""Flow: reinforcement learning with verifiable rewards.  One flow run is one attempt at a run.
+
+    for each step:  rollout -> reward -> policy update -> publish -> evaluate -> checkpoint -> track
+
+Starting the same configuration again resumes it, so a retry is a restart.  Nothing numerical is decided here.
+"""
+
+from pathlib import Path
+
+from prefect import flow
+
+from conf.schema import RunConfig
+from flows._artifacts import RunPage
+from flows._config import as_config, run_name
+from flows._logging import run_log
+from flows._terminal import Terminal
+from tasks.checkpoint import checkpoint
+from tasks.coldstart import cold_start
+from tasks.evaluate import evaluate
+from tasks.export import export_policy
+from tasks.prepare import prepare_data, prepare_model
+from tasks.publish import publish
+from tasks.reward import resample, reward
+from tasks.rollout import rollout
+from tasks.track import Tracker, track
+from tasks.update import update_policy
+from tlt_core import preflight, provenance
+from tlt_core.session import Session
+from tlt_core.store import Ref
+
+
+@flow(name="train", flow_run_name=run_name)
+def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
+    """Train the policy; returns its Hugging Face folder."""
+    cfg = as_config(config, overrides)
+    preflight.check_run(cfg)
+    provenance.begin_attempt(cfg)
+    with run_log(cfg.run_dir), Terminal() as show:
+        policy = prepare_model(cfg)
+        dataset = prepare_data(cfg, policy)
+        warm_up: dict[str, float] = {}
+        if cfg.coldstart.enabled:
+            policy, warm_up = cold_start(cfg, policy, dataset, show.stage)
+        with (
+            Session.resume_or_init(cfg, data_dir=Path(dataset.path), start_model=policy, on_progress=show) as session,
+            Tracker(session, dataset=dataset) as tracker,
+        ):
+            return iterate(session, tracker, warm_up, show)
+
+
+def iterate(session: Session, tracker: Tracker, warm_up: dict[str, float], show: Terminal) -> Path:
+    """The RL iterations that are still to do."""
+    page = RunPage(run_name=session.cfg.name, num_steps=session.cfg.num_steps)
+    page.begin(
+        done=session.completed_steps,
+        mlflow_link=tracker.link,
+        mlflow_run_id=tracker.run_id,
+        tracking_uri=session.cfg.tracking.uri,
+    )
+    if session.completed_steps == 0:
+        session.begin_step(0)
+        if session.evaluation_due(0):
+            evaluate(session, 0)
+        tracker.record({**warm_up, **session.metrics.values()}, step=0)
+    for step in session.remaining_steps():
+        tracker.begin_step()
+        session.begin_step(step)
+        scored = sample(session, step)
+        update_policy(session, step, scored)
+        publish(session, step)
+        if session.evaluation_due(step):
+            evaluate(session, step)
+        if session.checkpoint_due(step):
+            checkpoint(session, step)
+        metrics = track(session, tracker, step, scored)
+        show.step_done(metrics)
+        page.step_done(step, metrics)
+    page.end()
+    return export_policy(session)
+
+
+def sample(session: Session, step: int) -> Ref:
+    """Scored groups of one step; further rounds where dynamic sampling asks for them."""
+    scored = reward(session, step, rollout(session, step))
+    while scored.wants_more:
+        scored = resample(session, step, scored.ref)
+    return scored.ref

@@ -1,0 +1,51 @@
+"""`tlt ui`: MLflow's pages on this machine's runs."""
+
+import os
+import socket
+import sys
+from contextlib import closing
+
+from conf.schema import TrackingConfig
+
+
+class PortInUse(ValueError):
+    """Another program listens on the port.  The text names it and the remedy."""
+
+
+def serve(*, uri: str | None, host: str, port: int) -> None:
+    """Replace this process by MLflow's server.  Raises PortInUse."""
+    require_free(host, port)
+    uri = uri or TrackingConfig().uri
+    print(f"MLflow on http://{host}:{port} for {uri}; stop it with Ctrl-C", file=sys.stderr, flush=True)
+    os.execve(sys.executable, server_command(uri=uri, host=host, port=port), {**os.environ, **_ENVIRONMENT})
+
+
+def server_command(*, uri: str, host: str, port: int) -> list[str]:
+    """The command line.  One process: the default of four, and the job runner, take 2 GB."""
+    from tasks.mlflow_run import store_folder
+
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--workers", "1"]
+    folder = store_folder(uri)
+    if folder is not None:
+        command += ["--artifacts-destination", str(folder / "mlartifacts")]
+    return [*command, "--host", host, "--port", str(port)]
+
+
+def require_free(host: str, port: int) -> None:
+    """Raises PortInUse."""
+    with closing(socket.socket()) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PortInUse(
+                f"port {port} on {host} cannot be used ({error.strerror}); choose another: tlt ui --port {port + 1} "
+                f"(make ui PORT={port + 1})"
+            ) from None
+
+
+_ENVIRONMENT = {
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+}

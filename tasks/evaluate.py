@@ -1,0 +1,12 @@
+"""Station: validation."""
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from tlt_core.session import Session
+
+
+@task(task_run_name="evaluate-{step}", cache_policy=NO_CACHE)
+def evaluate(session: Session, step: int) -> dict[str, float]:
+    """Greedy accuracy, mean@k and pass@k on the validation prompts."""
+    return session.evaluate(step)

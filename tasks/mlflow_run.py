@@ -1,0 +1,184 @@
+"""One MLflow run behind a boundary that training never notices.
+
+Calls go through a queue: when the tracking server does not answer they stay queued, training goes on, and they are
+sent in order as soon as it answers again.  The run's own files (see `track.py`) are complete in any case.
+"""
+
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param
+from mlflow.exceptions import MlflowException
+from mlflow.utils.time import get_current_time_millis
+from sqlalchemy.exc import SQLAlchemyError
+
+from conf.schema import TrackingConfig
+
+log = logging.getLogger(__name__)
+
+# What a tracking store can fail with: its own errors, its database's, network and disk (requests' errors are OSErrors).
+TRACKER_ERRORS = (MlflowException, SQLAlchemyError, OSError)
+_LONGEST_PARAM = 500  # characters; older stores refuse more
+_PARAMS_PER_CALL = 100
+_LONGEST_DIGEST = 36
+
+
+class DatasetInput(NamedTuple):
+    """The data set as MLflow records it."""
+
+    name: str
+    digest: str
+    tags: Mapping[str, str]
+
+
+class MlflowRun:
+    """Starts the run, or goes on with an earlier attempt's."""
+
+    def __init__(self, cfg: TrackingConfig, *, run_name: str, resume_id: str, on_start: Callable[[str], None]) -> None:
+        # A server that is down must cost seconds, not MLflow's default of minutes per call.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+        self.run_id = ""
+        self.experiment_id = ""
+        self._cfg = cfg
+        self._queue: deque[Callable[[], None]] = deque()
+        self._is_new = False
+        self._warned = False
+        self._send(lambda: self._start(run_name, resume_id, on_start))
+
+    @property
+    def link(self) -> str:
+        """Address of the run's page where the store is a server, else the empty string."""
+        if not self._cfg.uri.startswith(("http://", "https://")) or not self.run_id:
+            return ""
+        return f"{self._cfg.uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+
+    def metrics(self, values: Mapping[str, float], *, step: int) -> None:
+        """Log numbers of one step."""
+        now = get_current_time_millis()
+        batch = [Metric(name, value, now, step) for name, value in values.items()]
+        self._send(lambda: self._client.log_batch(self.run_id, metrics=batch))
+
+    def describe(self, params: Mapping[str, Any], *, tags: Mapping[str, str], dataset: DatasetInput) -> None:
+        """Parameters (a nested mapping, flattened: `rollout/num_samples`), tags and data set of a new run.
+
+        Does nothing for a run that an earlier attempt began: a parameter cannot change there.
+        """
+        self._send(lambda: self._describe(params, tags, dataset) if self._is_new else None)
+
+    def artifact(self, path: Path, *, folder: str = "") -> None:
+        """Upload one file of the run's folder."""
+        self._send(lambda: self._client.log_artifact(self.run_id, str(path), artifact_path=folder or None))
+
+    def end(self, status: str) -> None:
+        """Close the run: FINISHED, FAILED or KILLED."""
+        import mlflow
+
+        self._send(lambda: mlflow.end_run(status))
+        if self._queue:
+            log.warning("MLflow lacks the last %d calls of this run; its folder has all of them", len(self._queue))
+
+    def _start(self, run_name: str, resume_id: str, on_start: Callable[[str], None]) -> None:
+        import mlflow
+
+        mlflow.set_tracking_uri(self._cfg.uri)
+        mlflow.set_system_metrics_sampling_interval(5)
+        self._client = MlflowClient(self._cfg.uri)
+        self.experiment_id = self._experiment()
+        run_id = resume_id if resume_id and self._exists(resume_id) else None
+        run = mlflow.start_run(
+            run_id=run_id,
+            run_name=run_name,
+            experiment_id=self.experiment_id,
+            log_system_metrics=self._cfg.system_metrics,
+        )
+        self._is_new = run_id is None
+        self.run_id = run.info.run_id
+        on_start(self.run_id)
+
+    def _describe(self, params: Mapping[str, Any], tags: Mapping[str, str], dataset: DatasetInput) -> None:
+        import mlflow
+        from mlflow.data.code_dataset_source import CodeDatasetSource
+        from mlflow.data.meta_dataset import MetaDataset
+
+        flat = [Param(name, str(value)[:_LONGEST_PARAM]) for name, value in flatten(params).items()]
+        for start in range(0, len(flat), _PARAMS_PER_CALL):
+            self._client.log_batch(self.run_id, params=flat[start : start + _PARAMS_PER_CALL])
+        for key, value in tags.items():
+            self._client.set_tag(self.run_id, key, value)
+        source = CodeDatasetSource(tags=dict(dataset.tags))
+        mlflow.log_input(
+            MetaDataset(source, name=dataset.name, digest=dataset.digest[:_LONGEST_DIGEST]), context="training"
+        )
+
+    def _experiment(self) -> str:
+        existing = self._client.get_experiment_by_name(self._cfg.experiment)
+        if existing is not None:
+            return str(existing.experiment_id)
+        return str(self._client.create_experiment(self._cfg.experiment, artifact_location=artifact_location(self._cfg)))
+
+    def _exists(self, run_id: str) -> bool:
+        try:
+            return self._client.get_run(run_id).info.lifecycle_stage == "active"
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            log.warning("MLflow run %s of the earlier attempt is gone from %s: a new one begins", run_id, self._cfg.uri)
+            return False
+
+    def _send(self, call: Callable[[], None]) -> None:
+        """Queue a call; send what is queued as far as the store answers."""
+        self._queue.append(call)
+        while self._queue:
+            try:
+                self._queue[0]()
+            except TRACKER_ERRORS as error:
+                if not (self.run_id and _is_refusal(error)):
+                    if not self._warned:
+                        log.warning("MLflow at %s failed, training goes on: %s", self._cfg.uri, error)
+                    self._warned = True
+                    return
+                log.warning("MLflow refused something, which is left out: %s", error)
+            self._queue.popleft()
+        if self._warned:
+            log.warning("MLflow at %s answers again: nothing was lost", self._cfg.uri)
+            self._warned = False
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Would the same call fail again for ever?  Then it must not hold up the ones behind it."""
+    if isinstance(error, MlflowException):
+        return 400 <= error.get_http_status_code() < 500
+    return isinstance(error, FileNotFoundError)
+
+
+def artifact_location(cfg: TrackingConfig) -> str | None:
+    """Where artifacts of a new experiment go: beside a sqlite file; a tracking server decides for itself."""
+    folder = store_folder(cfg.uri)
+    return None if folder is None else (folder / "mlartifacts" / cfg.experiment).as_uri()
+
+
+def store_folder(uri: str) -> Path | None:
+    """Absolute folder of a sqlite tracking store, made when need be; None for other stores."""
+    if not uri.startswith("sqlite:///"):
+        return None
+    folder = Path(uri.removeprefix("sqlite:///")).absolute().parent
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"a": {"b": 1}, "c": [2, 3]} -> {"a/b": 1, "c": [2, 3]}"""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}/")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

@@ -1,0 +1,182 @@
+"""Station: write down what a step did, for people and for MLflow.
+
+runs/NAME/metrics.jsonl            one line a step, always
+runs/NAME/figures/*.png            worker timeline, response lengths, reward curve
+runs/NAME/samples/step_000003.jsonl
+MLflow                             the same, as far as it answers (`mlflow_run.py`)
+"""
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from tasks import figures
+from tasks.mlflow_run import DatasetInput, MlflowRun
+from tlt_core import provenance, store
+from tlt_core.session import Session
+from tlt_core.step_time import overhead_metrics
+from tlt_core.store import Ref, write_atomically
+from tlt_core.types import ScoredBatch
+
+log = logging.getLogger(__name__)
+
+
+@task(task_run_name="track-{step}", cache_policy=NO_CACHE)
+def track(session: Session, tracker: "Tracker", step: int, scored: Ref) -> dict[str, float]:
+    """Figures, samples, metrics and the log line of one step."""
+    return tracker.step(session, step, store.load_scored(scored.path))
+
+
+class Tracker:
+    """Context manager around one attempt at a run; its exit tells MLflow how the attempt ended."""
+
+    def __init__(self, session: Session, *, dataset: Ref) -> None:
+        cfg = session.cfg
+        self._cfg = cfg
+        self._run_dir = cfg.run_dir
+        self._rows = _rows_up_to(self._run_dir / "metrics.jsonl", session.completed_steps)
+        self._attempt = session.resume_attempt
+        self._began_s = time.perf_counter()
+        earlier = session.tracker_run_id or provenance.tracker_run_id(self._run_dir)
+
+        def on_start(run_id: str) -> None:
+            session.tracker_run_id = run_id
+            provenance.keep_tracker_run_id(self._run_dir, run_id)
+
+        self._mlflow = MlflowRun(cfg.tracking, run_name=cfg.name, resume_id=earlier, on_start=on_start)
+        self._describe(dataset)
+        self._mlflow.artifact(self._run_dir / "config.yaml")
+        self._mlflow.artifact(self._run_dir / "run.json")
+
+    @property
+    def link(self) -> str:
+        """Page of the MLflow run, empty when there is no tracking server."""
+        return self._mlflow.link
+
+    @property
+    def run_id(self) -> str:
+        """MLflow's id of the run, empty as long as the store has not answered."""
+        return self._mlflow.run_id
+
+    def __enter__(self) -> "Tracker":
+        return self
+
+    def __exit__(self, error_type: type | None, *_: object) -> None:
+        ended = "FINISHED" if error_type is None else "KILLED" if error_type is KeyboardInterrupt else "FAILED"
+        self._mlflow.end(ended)
+
+    def begin_step(self) -> None:
+        """The step's clock starts here."""
+        self._began_s = time.perf_counter()
+
+    def record(self, values: Mapping[str, float], *, step: int) -> None:
+        """Log numbers that belong to no training step: cold start, validation before the first step."""
+        self._append({"step": step, **values})
+        self._mlflow.metrics(values, step=step)
+
+    def step(self, session: Session, step: int, scored: ScoredBatch) -> dict[str, float]:
+        """See `track`.  Returns the step's metrics."""
+        started_s = time.perf_counter()
+        self._write_samples(session, step, scored)
+        if step % self._cfg.tracking.figure_every_steps == 0 or step == self._cfg.num_steps:
+            self._draw(session, step, scored)
+        now_s = time.perf_counter()
+        session.metrics.log({"timing_s/tracking": now_s - started_s, "training/resume_attempt": self._attempt})
+        values = session.metrics.values()
+        values |= overhead_metrics(values, session.metrics.spans, step_s=now_s - self._began_s)
+        self.record(values, step=step)
+        log.info("%s", step_line(values, step=step, num_steps=self._cfg.num_steps))
+        return values
+
+    def _describe(self, dataset: Ref) -> None:
+        manifest = Path(dataset.path) / "manifest.json"
+        generator = json.loads(manifest.read_text())["generator"]
+        tags = {"generator": generator, "path": dataset.path, "num_train": str(dataset.count)}
+        self._mlflow.describe(
+            self._cfg.model_dump(mode="json"),
+            tags={"commit": provenance.commit(), "run_dir": str(self._run_dir.absolute())},
+            dataset=DatasetInput(self._cfg.data.kind, dataset.sha256, tags),
+        )
+        self._mlflow.artifact(manifest, folder="data")
+
+    def _write_samples(self, session: Session, step: int, scored: ScoredBatch) -> None:
+        rows = session.sample_texts(scored, self._cfg.tracking.num_sample_rollouts)
+        if not rows:
+            return
+        path = self._run_dir / "samples" / f"step_{step:06d}.jsonl"
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+        self._mlflow.artifact(path, folder="samples")
+
+    def _draw(self, session: Session, step: int, scored: ScoredBatch) -> None:
+        folder = self._run_dir / "figures"
+        timeline, lengths = folder / f"timeline_{step:06d}.png", folder / f"lengths_{step:06d}.png"
+        figures.timeline(session.metrics.spans, scored, step=step, path=timeline)
+        figures.lengths(
+            scored.rollouts.response_lens_R, step=step, max_new_tokens=self._cfg.rollout.max_new_tokens, path=lengths
+        )
+        rows = [*self._rows, {"step": step, **session.metrics.values()}]
+        curve = folder / "reward.png"
+        figures.reward_curve(
+            _column(rows, "critic/rewards/mean"), _column(rows, "val-core/all/reward/greedy"), path=curve
+        )
+        for path in (timeline, lengths, curve):
+            self._mlflow.artifact(path, folder="figures")
+
+    def _append(self, row: dict[str, Any]) -> None:
+        self._rows.append(row)
+        with (self._run_dir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def step_line(values: Mapping[str, float], *, step: int, num_steps: int) -> str:
+    """The one line that each step logs; columns are fixed."""
+    v = dict.fromkeys(_COLUMNS, 0.0) | dict(values)
+    return (
+        f"step {step:>4}/{num_steps:<4}"
+        f"  reward {v['critic/rewards/mean']:6.3f}"
+        f"  length p50 {v['response_length/p50']:5.0f} p99 {v['response_length/p99']:5.0f}"
+        f"  {v['perf/rollout_tokens_per_s']:7.0f} tok/s"
+        f"  idle {v['bubble/idle_ratio']:4.0%}"
+        f"  rollout {v['timing_s/gen']:6.1f} s"
+        f"  update {v['timing_s/update_actor']:6.1f} s"
+        f"  step {v['timing_s/step']:6.1f} s"
+    )
+
+
+_COLUMNS = (
+    "critic/rewards/mean",
+    "response_length/p50",
+    "response_length/p99",
+    "perf/rollout_tokens_per_s",
+    "bubble/idle_ratio",
+    "timing_s/gen",
+    "timing_s/update_actor",
+    "timing_s/step",
+)
+
+
+def _rows_up_to(path: Path, completed_steps: int) -> list[dict[str, Any]]:
+    """Earlier attempts' rows, without those of steps that this attempt will do again; the file is cut likewise."""
+    if not path.is_file():
+        return []
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:  # a killed attempt's last line may be half written
+            break
+    kept = [row for row in rows if row["step"] <= completed_steps and completed_steps > 0]
+    text = "".join(json.dumps(row) + "\n" for row in kept)
+    write_atomically(path, lambda partial: partial.write_text(text))
+    return kept
+
+
+def _column(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
+    return [(row["step"], row[name]) for row in rows if name in row]

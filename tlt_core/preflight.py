@@ -1,0 +1,70 @@
+"""Checks that cost milliseconds, made before work that costs minutes.
+
+A wrong reward path, a truncated weight file or a full disk should be reported now, not after the first rollout.
+"""
+
+import math
+import shutil
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from conf.schema import PretrainedModel, RunConfig
+from tlt_core.grpo.reward import check_reward_functions
+from tlt_core.model.config import ModelError
+from tlt_core.model.load import load_config
+
+_CHECKPOINT_BYTES = 12  # a parameter's fp32 master weight and its two moments
+
+
+class SpaceError(ValueError):
+    """Not enough room on the disk for what the run will write.  The text says how much, where, and the remedy."""
+
+
+def check_run(cfg: RunConfig) -> None:
+    """Everything that can be checked before any model is on this machine.  Raises RewardError, ModelError, SpaceError.
+
+    A local model folder is checked here; a hub name or the embedded model when it has been fetched (`check_model`).
+    """
+    check_reward_functions(cfg.reward)
+    if isinstance(cfg.model, PretrainedModel) and Path(cfg.model.path).is_dir():
+        check_model(cfg, Path(cfg.model.path))
+
+
+def check_model(cfg: RunConfig, folder: Path) -> None:
+    """Is the folder whole, and do its checkpoints fit on the disk?  Raises ModelError, SpaceError."""
+    load_config(folder)
+    needed = count_parameters(folder) * _CHECKPOINT_BYTES
+    if cfg.update.lora.enabled:
+        needed = needed // 10  # adapters are a few percent of the weights; the exported policy is counted below
+    copies = cfg.checkpoint.keep_last + cfg.checkpoint.keep_best + 1  # the one being written
+    check_space(cfg.run_dir, needed_bytes=needed * copies + count_parameters(folder) * 4)
+
+
+def check_space(folder: Path, *, needed_bytes: int) -> None:
+    """Raises SpaceError when the disk that `folder` is or will be on has less room."""
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    free = shutil.disk_usage(existing).free
+    if free < needed_bytes:
+        raise SpaceError(
+            f"{folder} needs about {needed_bytes / 1e9:.1f} GB for checkpoints and the final policy, {existing} has "
+            f"{free / 1e9:.1f} GB free; free some space, set output_dir to another disk, or lower "
+            "checkpoint.keep_last and checkpoint.keep_best"
+        )
+
+
+def count_parameters(folder: Path) -> int:
+    """Parameters of a Hugging Face folder, from the headers of its weight files.  Raises ModelError."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ModelError(f"{folder} holds no .safetensors file; the checkpoint is incomplete or in another format")
+    total = 0
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                total += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is damaged ({error}); download or copy it again") from None
+    return total
