@@ -22,6 +22,8 @@ from tlt_core.model.load import load_tokenizer
 
 log = logging.getLogger(__name__)
 
+_LOG_EVERY = 10  # optimizer steps
+
 
 class ColdStartError(ValueError):
     """The cold start cannot be done for this configuration."""
@@ -77,6 +79,8 @@ def run(
         for index, shares in enumerate(steps):
             losses.append(group.supervised_step(shares)["coldstart/loss"])
             on_progress("cold start", index + 1, len(steps), losses[-1])
+            if (index + 1) % _LOG_EVERY == 0 or index + 1 == len(steps):
+                log.info("cold start %4d/%d  loss %.3f", index + 1, len(steps), losses[-1])
         metrics = {
             "coldstart/steps": float(len(steps)),
             "coldstart/tokens": float(tokens),

@@ -1,0 +1,124 @@
+"""kill -9 at any moment: the same command goes on, and ends with the very weights of a run that was never killed."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.prefect]
+
+STEPS = 4
+TIMEOUT_S = 300
+
+
+def command(root: Path, name: str, *, workers: int) -> list[str]:
+    settings = [
+        f"name={name}",
+        f"output_dir={root / 'runs'}",
+        f"tracking.uri=sqlite:///{root / 'mlflow.db'}",
+        f"num_steps={STEPS}",
+        f"cluster.num_workers={workers}",
+        "rollout.dispatch=static",
+        "rollout.max_new_tokens=48",
+        "update.optimizer.learning_rate=1e-3",
+        "checkpoint.keep_last=9",
+        'reward.functions=[{kind: python, path: "tests.flows.length_reward:length_reward"}]',
+    ]
+    return [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *settings]
+
+
+def start(root: Path, name: str, *, workers: int) -> subprocess.Popen:
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PREFECT_HOME": str(root / "prefect")}
+    log = (root / f"{name}.log").open("a")
+    return subprocess.Popen(command(root, name, workers=workers), env=env, stdout=log, stderr=log)
+
+
+def finish(root: Path, name: str, *, workers: int) -> dict:
+    process = start(root, name, workers=workers)
+    assert process.wait(TIMEOUT_S) == 0, (root / f"{name}.log").read_text()[-3000:]
+    policy = (root / "runs" / name / "policy" / "model.safetensors").read_bytes()
+    rows = [json.loads(x) for x in (root / "runs" / name / "metrics.jsonl").read_text().splitlines()]
+    return {"sha256": hashlib.sha256(policy).hexdigest(), "rows": rows}
+
+
+def kill_when(process: subprocess.Popen, ready: Callable[[], bool], *, victim: Callable[[], int]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not ready():
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline, "the moment to kill never came"
+        time.sleep(0.002)
+    os.kill(victim(), signal.SIGKILL)
+
+
+def worker_pid(process: subprocess.Popen) -> int:
+    """A Ray actor of this run (Ray's processes descend from the driver)."""
+    for child in psutil.Process(process.pid).children(recursive=True):
+        if child.name().startswith("ray::Worker") or "ray::Worker" in " ".join(child.cmdline()):
+            return child.pid
+    raise AssertionError("no worker process found")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("resume")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_runs_end_where_the_uninterrupted_run_ends(root, workers):
+    """fp32 on CPU, one and two workers, static dispatch: bitwise."""
+    whole = finish(root, f"whole{workers}", workers=workers)
+    name = f"killed{workers}"
+    run = root / "runs" / name
+    moments = {
+        "rollout of step 2": lambda: (run / "checkpoints" / "step_000001").exists(),
+        "update of step 2": lambda: (run / "steps" / "000002" / "scored.safetensors").exists(),
+        "checkpoint of step 3": lambda: (run / "checkpoints" / ".partial-step_000003").exists(),
+    }
+    for moment, ready in moments.items():
+        process = start(root, name, workers=workers)
+        kill_when(process, ready, victim=lambda p=process: p.pid)
+        assert process.wait(60) == -signal.SIGKILL, moment
+    killed = finish(root, name, workers=workers)
+    assert killed["sha256"] == whole["sha256"]
+    assert [r["step"] for r in killed["rows"]] == list(range(STEPS + 1)), "a step is missing or logged twice"
+    rewards = [[r["critic/rewards/mean"] for r in x["rows"] if r["step"] > 0] for x in (killed, whole)]
+    assert rewards[0] == rewards[1]
+    assert len(set(rewards[0])) > 1, "a run in which nothing changes proves nothing"
+    assert killed["rows"][-1]["training/resume_attempt"] >= 2
+
+
+def test_a_killed_worker_fails_the_step_and_the_run_resumes(root):
+    name = "worker"
+    run = root / "runs" / name
+    process = start(root, name, workers=2)
+    kill_when(process, (run / "checkpoints" / "step_000001").exists, victim=lambda: worker_pid(process))
+    assert process.wait(120) == 1
+    log = (root / f"{name}.log").read_text()
+    assert "worker process ended unexpectedly" in log
+    assert "same command" in log
+    assert finish(root, name, workers=2)["rows"][-1]["step"] == STEPS
+
+
+def test_nothing_of_a_killed_run_stays_alive(root):
+    process = start(root, "orphans", workers=2)
+    run = root / "runs" / "orphans"
+    children: list[psutil.Process] = []
+
+    def ready() -> bool:
+        if not (run / "checkpoints" / "step_000001").exists():
+            return False
+        children.extend(psutil.Process(process.pid).children(recursive=True))
+        return True
+
+    kill_when(process, ready, victim=lambda: process.pid)
+    process.wait(60)
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive, [p.cmdline()[:3] for p in alive]

@@ -1,0 +1,119 @@
+"""Data sets are deterministic, split by question, and refuse bad rows by name."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers import AutoTokenizer
+
+from conf.schema import FileData, GymData
+from tlt_core import data
+from tlt_core.data import DataError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(embedded_model):
+    return AutoTokenizer.from_pretrained(embedded_model)
+
+
+def gym(**changes) -> GymData:
+    tasks = [
+        {"name": "chain_sum", "weight": 3, "config": {"min_terms": 2, "max_terms": 3, "max_digits": 2}},
+        {"name": "spell_backward", "weight": 1, "config": {"min_word_len": 3, "max_word_len": 5}},
+    ]
+    return GymData(**({"kind": "reasoning_gym", "tasks": tasks, "num_train": 200, "num_validation": 40} | changes))
+
+
+def prepare(cfg, tokenizer, out_dir, *, max_prompt_tokens=512):
+    return data.prepare(cfg, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens, out_dir=out_dir)
+
+
+def test_same_section_same_bytes(tokenizer, tmp_path):
+    first = prepare(gym(), tokenizer, tmp_path / "a")
+    second = prepare(gym(), tokenizer, tmp_path / "b")
+    other = prepare(gym(seed=1), tokenizer, tmp_path / "c")
+    assert first == second
+    assert (tmp_path / "a" / "train.jsonl").read_bytes() == (tmp_path / "b" / "train.jsonl").read_bytes()
+    assert first.digest != other.digest
+    assert first.tasks == {"chain_sum": 150, "spell_backward": 50}
+
+
+def test_neighbouring_seeds_share_hardly_any_question(tokenizer, tmp_path):
+    """reasoning-gym's own seeds 0 and 1 share 499 of 500 items."""
+    questions = []
+    for seed in (0, 1):
+        prepare(gym(seed=seed), tokenizer, tmp_path / str(seed))
+        questions.append({p.text for p in data.load(tmp_path / str(seed), "train", tokenizer)})
+    assert len(questions[0] & questions[1]) < 20
+
+
+def test_no_validation_question_is_trained_on(tokenizer, tmp_path):
+    prepare(gym(), tokenizer, tmp_path / "d")
+    train, validation = (data.load(tmp_path / "d", split, tokenizer) for split in ("train", "validation"))
+    assert len(train) == 200
+    assert len(validation) == 40
+    assert not {p.text for p in train} & {p.text for p in validation}
+    assert len({p.id for p in (*train, *validation)}) == 240
+    assert tokenizer.decode(train[0].tokens).startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user\n")
+
+
+def test_changed_files_are_made_again(tokenizer, tmp_path):
+    manifest = prepare(gym(), tokenizer, tmp_path / "d")
+    path = tmp_path / "d" / "train.jsonl"
+    path.write_text(path.read_text()[:-100])
+    assert prepare(gym(), tokenizer, tmp_path / "d") == manifest
+    assert len(data.load(tmp_path / "d", "train", tokenizer)) == 200
+
+
+def test_a_small_task_that_runs_out_says_so(tokenizer, tmp_path):
+    tasks = [{"name": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}]
+    with pytest.raises(DataError, match="distinct questions"):
+        prepare(gym(tasks=tasks, num_train=5000), tokenizer, tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+def test_unknown_task_is_named(tokenizer, tmp_path):
+    with pytest.raises(DataError, match="no_such_task"):
+        prepare(gym(tasks=[{"name": "no_such_task"}]), tokenizer, tmp_path / "d")
+
+
+ROWS = [{"question": f"{i} + 1 = ?", "label": i + 1, "level": "easy"} for i in range(40)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_own_files(tokenizer, tmp_path, kind):
+    path = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(r) + "\n" for r in ROWS))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    cfg = FileData(
+        kind="file", train_path=str(path), prompt_key="question", answer_key="label", validation_fraction=0.2
+    )
+    manifest = prepare(cfg, tokenizer, tmp_path / "d")
+    assert manifest.counts == {"train": 32, "validation": 8}
+    prompt = data.load(tmp_path / "d", "train", tokenizer)[0]
+    assert prompt.answer == str(int(prompt.text.split()[0]) + 1)
+    assert prompt.metadata["level"] == "easy"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [('{"question": ', r"rows\.jsonl, line 3: not JSON"), ('{"question": "x"}', r"rows\.jsonl, line 3: no 'label'")],
+)
+def test_bad_line_is_named(tokenizer, tmp_path, line, problem):
+    path = tmp_path / "rows.jsonl"
+    good = json.dumps(ROWS[0])
+    path.write_text(f"{good}\n{good}\n{line}\n")
+    cfg = FileData(kind="file", train_path=str(path), prompt_key="question", answer_key="label")
+    with pytest.raises(DataError, match=problem):
+        prepare(cfg, tokenizer, tmp_path / "d")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.jsonl"]
+
+
+def test_long_prompts_are_dropped_and_counted(tokenizer, tmp_path):
+    tasks = [{"name": "chain_sum", "config": {"min_terms": 2, "max_terms": 30}}]
+    manifest = prepare(gym(tasks=tasks), tokenizer, tmp_path / "d", max_prompt_tokens=80)
+    assert manifest.dropped_long > 0
+    assert max(len(p.tokens) for p in data.load(tmp_path / "d", "train", tokenizer)) <= 80
