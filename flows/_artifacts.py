@@ -5,7 +5,8 @@ A Prefect server that stops answering costs these pictures, not the run.
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 from uuid import UUID
 
 import httpx
@@ -39,16 +40,18 @@ class RunPage:
     def __init__(self, *, run_name: str, num_steps: int) -> None:
         self._key = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
         self._num_steps = num_steps
-        self._rows: list[dict[str, object]] = []
+        self._rows: list[dict[str, Any]] = []
         self._progress: UUID | None = None
 
     def begin(self, *, done: int, mlflow_link: str, mlflow_run_id: str, tracking_uri: str) -> None:
         """Progress bar, and where the run is in MLflow."""
         where = f"MLflow run `{mlflow_run_id}` in `{tracking_uri}`; `tlt ui` or `make ui` opens it."
         try:
-            self._progress = create_progress_artifact(
+            created = create_progress_artifact(
                 progress=self._percent(done), key=f"{self._key}-progress", description="RL steps"
             )
+            assert isinstance(created, UUID), "a coroutine only inside an event loop"
+            self._progress = created
             if mlflow_link:
                 create_link_artifact(key=f"{self._key}-mlflow", link=mlflow_link, link_text="MLflow run")
             else:
@@ -70,14 +73,9 @@ class RunPage:
     def end(self) -> None:
         """The table of steps."""
         try:
-            create_table_artifact(key=f"{self._key}-steps", table=self.rows, description="Steps of this run")
+            create_table_artifact(key=f"{self._key}-steps", table=self._rows, description="Steps of this run")
         except (httpx.HTTPError, PrefectException) as error:
             log.warning("Prefect did not take an artifact: %s", error)
-
-    @property
-    def rows(self) -> Sequence[dict[str, object]]:
-        """The table so far."""
-        return self._rows
 
     def _percent(self, done: int) -> float:
         return 100.0 * done / self._num_steps

@@ -15,8 +15,11 @@ from typing import TextIO
 OWN = ("flows", "tasks", "tlt_core", "kernels", "conf")
 
 
-class _Terminal(logging.StreamHandler[TextIO]):
-    """Writes to what sys.stderr is at the time, so that lines appear above a live display."""
+class TerminalHandler(logging.StreamHandler[TextIO]):
+    """Writes to what sys.stderr is at the time, so that lines appear above a live display.
+
+    (Prefect takes over the root logger unless it finds a handler there whose name has no leading underscore.)
+    """
 
     @property
     def stream(self) -> TextIO:
@@ -29,12 +32,14 @@ class _Terminal(logging.StreamHandler[TextIO]):
 
 def attach_terminal() -> None:
     """Show log lines on the terminal.  Call it before Prefect is imported: it then leaves the root logger alone."""
-    handler = _Terminal()
+    handler = TerminalHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     handler.addFilter(_wanted_on_terminal)
     logging.getLogger().addHandler(handler)
     for name in OWN:
         logging.getLogger(name).setLevel(logging.INFO)
+    # Ray warns at every start that its token authentication, which is the safe setting, is on.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
 
 
 @contextmanager
@@ -42,7 +47,9 @@ def run_log(run_dir: Path) -> Iterator[None]:
     """Copy everything to `run_dir/log.txt`; an error that leaves the block is written there with its traceback."""
     run_dir.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(run_dir / "log.txt", encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    # Prefect's records carry the name of their task
+    line = "%(asctime)s %(levelname)-7s %(name)s: %(task_run_name)s %(message)s"
+    handler.setFormatter(logging.Formatter(line, defaults={"task_run_name": ""}))
     root = logging.getLogger()
     root.addHandler(handler)
     for name in (*OWN, "prefect"):

@@ -10,6 +10,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from tlt_core.types import ScoredBatch, WorkerSpan, WorkerState
@@ -82,7 +83,7 @@ def reward_curve(points: Sequence[tuple[int, float]], accuracy: Sequence[tuple[i
             label="greedy accuracy, validation",
         )
     axes.set_xlabel("step")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title("reward")
     axes.legend(frameon=False)
     _save(figure, path)

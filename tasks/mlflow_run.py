@@ -47,7 +47,7 @@ class MlflowRun:
         self.run_id = ""
         self.experiment_id = ""
         self._cfg = cfg
-        self._queue: deque[Callable[[], None]] = deque()
+        self._queue: deque[Callable[[], object]] = deque()
         self._is_new = False
         self._warned = False
         self._send(lambda: self._start(run_name, resume_id, on_start))
@@ -112,9 +112,10 @@ class MlflowRun:
             self._client.log_batch(self.run_id, params=flat[start : start + _PARAMS_PER_CALL])
         for key, value in tags.items():
             self._client.set_tag(self.run_id, key, value)
+        meta_dataset: Any = MetaDataset  # concrete, but its base class declares an abstract method more
         source = CodeDatasetSource(tags=dict(dataset.tags))
         mlflow.log_input(
-            MetaDataset(source, name=dataset.name, digest=dataset.digest[:_LONGEST_DIGEST]), context="training"
+            meta_dataset(source, name=dataset.name, digest=dataset.digest[:_LONGEST_DIGEST]), context="training"
         )
 
     def _experiment(self) -> str:
@@ -132,7 +133,7 @@ class MlflowRun:
             log.warning("MLflow run %s of the earlier attempt is gone from %s: a new one begins", run_id, self._cfg.uri)
             return False
 
-    def _send(self, call: Callable[[], None]) -> None:
+    def _send(self, call: Callable[[], object]) -> None:
         """Queue a call; send what is queued as far as the store answers."""
         self._queue.append(call)
         while self._queue:

@@ -25,8 +25,8 @@ def artifacts_dir() -> Path:
 
 def data_dir(cfg: RunConfig) -> Path:
     """Folder of the run's data set.  The model counts because its tokenizer decides which prompts are too long."""
-    decides = {"data": ..., "model": ..., "rollout": {"max_prompt_tokens"}}
-    return artifacts_dir() / "data" / _digest(cfg.model_dump(mode="json", include=decides))
+    decides = cfg.model_dump(mode="json", include={"data", "model"})
+    return artifacts_dir() / "data" / _digest({**decides, "max_prompt_tokens": cfg.rollout.max_prompt_tokens})
 
 
 def start_model(cfg: ModelConfig, *, seed: int) -> Path:

@@ -29,7 +29,7 @@ class StoreError(ValueError):
     """A file that cannot be read back.  The text names it and the remedy."""
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` with a temporary name beside `path`, flush it to disk, rename it.  Readers see all or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
