@@ -4,6 +4,7 @@ A wrong reward path, a truncated weight file or a full disk should be reported n
 """
 
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from conf.schema import PretrainedModel, RunConfig
 from tlt_core.grpo.reward import check_reward_functions
 from tlt_core.model.config import ModelError
-from tlt_core.model.load import load_config
+from tlt_core.model.embedded import EMBEDDED_NAME
+from tlt_core.model.load import load_config, resolve
 
 _CHECKPOINT_BYTES = 12  # a parameter's fp32 master weight and its two moments
 
@@ -27,8 +29,14 @@ def check_run(cfg: RunConfig) -> None:
     A local model folder is checked here; a hub name or the embedded model when it has been fetched (`check_model`).
     """
     check_reward_functions(cfg.reward)
-    if isinstance(cfg.model, PretrainedModel) and Path(cfg.model.path).is_dir():
-        check_model(cfg, Path(cfg.model.path))
+    if isinstance(cfg.model, PretrainedModel) and not _is_fetched(cfg.model.path):
+        check_model(cfg, resolve(cfg.model.path))
+
+
+def _is_fetched(path: str) -> bool:
+    """The embedded model, or a name that a hub may know."""
+    hub_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) is not None
+    return path == EMBEDDED_NAME or (hub_name and not Path(path).is_dir())
 
 
 def check_model(cfg: RunConfig, folder: Path) -> None:
@@ -49,8 +57,8 @@ def check_space(folder: Path, *, needed_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed_bytes:
         raise SpaceError(
-            f"{folder} needs about {needed_bytes / 1e9:.1f} GB for checkpoints and the final policy, {existing} has "
-            f"{free / 1e9:.1f} GB free; free some space, set output_dir to another disk, or lower "
+            f"{folder} needs about {needed_bytes / 1e9:.2g} GB for checkpoints and the final policy, {existing} has "
+            f"{free / 1e9:.2g} GB free; free some space, set output_dir to another disk, or lower "
             "checkpoint.keep_last and checkpoint.keep_best"
         )
 

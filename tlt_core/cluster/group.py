@@ -54,6 +54,8 @@ class WorkerGroup:
     def _start_ray(cluster: ClusterConfig) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        # Ray would run workers at niceness 15: any other process on the machine, the driver too, would starve them.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         if cluster.address == "local":
             ray.init(
                 address="local",
