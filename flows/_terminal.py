@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tlt_core.session import Progress
+from tlt_core.progress import Progress
 from tlt_core.types import WorkerState
 
 _STATES = {

@@ -195,7 +195,7 @@ def _file_splits(cfg: FileData) -> tuple[list[Item], list[Item], str]:
         return [i for i in train if i.question not in held], validation, generator
     questions = sorted({i.question for i in train})
     if len(questions) < 2:
-        raise DataError(f"{cfg.train_path} has fewer than two distinct prompts: nothing can be held back to validate on")
+        raise DataError(f"{cfg.train_path} has fewer than two distinct prompts: nothing can be held back")
     random.Random(cfg.seed).shuffle(questions)
     held = set(questions[: max(1, round(len(questions) * cfg.validation_fraction))])
     return [i for i in train if i.question not in held], [i for i in train if i.question in held], generator

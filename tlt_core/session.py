@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -27,9 +27,9 @@ from tlt_core.grpo import advantage, batch
 from tlt_core.grpo.reward import Scorer
 from tlt_core.metrics import StepMetrics, bubble_metrics, rollout_metrics, score_metrics, validation_metrics
 from tlt_core.model.load import load_tokenizer, stop_token_ids
+from tlt_core.progress import Progress, sample_rows
 from tlt_core.prompt_order import PromptOrder
 from tlt_core.types import (
-    FinishReason,
     GenerationRequest,
     NoiseKey,
     Prompt,
@@ -37,25 +37,10 @@ from tlt_core.types import (
     RolloutBatch,
     SamplingParams,
     ScoredBatch,
-    ScoreStatus,
     WorkerState,
 )
 
 log = logging.getLogger(__name__)
-
-
-class Progress(NamedTuple):
-    """What the terminal shows, several times a second."""
-
-    step: int
-    num_steps: int
-    phase: str
-    finished: int
-    total: int
-    live: int
-    tokens: int
-    tokens_per_s: float
-    worker_states: tuple[WorkerState, ...]
 
 
 class Session:
@@ -92,6 +77,7 @@ class Session:
         self._policy_version = 0
         self._last_best_metric: float | None = None
         self._resample_rounds = 0
+        self._step = 0
         self._fingerprint = _fingerprint(cfg)
         self._scorer = Scorer(cfg.reward)
         self._group = WorkerGroup(cfg.cluster, self._worker_spec())
@@ -141,6 +127,7 @@ class Session:
         shutil.rmtree(self.step_dir(step), ignore_errors=True)
         self.metrics = StepMetrics()
         self._resample_rounds = 0
+        self._step = step
         self.metrics.log({"training/global_step": step, "training/epoch": self._order.epoch})
 
     def generate(self, step: int) -> RolloutBatch:
@@ -159,11 +146,15 @@ class Session:
             penalty_R = advantage.kl_penalty(rollouts, self._reference_logprobs(rollouts), kl=algorithm.kl)
         else:
             penalty_R = torch.zeros(len(rollouts))
-        rewards_R = scores_R - penalty_R - advantage.overlong_penalty(
-            rollouts.response_lens_R,
-            max_new_tokens=self.cfg.rollout.max_new_tokens,
-            buffer_tokens=algorithm.overlong_buffer_tokens,
-            penalty=algorithm.overlong_penalty,
+        rewards_R = (
+            scores_R
+            - penalty_R
+            - advantage.overlong_penalty(
+                rollouts.response_lens_R,
+                max_new_tokens=self.cfg.rollout.max_new_tokens,
+                buffer_tokens=algorithm.overlong_buffer_tokens,
+                penalty=algorithm.overlong_penalty,
+            )
         )
         scored = ScoredBatch(
             rollouts=rollouts,
@@ -287,27 +278,8 @@ class Session:
         return out_dir
 
     def sample_texts(self, scored: ScoredBatch, count: int) -> list[dict[str, Any]]:
-        """Rows for people to read: the first responses of distinct prompts, with their scores."""
-        rollouts, rows = scored.rollouts, []
-        for index in torch.linspace(0, len(rollouts) - 1, min(count, len(rollouts))).long().tolist():
-            prompt = self._by_id[int(rollouts.prompt_ids_R[index])]
-            rows.append(
-                {
-                    "prompt_id": prompt.id,
-                    "sample": int(rollouts.samples_R[index]),
-                    "task": prompt.task,
-                    "prompt": prompt.text,
-                    "response": self._text(rollouts.completion(index)),
-                    "answer": prompt.answer,
-                    "reward": float(scored.rewards_R[index]),
-                    "status": ScoreStatus(int(scored.status_R[index])).name,
-                    "advantage": float(scored.advantages_R[index]),
-                    "num_tokens": int(rollouts.response_lens_R[index]),
-                    "finish": FinishReason(int(rollouts.finish_R[index])).name,
-                    "policy_version": int(rollouts.policy_version_R[index]),
-                }
-            )
-        return rows
+        """`count` responses spread over the batch, as rows for people to read."""
+        return sample_rows(scored, count, prompts=self._by_id, decode=self._text)
 
     # ------------------------------------------------------------------------------------------ inside
 
@@ -349,21 +321,10 @@ class Session:
 
     def _report(self, phase: str, done: int, total: int, drained: Drained | None = None, rate: float = 0.0) -> None:
         live = drained.live if drained is not None else (0,) * self._group.num_workers
-        working = WorkerState.UPDATING if phase == "update" else WorkerState.BUSY
-        idle = WorkerState.UPDATING if phase == "update" else WorkerState.IDLE
-        self._on_progress(
-            Progress(
-                step=int(self.metrics.values().get("training/global_step", 0)),
-                num_steps=self.cfg.num_steps,
-                phase=phase,
-                finished=done,
-                total=total,
-                live=sum(live),
-                tokens=drained.tokens if drained is not None else 0,
-                tokens_per_s=rate,
-                worker_states=tuple(working if n else idle for n in live),
-            )
-        )
+        updating = phase == "update"
+        states = tuple(WorkerState.UPDATING if updating else WorkerState.BUSY if n else WorkerState.IDLE for n in live)
+        tokens = drained.tokens if drained is not None else 0
+        self._on_progress(Progress(self._step, self.cfg.num_steps, phase, done, total, sum(live), tokens, rate, states))
 
     def _reference_logprobs(self, rollouts: RolloutBatch) -> torch.Tensor:
         """Log-probs under the model RL started from, aligned with the rollouts' tokens, [T]."""

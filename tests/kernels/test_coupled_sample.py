@@ -15,8 +15,9 @@ def keys(count: int, *, stream: int = 7) -> torch.Tensor:
 
 
 def test_known_values_pin_the_stream():
-    """The same tokens on every machine and release: these numbers were written down once."""
-    noise = gumbel_noise(torch.tensor([[1, 2], [3, 4]], dtype=torch.int32), torch.tensor([0, 5, 49151], dtype=torch.int32))
+    """The same tokens on every machine and release: the hash is computed here in plain integers."""
+    keys_22 = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
+    noise = gumbel_noise(keys_22, torch.tensor([0, 5, 49151], dtype=torch.int32))
     bits = _bits_by_hand(1, 2, 5)
     u = min((bits + 0.5) * 2.0**-31, 1 - 2.0**-24)
     assert math.isclose(noise[0, 1].item(), -math.log(-math.log1p(-u)), rel_tol=1e-5)
