@@ -42,11 +42,19 @@ def attach_terminal() -> None:
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
 
 
+class _RunLogHandler(logging.FileHandler):
+    """A full disk ends the run by what it fails to save, not by what it fails to log."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 @contextmanager
 def run_log(run_dir: Path) -> Iterator[None]:
     """Copy everything to `run_dir/log.txt`; an error that leaves the block is written there with its traceback."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(run_dir / "log.txt", encoding="utf-8")
+    handler = _RunLogHandler(run_dir / "log.txt", encoding="utf-8")
     # Prefect's records carry the name of their task
     line = "%(asctime)s %(levelname)-7s %(name)s: %(task_run_name)s %(message)s"
     handler.setFormatter(logging.Formatter(line, defaults={"task_run_name": ""}))

@@ -40,7 +40,7 @@ class DriverState:
 def save(root: Path, state: DriverState, write_parts: Callable[[Path], None]) -> Path:
     """Write one checkpoint: `write_parts` fills a temporary folder with the workers' parts.  Returns the final folder.
 
-    Raises OSError (a full disk, say); then nothing is left behind and older checkpoints are untouched.
+    When that fails (a full disk, a dead worker) nothing is left behind and older checkpoints are untouched.
     """
     final = root / f"step_{state.step:06d}"
     partial = root / f".partial-{final.name}"
@@ -56,9 +56,8 @@ def save(root: Path, state: DriverState, write_parts: Callable[[Path], None]) ->
             shutil.rmtree(final)
         partial.rename(final)
         _sync_folder(root)
-    except OSError:
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
     return final
 
 

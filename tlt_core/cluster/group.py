@@ -76,7 +76,9 @@ class WorkerGroup:
         self.kill()
 
     def kill(self) -> None:
-        """End actors and the local Ray at once."""
+        """End actors and the local Ray at once.  A second call does nothing."""
+        if not ray.is_initialized():  # ray.kill would start a new Ray
+            return
         for worker in self._workers:
             ray.kill(worker)
         ray.shutdown()
