@@ -87,6 +87,12 @@ def _explain(error: Any) -> str:
         close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
         meant = f"; did you mean {close[0]!r}?" if close else f"; known keys here: {', '.join(sorted(known))}"
         return f"{key}: unknown key (value {value!r}){meant}"
+    if error["type"] in ("union_tag_not_found", "union_tag_invalid"):
+        given = value.get("kind") if isinstance(value, dict) else value
+        known = sorted(_tags(_at(path)))
+        close = difflib.get_close_matches(str(given), known, n=1, cutoff=0.5)
+        meant = f"did you mean {close[0]!r}?" if close else f"one of {', '.join(known)} is needed"
+        return f"{key}.kind: {meant} (value {given!r})"
     if error["type"] == "missing":
         return f"{key}: required, but not given"
     message = error["msg"].removeprefix("Value error, ")
@@ -108,10 +114,16 @@ def _public_path(path: list[str]) -> str:
 
 
 def _fields_at(path: list[str]) -> list[str]:
+    model = _at(path)
+    return list(model.model_fields) if _is_model(model) else []
+
+
+def _at(path: list[str]) -> Any:
+    """The section, or union of sections, at an error's location."""
     model: Any = RunConfig
     for part in path:
         model = _tags(model).get(part) or _child(model, part)
-    return list(model.model_fields) if _is_model(model) else []
+    return model
 
 
 def _child(model: Any, part: str) -> Any:

@@ -36,7 +36,7 @@ def explain(error: BaseException, *, run_dir: Path | None) -> Report | None:
     if isinstance(error, ValueError) and module.startswith(("tlt_core.", "flows.")):
         return Report(str(error), 2)
     if module == "tlt_core.cluster.group":  # WorkerDied, with the worker's own traceback
-        return Report(f"{error}\nThe same command goes on from the newest checkpoint.{see_log}", 1)
+        return Report(f"{error}{see_log}", 1)
     if isinstance(error, PermissionError):
         return Report(f"{error}.  Make the folder writable, or set output_dir or TLT_HOME to one that is.{see_log}", 1)
     return None
