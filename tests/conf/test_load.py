@@ -1,0 +1,168 @@
+"""Configuration: every file loads, every mistake is named with its remedy, and nothing heavy is imported."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from conf import schema
+from conf.load import ConfigError, load, validate
+
+FILES = sorted(Path("conf").glob("*.yaml"))
+SMOKE = "conf/smoke.yaml"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_every_file_loads(path: Path) -> None:
+    cfg = load(path)
+    assert cfg.run_dir == Path(cfg.output_dir) / cfg.name
+
+
+def test_there_is_a_file_for_every_situation() -> None:
+    assert {"demo", "smoke", "single_gpu", "multi_gpu"} <= {p.stem for p in FILES}
+
+
+def test_every_run_has_a_folder_of_its_own() -> None:
+    names = [load(p).name for p in FILES]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.nun_samples=4", ("rollout.nun_samples", "did you mean 'num_samples'", "4")),
+        ("data.tsaks=[]", ("data.tsaks", "did you mean 'tasks'")),
+        ("rolout={}", ("rolout", "did you mean 'rollout'")),
+        ("data.tasks=[{name: chain_sum, wieght: 2}]", ("data.tasks.0.wieght", "did you mean 'weight'")),
+        ("update.optimizer.zzz=1", ("update.optimizer.zzz", "known keys here", "learning_rate")),
+        ("model.kind=pretraned", ("model.kind", "did you mean 'pretrained'")),
+        ("update.backend={zero_stage: 2}", ("update.backend.kind", "deepspeed, torch")),
+        ("rollout.num_samples=0", ("rollout.num_samples", "greater than or equal to 1", "value 0")),
+        ("rollout.top_p=1.5", ("rollout.top_p", "1.5")),
+        ("data.tasks=[]", ("data.tasks", "at least 1")),
+        ("name=a/b", ("name", "'a/b'")),
+    ],
+)
+def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(SMOKE, [override])
+    for words in said:
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        (["rollout.num_samples=1"], "set rollout.num_samples to 2 or more"),
+        (["rollout.temperature=0"], "set rollout.temperature above 0"),
+        (["update.num_minibatches=9"], "minibatches are made of whole groups"),
+        (["algorithm.overlong_buffer_tokens=24"], "must be below"),
+        (
+            ["update.lora={enabled: true}", "update.backend={kind: deepspeed, zero_stage: 3}"],
+            "set update.backend.zero_stage to 2 or lower",
+        ),
+        (["reward.functions=[{kind: python}]"], "a path 'package.module:function' is needed"),
+        (["reward.functions=[{kind: exact, path: 'a:b'}]"], "must be left out"),
+        (["model={kind: random, hidden_size: 64, num_heads: 3}"], "must be a multiple of num_heads"),
+    ],
+)
+def test_impossible_combinations_say_what_to_do(overrides: list[str], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy.replace("(", r"\(")):
+        load(SMOKE, overrides)
+
+
+def test_a_group_of_one_is_possible_where_the_baseline_is_the_batch() -> None:
+    cfg = load(SMOKE, ["rollout.num_samples=1", "algorithm.advantage=reinforce_pp_baseline"])
+    assert cfg.rollouts_per_step == 2
+
+
+def test_overrides_are_read_as_yaml_and_win() -> None:
+    cfg = load(SMOKE, ["update.optimizer.learning_rate=3e-5", "seed=7", "coldstart.enabled=false", "name=other"])
+    assert cfg.update.optimizer.learning_rate == pytest.approx(3e-5)
+    assert (cfg.seed, cfg.coldstart.enabled, cfg.name) == (7, False, "other")
+
+
+def test_an_override_can_open_a_section_that_the_file_lacks() -> None:
+    assert load(SMOKE, ["checkpoint.keep_last=5"]).checkpoint.keep_last == 5
+
+
+@pytest.mark.parametrize("override", ["rollout.num_samples", "=3", "rollout..x=1"])
+def test_an_override_of_another_form_is_refused(override: str) -> None:
+    with pytest.raises(ConfigError, match=r"not of the form section\.key=value"):
+        load(SMOKE, [override])
+
+
+def test_a_list_is_replaced_as_a_whole() -> None:
+    with pytest.raises(ConfigError, match="lists are replaced as a whole"):
+        load(SMOKE, ["data.tasks.0.weight=2"])
+
+
+def test_a_missing_file_lists_those_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"does not exist.*conf/smoke\.yaml"):
+        load("conf/smok.yaml")
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just words", "a: [1"])
+def test_a_file_that_is_no_mapping(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.yaml"):
+        load(path)
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(SMOKE, ["num_steps=0", "seed=-1", "cluster.num_workers=0"])
+    assert all(key in str(caught.value) for key in ("num_steps", "seed", "cluster.num_workers"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
+def test_the_resolved_configuration_loads_again(path: Path) -> None:
+    cfg = load(path)
+    assert validate(yaml.safe_load(yaml.safe_dump(cfg.model_dump(mode="json"))), source="resolved") == cfg
+
+
+def test_the_tree_is_frozen() -> None:
+    cfg = load(SMOKE)
+    with pytest.raises(ValueError, match="frozen"):
+        cfg.num_steps = 3  # type: ignore[misc]
+
+
+def _sections() -> list[type[BaseModel]]:
+    return [v for v in vars(schema).values() if isinstance(v, type) and issubclass(v, schema.Section)]
+
+
+@pytest.mark.parametrize("section", _sections(), ids=lambda s: s.__name__)
+def test_every_field_is_documented_and_no_section_is_open(section: type[BaseModel]) -> None:
+    assert section.__doc__
+    assert section.model_config["extra"] == "forbid"
+    undocumented = [n for n, f in section.model_fields.items() if not f.description and n not in ("kind", "dtype")]
+    assert not undocumented
+
+
+def test_every_number_has_a_bound() -> None:
+    unbounded = [
+        f"{section.__name__}.{name}"
+        for section in _sections()
+        for name, field in section.model_fields.items()
+        if field.annotation in (int, float) and not field.metadata
+    ]
+    # a reward may be given a negative weight (a punishment) of any size
+    assert unbounded == ["RewardFunction.weight"]
+
+
+def _run(code: str) -> tuple[Any, float]:
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.split(), time.perf_counter() - started
+
+
+def test_configuration_needs_neither_torch_nor_prefect_and_loads_in_a_moment() -> None:
+    loaded, seconds = _run("import sys, conf.schema, conf.load; print(*sys.modules)")
+    assert not {"torch", "triton", "prefect", "ray", "mlflow", "transformers", "numpy"} & set(loaded)
+    assert seconds < 2.0
