@@ -60,10 +60,12 @@ _FIRST_INDEX = 5_000_000  # far beyond the items that the RL splits take
 
 def _chain_sum(metadata: Mapping[str, Any]) -> Sequence[str]:
     """Running total, one term a line."""
-    first, *rest = re.findall(r"[+-]?\s*\d+", metadata["expression"])
-    total, lines = int(first.replace(" ", "")), []
-    for term in rest:
-        sign, number = term[0], int(term[1:])
+    first = re.match(r"-?\d+", metadata["expression"])
+    if first is None:
+        raise DataError(f"chain_sum expression {metadata['expression']!r} does not begin with a number")
+    total, lines = int(first.group()), []
+    for sign, digits in re.findall(r"([+-]) (-?\d+)", metadata["expression"]):
+        number = int(digits)
         result = total + number if sign == "+" else total - number
         lines.append(f"{total} {sign} {number} = {result}")
         total = result
