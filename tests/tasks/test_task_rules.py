@@ -1,0 +1,46 @@
+"""Every task is a station: small, named by its step, never cached, never retried."""
+
+import importlib
+import inspect
+import pkgutil
+
+import prefect
+import pytest
+from prefect.cache_policies import NO_CACHE
+
+import tasks
+
+_LONGEST = 25  # lines
+
+
+def _tasks() -> list[prefect.Task]:
+    modules = [importlib.import_module(f"tasks.{m.name}") for m in pkgutil.iter_modules(tasks.__path__)]
+    found = {id(v): v for module in modules for v in vars(module).values() if isinstance(v, prefect.Task)}
+    return list(found.values())
+
+
+def test_the_stations_are_there() -> None:
+    named = {t.task_run_name for t in _tasks()}
+    assert {
+        "prepare-model",
+        "prepare-data",
+        "cold-start",
+        "rollout-{step}",
+        "reward-{step}",
+        "resample-{step}",
+        "policy-update-{step}",
+        "publish-{step}",
+        "checkpoint-{step}",
+        "evaluate-{step}",
+        "track-{step}",
+        "export-policy",
+    } == named
+
+
+@pytest.mark.parametrize("station", _tasks(), ids=lambda t: t.name)
+def test_a_task_is_a_station(station: prefect.Task) -> None:
+    assert station.cache_policy == NO_CACHE, "a cached task with an effect is skipped the second time"
+    assert station.retries == 0, "a retry is a restart of the run from its checkpoint"
+    assert not station.persist_result
+    assert station.fn.__doc__
+    assert len(inspect.getsource(station.fn).splitlines()) <= _LONGEST

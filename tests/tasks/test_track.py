@@ -1,0 +1,229 @@
+"""The run's own files, and the boundary around MLflow."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlflow
+import pytest
+from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
+from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
+
+from conf.load import load
+from conf.schema import RunConfig, TrackingConfig
+from tasks.mlflow_run import DatasetInput, MlflowRun, flatten
+from tasks.track import Tracker, step_line
+from tests.tasks.scored_batches import scored_batch
+from tlt_core import provenance
+from tlt_core.metrics import StepMetrics
+from tlt_core.store import Ref
+from tlt_core.types import ScoredBatch, WorkerSpan, WorkerState
+
+DATASET = DatasetInput("reasoning_gym", "0123456789abcdef" * 4, {"generator": "reasoning-gym 0.1.25"})
+
+
+@pytest.fixture(scope="module")
+def store_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One database for all tests of this file: creating it takes seconds."""
+    return f"sqlite:///{tmp_path_factory.mktemp('tracking')}/mlflow.db"
+
+
+@pytest.fixture
+def tracking(store_uri: str, tmp_path: Path) -> Iterator[TrackingConfig]:
+    """An experiment of its own for each test."""
+    yield TrackingConfig(uri=store_uri, experiment=tmp_path.name, system_metrics=False)
+    mlflow.set_tracking_uri(store_uri)
+    mlflow.end_run()
+
+
+def _open(cfg: TrackingConfig, resume_id: str = "") -> MlflowRun:
+    return MlflowRun(cfg, run_name="r", resume_id=resume_id, on_start=lambda run_id: None)
+
+
+def test_nested_parameters_become_flat_names() -> None:
+    assert flatten({"a": {"b": {"c": 1}, "d": [1, 2]}, "e": None}) == {"a/b/c": 1, "a/d": [1, 2], "e": None}
+
+
+def test_a_run_has_parameters_metrics_data_set_and_files(tracking: TrackingConfig, tmp_path: Path) -> None:
+    run = _open(tracking)
+    run.describe({"rollout": {"num_samples": 4}, "long": "x" * 900}, tags={"commit": "abc"}, dataset=DATASET)
+    run.metrics({"val-core/all/reward/mean_at_4": 0.5}, step=3)
+    (tmp_path / "config.yaml").write_text("name: x\n")
+    run.artifact(tmp_path / "config.yaml", folder="conf")
+    run.end("FINISHED")
+
+    client = MlflowClient(tracking.uri)
+    stored = client.get_run(run.run_id)
+    assert stored.info.status == "FINISHED"
+    assert stored.data.params["rollout/num_samples"] == "4"
+    assert len(stored.data.params["long"]) == 500
+    assert stored.data.tags["commit"] == "abc"
+    (point,) = client.get_metric_history(run.run_id, "val-core/all/reward/mean_at_4")
+    assert (point.step, point.value) == (3, 0.5)
+    (dataset,) = stored.inputs.dataset_inputs
+    assert DATASET.digest.startswith(dataset.dataset.digest)
+    assert [a.path for a in client.list_artifacts(run.run_id, "conf")] == ["conf/config.yaml"]
+    # beside the database, not in whatever folder the process was started from
+    assert stored.info.artifact_uri.startswith(
+        Path(tracking.uri.removeprefix("sqlite:///")).with_name("mlartifacts").as_uri()
+    )
+
+
+def test_an_earlier_attempts_run_goes_on_and_its_parameters_stay(tracking: TrackingConfig) -> None:
+    first = _open(tracking)
+    first.describe({"num_steps": 2}, tags={}, dataset=DATASET)
+    first.metrics({"loss": 1.0}, step=1)
+    first.end("FAILED")
+    second = _open(tracking, first.run_id)
+    second.describe({"num_steps": 5}, tags={}, dataset=DATASET)
+    second.metrics({"loss": 0.5}, step=2)
+    second.end("FINISHED")
+    assert second.run_id == first.run_id
+    client = MlflowClient(tracking.uri)
+    assert [m.step for m in client.get_metric_history(first.run_id, "loss")] == [1, 2]
+    assert client.get_run(first.run_id).data.params["num_steps"] == "2"
+
+
+def test_a_run_that_was_deleted_is_replaced_by_a_new_one(
+    tracking: TrackingConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = _open(tracking, resume_id="f" * 32)
+    assert run.run_id not in ("", "f" * 32)
+    assert "a new one begins" in caplog.text
+
+
+def test_a_store_that_does_not_answer_never_raises(
+    tracking: TrackingConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    broken = _open(TrackingConfig(uri=f"sqlite:///{tmp_path}/file/mlflow.db", system_metrics=False))
+    broken.metrics({"loss": 1.0}, step=1)
+    broken.metrics({"loss": 1.0}, step=2)
+    broken.end("FINISHED")
+    assert broken.run_id == ""
+    assert caplog.text.count("training goes on") == 1
+    assert "lacks the last 4 calls" in caplog.text  # start, two steps, end
+
+
+def test_what_a_server_missed_is_sent_when_it_answers_again(
+    tracking: TrackingConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = _open(tracking)
+    log_batch = MlflowClient.log_batch
+
+    def unreachable(*args: Any, **kwargs: Any) -> None:
+        raise MlflowException("connection refused")
+
+    monkeypatch.setattr(MlflowClient, "log_batch", unreachable)
+    run.metrics({"loss": 1.0}, step=1)
+    run.metrics({"loss": 2.0}, step=2)
+    monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
+    run.metrics({"loss": 3.0}, step=3)
+    run.end("FINISHED")
+    history = MlflowClient(tracking.uri).get_metric_history(run.run_id, "loss")
+    assert [(m.step, m.value) for m in history] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert "answers again" in caplog.text
+
+
+def test_what_a_server_refuses_does_not_hold_up_the_rest(
+    tracking: TrackingConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = _open(tracking)
+    log_batch = MlflowClient.log_batch
+
+    def refuse_first(self: MlflowClient, run_id: str, *, metrics: Any) -> None:
+        if metrics[0].step == 1:
+            raise MlflowException("not like this", error_code=INVALID_PARAMETER_VALUE)
+        log_batch(self, run_id, metrics=metrics)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", refuse_first)
+    run.metrics({"loss": 1.0}, step=1)
+    run.metrics({"loss": 2.0}, step=2)
+    run.artifact(tmp_path / "no-such-file")
+    run.end("FINISHED")
+    client = MlflowClient(tracking.uri)
+    assert [m.step for m in client.get_metric_history(run.run_id, "loss")] == [2]
+    assert client.get_run(run.run_id).info.status == "FINISHED"
+
+
+class _Session:
+    """What the tracker reads of a session, after one step."""
+
+    def __init__(self, cfg: RunConfig, *, completed_steps: int = 0) -> None:
+        self.cfg = cfg
+        self.completed_steps = completed_steps
+        self.resume_attempt = 0
+        self.tracker_run_id = ""
+        self.metrics = StepMetrics()
+        self.metrics.log({"critic/rewards/mean": 0.5, "timing_s/gen": 3.0})
+        self.metrics.spans.append(WorkerSpan(0, WorkerState.BUSY, 1000.0, 1003.0))
+
+    def sample_texts(self, scored: ScoredBatch, count: int) -> list[dict[str, Any]]:
+        return [{"prompt": "2 + 3 = ?", "reward": float(scored.rewards_R[0])}][:count]
+
+
+@pytest.fixture
+def cfg(tracking: TrackingConfig, tmp_path: Path) -> RunConfig:
+    """A run in a folder of its own."""
+    cfg = load("conf/smoke.yaml", [f"output_dir={tmp_path}"]).model_copy(update={"tracking": tracking})
+    provenance.begin_attempt(cfg)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "manifest.json").write_text('{"generator": "by hand"}')
+    return cfg
+
+
+def _tracker(session: Any, cfg: RunConfig) -> Tracker:
+    return Tracker(session, dataset=Ref(str(Path(cfg.output_dir) / "data"), 3, "d" * 64))
+
+
+def test_a_step_leaves_metrics_figures_and_samples(cfg: RunConfig, caplog: pytest.LogCaptureFixture) -> None:
+    session: Any = _Session(cfg)
+    with caplog.at_level("INFO"), _tracker(session, cfg) as tracker:
+        tracker.begin_step()
+        metrics = tracker.step(session, 1, scored_batch())
+    (row,) = [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert row == {"step": 1, **metrics}
+    assert {"timing_s/tracking", "timing_s/step", "perf/overhead_share", "training/resume_attempt"} <= row.keys()
+    figures = {p.name for p in (cfg.run_dir / "figures").iterdir()}
+    assert figures == {"timeline_000001.png", "lengths_000001.png", "reward.png"}
+    assert json.loads((cfg.run_dir / "samples" / "step_000001.jsonl").read_text())["reward"] == 1.0
+    assert "step    1/2" in caplog.text
+    client = MlflowClient(cfg.tracking.uri)
+    assert client.get_run(session.tracker_run_id).data.metrics["critic/rewards/mean"] == 0.5
+    assert {a.path for a in client.list_artifacts(session.tracker_run_id)} == {
+        "config.yaml",
+        "run.json",
+        "data",
+        "figures",
+        "samples",
+    }
+    assert provenance.tracker_run_id(cfg.run_dir) == session.tracker_run_id
+
+
+def test_a_resumed_attempt_drops_the_rows_that_it_will_write_again(cfg: RunConfig) -> None:
+    rows = [{"step": s, "critic/rewards/mean": 0.1 * s} for s in range(4)]
+    path = cfg.run_dir / "metrics.jsonl"
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows) + '{"step": 4, "crit')
+    with _tracker(_Session(cfg, completed_steps=2), cfg):
+        pass
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+
+
+def test_an_attempt_that_fails_is_marked_so(cfg: RunConfig) -> None:
+    session: Any = _Session(cfg)
+    with pytest.raises(RuntimeError), _tracker(session, cfg):
+        raise RuntimeError("a worker died")
+    assert MlflowClient(cfg.tracking.uri).get_run(session.tracker_run_id).info.status == "FAILED"
+
+
+def test_the_columns_of_the_step_line_do_not_move() -> None:
+    few = step_line({}, step=1, num_steps=8)
+    many = step_line(
+        {"critic/rewards/mean": -0.25, "response_length/p99": 16384, "perf/rollout_tokens_per_s": 123456.0},
+        step=1000,
+        num_steps=2000,
+    )
+    assert len(few) == len(many)
+    assert [i for i, c in enumerate(few) if c == "/"] == [i for i, c in enumerate(many) if c == "/"]
