@@ -9,10 +9,9 @@ a scorer that kills its own process costs that one sample.  All of it is counted
 
 import logging
 import multiprocessing
-import os
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 
@@ -22,6 +21,8 @@ from tlt_core.grpo.verifiers import Item, Outcome
 from tlt_core.types import Prompt, ScoreStatus
 
 log = logging.getLogger(__name__)
+
+_MAX_WARNINGS = 10  # a message may quote the response, then each is different
 
 _STATUS = {
     verifiers.OK: ScoreStatus.OK,
@@ -48,15 +49,15 @@ def check_reward_functions(cfg: RewardConfig) -> None:
     for function in cfg.functions:
         try:
             verifiers.resolve(function.kind, function.path)
-        except (ImportError, AttributeError, TypeError) as error:
+        except (Exception, SystemExit) as error:  # importing runs the user's module, which may raise anything
             raise RewardError(
-                f"reward function {function.path!r} cannot be loaded ({error}); give an importable "
-                "'package.module:function' (is its folder on PYTHONPATH?)"
-            ) from None
+                f"reward function {function.path!r} cannot be loaded ({type(error).__name__}: {error}); give an "
+                "importable 'package.module:function' (is its folder on PYTHONPATH?)"
+            ) from error
 
 
 class Scorer:
-    """Owns the pool.  Processes start with the first submission."""
+    """Owns the pool.  Its processes start in the background: the constructor does not wait for them."""
 
     def __init__(self, cfg: RewardConfig) -> None:
         check_reward_functions(cfg)
@@ -67,9 +68,12 @@ class Scorer:
         self._warned: set[str] = set()
         # spawn: a fork of the driver would copy its threads' locks (Ray, Prefect) in whatever state they are
         self._pool = ProcessPool(
-            max_workers=cfg.num_processes, initializer=_silence, context=multiprocessing.get_context("spawn")
+            max_workers=cfg.num_processes,
+            initializer=verifiers.start,  # from a module without torch: a process imports what it unpickles
+            initargs=(self._functions,),
+            context=multiprocessing.get_context("spawn"),
         )
-        self._pool.submit(_warm_up, None, self._functions)
+        self._pool.submit(len, None, ())  # the pool starts with its first task
 
     def submit(self, key: Hashable, prompt: Prompt, response: str) -> None:
         """Start scoring one response; `key` names it in `collect`."""
@@ -107,20 +111,7 @@ class Scorer:
         return Score(outcome.components, total, _STATUS[outcome.status], outcome.seconds)
 
     def _warn(self, message: str) -> None:
-        """Each kind of failure once: the counts are in the metrics."""
-        if message not in self._warned:
+        """The first few different failures: the counts are in the metrics."""
+        if message not in self._warned and len(self._warned) < _MAX_WARNINGS:
             self._warned.add(message)
             log.warning("%s", message)
-
-
-def _silence() -> None:
-    """What a reward function prints must not garble the terminal."""
-    sink = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(sink, 1)
-    os.dup2(sink, 2)
-
-
-def _warm_up(functions: Sequence[tuple[str, str]]) -> Any:
-    """Import what scoring needs before the first response is in, so that its time limit is spent on scoring."""
-    item = Item("", "<answer>0</answer>", "0", "chain_sum", {})
-    verifiers.score_response(functions, item)

@@ -1,16 +1,21 @@
 """Pure scoring functions, run in the scoring processes.
 
-Nothing heavy is imported at the top (no torch), so a scoring process starts quickly.  `score_response` is the one
-entry: one response in, one number per reward function out.
+Nothing heavy is imported at the top (no torch), so a scoring process starts quickly.  `start` makes a process ready,
+`score_response` is the one entry afterwards: one response in, one number per reward function out.
 """
 
+import contextlib
 import importlib
+import math
+import os
 import re
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 OK, UNPARSEABLE, ERROR = "ok", "unparseable", "error"
+_MESSAGE_CHARS = 300
 _RIGHT = 0.99  # reasoning-gym gives partial credit that can be gamed; only a full score counts
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FORMAT = re.compile(
@@ -41,23 +46,41 @@ class Unparseable(ValueError):
     """No answer could be found in the response."""
 
 
+def start(functions: Sequence[tuple[str, str]]) -> None:
+    """Make a new scoring process ready: silent, and with everything imported that the functions need.
+
+    Runs before the process takes its first response, so no sample's time limit is spent on imports, not even where
+    the process replaces a killed one.  It calls no reward function.
+    """
+    sink = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):  # what a reward function prints must not garble the terminal
+        os.dup2(sink, stream)
+    for kind, path in functions:
+        # A failure here would be repeated by every replacement, for ever; scoring meets it again and reports it.
+        with contextlib.suppress(BaseException):
+            if kind in ("reasoning_gym", "math_verify"):
+                importlib.import_module(kind)
+            resolve(kind, path)
+
+
 def score_response(functions: Sequence[tuple[str, str]], item: Item) -> Outcome:
     """Score with every (kind, path); a function that raises costs 0 for its component, nothing more."""
     started_s, components, status, message = time.perf_counter(), [], OK, ""
     for kind, path in functions:
+        value = 0.0
         try:
-            components.append(float(resolve(kind, path)(item)))
+            value = _finite(resolve(kind, path)(item))
         except Unparseable:
-            components.append(0.0)
             status = UNPARSEABLE if status == OK else status
-        except Exception as error:  # the boundary to users' code: recorded, counted, never the run's end
-            components.append(0.0)
-            status, message = ERROR, message or f"{kind} {path}: {type(error).__name__}: {error}"
+        except BaseException as error:  # the boundary to users' code, sys.exit included: recorded, never the run's end
+            cause = "".join(traceback.format_exception_only(error)).strip()  # survives a failing __str__
+            status, message = ERROR, message or f"{path or kind}: {cause}"[:_MESSAGE_CHARS]
+        components.append(value)
     return Outcome(tuple(components), status, message, time.perf_counter() - started_s)
 
 
 def resolve(kind: str, path: str) -> Callable[[Item], float]:
-    """The function of one reward term.  Raises ImportError, AttributeError or TypeError for a bad path."""
+    """The function of one reward term.  For a bad path raises what importing it raises, AttributeError or TypeError."""
     if kind != "python":
         return _BUILT_IN[kind]
     module, _, name = path.partition(":")
@@ -71,10 +94,18 @@ def resolve(kind: str, path: str) -> Callable[[Item], float]:
 
 def extract_answer(response: str) -> str:
     """The last <answer> of a response, stripped.  Raises Unparseable."""
-    found = _ANSWER.findall(response)
+    found: list[str] = _ANSWER.findall(response)
     if not found:
         raise Unparseable("no <answer>...</answer> in the response")
     return found[-1].strip()
+
+
+def _finite(value: float) -> float:
+    """One NaN would spread through the group's advantages into every weight of the policy."""
+    value = float(value)
+    if not math.isfinite(value):
+        raise ValueError(f"the reward is {value}; return a finite number")
+    return value
 
 
 def reasoning_gym_reward(item: Item) -> float:
@@ -83,7 +114,10 @@ def reasoning_gym_reward(item: Item) -> float:
     import reasoning_gym
 
     entry = {"question": item.prompt, "answer": item.answer, "metadata": dict(item.metadata)}
-    return float(reasoning_gym.get_score_answer_fn(item.task)(answer, entry) >= _RIGHT)
+    try:
+        return float(reasoning_gym.get_score_answer_fn(item.task)(answer, entry) >= _RIGHT)
+    except ValueError as error:  # some scorers raise for an answer that is not a number
+        raise Unparseable(str(error)) from None
 
 
 def exact_reward(item: Item) -> float:

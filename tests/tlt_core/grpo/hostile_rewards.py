@@ -1,21 +1,42 @@
-"""Reward functions that misbehave, imported by the scoring processes."""
+"""Reward functions that misbehave, imported by the scoring processes.  The response says how."""
 
 import os
+import sys
 import time
 
 
-def hang(**_):
-    time.sleep(600)
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("not even a message")
 
 
-def crash(**_):
-    os._exit(3)
+def hostile(*, response, answer, **_):
+    match response:
+        case "sleep":
+            time.sleep(600)
+        case "spin":
+            while True:
+                pass
+        case "crash":
+            os._exit(3)
+        case "print":
+            print("noise on stdout")
+            os.write(2, b"noise on stderr\n")
+        case "raise":
+            raise KeyError("no such thing")
+        case "unprintable":
+            raise Unprintable
+        case "exit":
+            sys.exit(2)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "nan":
+            return float("nan")
+        case "none":
+            return None
+    return float(answer)
 
 
-def chatty(*, response, **_):
-    print("noise on stdout")
-    return len(response)
-
-
-def broken(**_):
-    raise KeyError("no such thing")
+def modules(**_):
+    """Does a scoring process carry torch?"""
+    return float("torch" in sys.modules)

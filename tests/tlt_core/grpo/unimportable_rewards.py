@@ -1,0 +1,3 @@
+"""A user module that cannot be imported."""
+
+raise FileNotFoundError("weights of the judge are missing")
