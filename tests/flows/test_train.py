@@ -1,0 +1,126 @@
+"""The whole pipeline on the smoke configuration, through a real Prefect engine, a real worker group and MLflow."""
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflow import MlflowClient
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+from transformers import AutoModelForCausalLM
+
+from conf.load import load
+from conf.schema import RunConfig
+from flows.evaluate import evaluate
+from flows.train import train
+
+pytestmark = pytest.mark.prefect
+
+
+def _config(folder: Path, **changes: Any) -> RunConfig:
+    settings = [f"output_dir={folder}/runs", f"tracking.uri=sqlite:///{folder}/mlflow.db", "name=pipeline"]
+    return load("conf/smoke.yaml", settings).model_copy(update=changes)
+
+
+@pytest.fixture(scope="module")
+def folder(prefect_engine: None, embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder in which two steps were trained and then, as a resumed run, a third."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TLT_HOME", str(folder / "artifacts"))
+        (folder / "artifacts" / "models").mkdir(parents=True)
+        (folder / "artifacts" / "models" / embedded_model.name).symlink_to(embedded_model)
+        environment.setattr(logging.getLogger("tasks"), "level", logging.INFO)
+        train(_config(folder))
+        train(_config(folder, num_steps=3))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def rows(folder: Path) -> list[dict[str, float]]:
+    """Metrics by step."""
+    return [json.loads(line) for line in (folder / "runs/pipeline/metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_step_is_recorded_once(rows: list[dict[str, float]]) -> None:
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row.get("training/resume_attempt") for row in rows] == [None, 0.0, 0.0, 1.0]
+
+
+def test_the_step_before_the_first_holds_the_cold_start_and_the_first_validation(rows: list[dict[str, float]]) -> None:
+    assert {"coldstart/loss_first", "val-core/all/reward/greedy", "val-core/all/reward/mean_at_2"} <= rows[0].keys()
+
+
+def test_a_step_has_the_fields_vocabulary(rows: list[dict[str, float]]) -> None:
+    assert {
+        "critic/rewards/mean",
+        "response_length/p99",
+        "actor/pg_loss",
+        "actor/grad_norm",
+        "training/rollout_probs_diff_mean",
+        "training/frac_reward_zero_std",
+        "bubble/idle_ratio",
+        "perf/throughput",
+        "perf/overhead_share",
+        *(f"timing_s/{p}" for p in ("step", "gen", "reward", "update_actor", "update_weights", "save_checkpoint")),
+    } <= rows[1].keys()
+    phases = ("gen", "reward", "update_actor", "update_weights", "save_checkpoint", "tracking")
+    assert sum(rows[1][f"timing_s/{p}"] for p in phases) <= rows[1]["timing_s/step"]
+
+
+def test_validation_runs_when_it_is_due(rows: list[dict[str, float]]) -> None:
+    assert ["val-core/all/reward/greedy" in row for row in rows] == [True, False, True, True]
+
+
+def test_both_attempts_are_one_mlflow_run(folder: Path, rows: list[dict[str, float]]) -> None:
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("tlt").experiment_id])
+    assert run.info.status == "FINISHED"
+    history = client.get_metric_history(run.info.run_id, "critic/rewards/mean")
+    assert [(m.step, m.value) for m in history] == [(row["step"], row["critic/rewards/mean"]) for row in rows[1:]]
+    figures = {a.path for a in client.list_artifacts(run.info.run_id, "figures")}
+    assert {"figures/timeline_000003.png", "figures/lengths_000003.png", "figures/reward.png"} <= figures
+    assert len(client.list_artifacts(run.info.run_id, "samples")) == 3
+    assert run.inputs.dataset_inputs[0].dataset.digest
+
+
+def test_the_policy_loads_in_transformers(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "runs/pipeline/policy")
+    assert model.config.num_hidden_layers == 2
+
+
+def test_the_run_folder_says_how_it_was_made(folder: Path) -> None:
+    run = folder / "runs/pipeline"
+    assert load(run / "config.yaml").num_steps == 3
+    assert len(json.loads((run / "run.json").read_text())["attempts"]) == 2
+    log = (run / "log.txt").read_text()
+    assert "tasks.track:  step    1/2" in log
+    assert "prefect.task_runs: rollout-3 Finished" in log
+
+
+def test_the_scorer_s_texts_are_kept(folder: Path) -> None:
+    lines = (folder / "runs/pipeline/samples/step_000002.jsonl").read_text().splitlines()
+    assert len(lines) == 4
+    assert {"prompt", "response", "answer", "reward", "num_tokens", "finish"} <= json.loads(lines[0]).keys()
+
+
+def test_runs_and_tasks_have_names_that_a_person_recognises(folder: Path) -> None:
+    with get_client(sync_client=True) as client:
+        runs = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=["pipeline"])))
+        tasks = {t.name for r in runs for t in client.read_task_runs() if t.flow_run_id == r.id}
+        artifacts = {a.key for a in client.read_artifacts()}
+    assert {r.state_name for r in runs} == {"Completed"}
+    per_step = ("rollout", "reward", "policy-update", "publish", "checkpoint", "track")
+    assert {f"{t}-{s}" for t in per_step for s in (1, 2, 3)} | {"evaluate-0", "evaluate-2", "cold-start"} <= tasks
+    assert {"pipeline-progress", "pipeline-steps", "pipeline-mlflow"} <= artifacts
+
+
+def test_evaluate_repeats_the_last_validation(folder: Path, rows: list[dict[str, float]]) -> None:
+    metrics = evaluate(_config(folder, num_steps=3))
+    names = [name for name in rows[-1] if name.startswith("val-core/")]
+    assert names
+    assert {name: metrics[name] for name in names} == {name: rows[-1][name] for name in names}
+    assert json.loads((folder / "runs/pipeline/evaluation.json").read_text())["step"] == 3
