@@ -1,0 +1,143 @@
+"""The command: quick where nothing is computed, and one clear paragraph for every mistake."""
+
+import errno
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from conf.load import ConfigError
+from flows import _errors, cli, ui
+from tlt_core.cluster.group import WorkerDied
+from tlt_core.data import DataError
+
+
+def _tlt(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
+    started = time.perf_counter()
+    done = subprocess.run([sys.executable, "-m", "flows.cli", *arguments], capture_output=True, text=True, check=False)
+    return done, time.perf_counter() - started
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "said"),
+    [
+        (["--help"], 0, "prepare"),
+        (["train", "conf/smoke.yaml", "rollout.nun_samples=4"], 2, "did you mean 'num_samples'?"),
+        (["train", "conf/smoke.yml"], 2, "conf/smoke.yaml"),
+    ],
+)
+def test_help_and_configuration_errors_take_a_moment(arguments: list[str], exit_code: int, said: str) -> None:
+    done, seconds = _tlt(*arguments)
+    assert done.returncode == exit_code
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert seconds < 2.0
+
+
+def test_the_command_line_imports_nothing_heavy() -> None:
+    code = "import sys, flows.cli; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "prefect", "mlflow", "ray", "transformers", "rich", "numpy"} & set(done.stdout.split())
+
+
+@pytest.fixture
+def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place where a failed command would leave something, if it left anything."""
+    monkeypatch.setattr(cli._logging, "attach_terminal", lambda: None)
+    monkeypatch.setattr(cli._environment, "set_defaults", lambda: None)
+    return tmp_path / "runs"
+
+
+def test_a_missing_model_folder(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = "model={kind: pretrained, path: ./nowhere}"
+    assert cli.main(["train", "conf/smoke.yaml", model, f"output_dir={in_empty_folder}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("tlt train: model folder ./nowhere does not exist; give a local folder")
+    assert said.count("\n") == 1
+    assert not in_empty_folder.exists()
+
+
+def test_a_truncated_weight_file(
+    in_empty_folder: Path, tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text((tiny_folder / "config.json").read_text())
+    (tmp_path / "model.safetensors").write_bytes((tiny_folder / "model.safetensors").read_bytes()[:4000])
+    model = f"model={{kind: pretrained, path: {tmp_path}}}"
+    assert cli.main(["train", "conf/smoke.yaml", model, f"output_dir={in_empty_folder}"]) == 2
+    assert "model.safetensors is damaged" in capsys.readouterr().err
+    assert not in_empty_folder.exists()
+
+
+def test_a_reward_function_that_does_not_exist(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reward = "reward.functions=[{kind: python, path: 'no_such_module:f'}]"
+    assert cli.main(["train", "conf/smoke.yaml", reward, f"output_dir={in_empty_folder}"]) == 2
+    assert "'no_such_module:f' cannot be loaded" in capsys.readouterr().err
+    assert not in_empty_folder.exists()
+
+
+def test_bad_input_of_generate_names_file_and_line(
+    in_empty_folder: Path, embedded_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "1 + 1 ="}\n{"prompt": \n')
+    arguments = ["generate", "--model", str(embedded_model), "--prompts", str(prompts), "--out", str(out)]
+    assert cli.main(arguments) == 2
+    assert f"{prompts}, line 2: not JSON" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_port_in_use_names_another(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert cli.main(["ui", "--port", str(port)]) == 2
+    said = capsys.readouterr().err
+    assert f"port {port}" in said
+    assert f"--port {port + 1}" in said
+
+
+def test_the_server_listens_on_this_machine_only_and_keeps_files_beside_the_database(tmp_path: Path) -> None:
+    command = ui.server_command(uri=f"sqlite:///{tmp_path}/mlflow.db", host="127.0.0.1", port=5001)
+    assert " ".join(command).endswith(f"--artifacts-destination {tmp_path}/mlartifacts --host 127.0.0.1 --port 5001")
+    assert "--artifacts-destination" not in ui.server_command(uri="postgresql://db/x", host="127.0.0.1", port=5001)
+
+
+def test_failures_and_their_exit_codes(tmp_path: Path) -> None:
+    cases = [
+        (ConfigError("Override 'x' is not of the form ..."), 2, "Override 'x'"),
+        (DataError("train.jsonl, line 3: not JSON"), 2, "line 3"),
+        (WorkerDied("A worker failed with: ..."), 1, "A worker failed"),
+        (OSError(errno.ENOSPC, "No space left on device"), 1, "The disk is full"),
+        (WorkerDied("SafetensorError: I/O error: No space left on device (os error 28)"), 1, "The disk is full"),
+        (PermissionError(errno.EACCES, "Permission denied", "runs"), 1, "set output_dir"),
+        (KeyboardInterrupt(), 130, "goes on from the newest checkpoint"),
+    ]
+    for error, exit_code, said in cases:
+        report = _errors.explain(error, run_dir=tmp_path)
+        assert report is not None
+        assert report.exit_code == exit_code
+        assert said in report.text
+
+
+def test_our_own_mistakes_keep_their_traceback(tmp_path: Path) -> None:
+    for error in (AssertionError("batch.py forgot a share"), KeyError("x"), ValueError("of numpy"), OSError("odd")):
+        assert _errors.explain(error, run_dir=tmp_path) is None
+
+
+def test_where_the_traceback_is_is_said_when_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "log.txt").write_text("")
+    report = _errors.explain(WorkerDied("gone"), run_dir=tmp_path)
+    assert report is not None
+    assert str(tmp_path / "log.txt") in report.text
+
+
+def test_doctor_prints_its_table(capsys: pytest.CaptureFixture[str], in_empty_folder: Path) -> None:
+    assert cli.main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"flash-attn\s+.*skipped", said)
+    assert re.search(r"ray\s+\d.*used", said)
