@@ -40,6 +40,8 @@ def attach_terminal() -> None:
         logging.getLogger(name).setLevel(logging.INFO)
     # Ray warns at every start that its token authentication, which is the safe setting, is on.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    # Each retry towards a server that is down; `MlflowRun` says it once.
+    logging.getLogger("urllib3").setLevel(logging.ERROR)
 
 
 class _RunLogHandler(logging.FileHandler):
