@@ -174,7 +174,8 @@ def _gym_stream(cfg: GymData, number: int, *, first_index: int, limit: int) -> I
     for index in range(limit):
         entry = dataset[index]
         if entry["answer"] is not None:
-            yield Item(task.name, entry["question"], str(entry["answer"]), entry["metadata"])
+            metadata = {**entry["metadata"], "mixture": number}
+            yield Item(task.name, entry["question"], str(entry["answer"]), metadata)
 
 
 def _gym_splits(cfg: GymData) -> tuple[list[Item], list[Item], str]:

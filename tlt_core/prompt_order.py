@@ -1,6 +1,8 @@
 """Which training prompts come next: a fresh permutation every epoch, keyed by the run seed.
 
-The position is one integer, so a resumed run goes on with the very prompt that the killed one would have taken.
+Prompts of the mixture's entries are spread evenly, so that every step sees the mixture in its proportions: rewards
+of two steps can be compared, and no step is without its long problems.  The position is one integer, so a resumed run
+goes on with the very prompt that the killed one would have taken.
 """
 
 from collections.abc import Sequence
@@ -28,9 +30,17 @@ class PromptOrder:
         chosen: list[Prompt] = []
         while len(chosen) < count:
             epoch, offset = divmod(self.cursor, len(self._prompts))
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-            order = torch.randperm(len(self._prompts), generator=generator).tolist()
-            taken = order[offset : offset + count - len(chosen)]
+            taken = self._epoch_order(epoch)[offset : offset + count - len(chosen)]
             chosen.extend(self._prompts[i] for i in taken)
             self.cursor += len(taken)
         return chosen
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        """Indexes of all prompts, the r-th of n prompts of a stratum placed at the fraction (r + 1/2) / n."""
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+        strata: dict[object, list[int]] = {}
+        for index in torch.randperm(len(self._prompts), generator=generator).tolist():
+            prompt = self._prompts[index]
+            strata.setdefault((prompt.task, prompt.metadata.get("mixture")), []).append(index)
+        placed = [((rank + 0.5) / len(s), index) for s in strata.values() for rank, index in enumerate(s)]
+        return [index for _, index in sorted(placed)]

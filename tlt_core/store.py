@@ -21,7 +21,7 @@ class Ref(NamedTuple):
     """Points to a saved item.  Ref(path="runs/demo/steps/000003/rollouts.safetensors", count=64, sha256="9f...")"""
 
     path: str
-    count: int  # responses
+    count: int  # type: ignore[assignment]  # responses; hides tuple.count, which nobody needs
     sha256: str
 
 

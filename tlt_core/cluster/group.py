@@ -41,11 +41,11 @@ class WorkerGroup:
         self.num_workers = cluster.num_workers
         self._start_ray(cluster)
         actor = ray.remote(num_cpus=cluster.threads_per_worker, num_gpus=cluster.gpus_per_worker)(Worker)
-        self._workers = [
+        self._workers: list[Any] = [
             actor.options(name=f"worker-{rank}-{os.getpid()}").remote(rank, self.num_workers, spec)
             for rank in range(self.num_workers)
         ]
-        self._dispatcher = ray.remote(num_cpus=0)(Dispatcher).remote()
+        self._dispatcher: Any = ray.remote(num_cpus=0)(Dispatcher).remote()
         if self.num_workers > 1 or (spec.trainer is not None and spec.trainer.update.backend.kind == "deepspeed"):
             address = f"tcp://{ray.util.get_node_ip_address()}:{_free_port()}"
             self._call_all("join", [(address,)] * self.num_workers)

@@ -107,7 +107,7 @@ def _dequantise(gguf: Path, folder: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # transformers refuses to save what it still takes for a quantised model.
-    model.hf_quantizer, model.is_quantized = None, False
+    model.hf_quantizer, model.is_quantized = None, False  # type: ignore[assignment]
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)

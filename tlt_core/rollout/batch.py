@@ -23,13 +23,19 @@ class Finished(NamedTuple):
     reason: FinishReason
 
 
+class _Row(NamedTuple):
+    """What is known of a live request besides its tokens."""
+
+    request: GenerationRequest
+    started_s: float
+    limit: int  # length at which it is cut
+
+
 class LiveBatch:
     """Requests in flight.  `lengths` counts the tokens known so far, the newest one not yet in the KV cache."""
 
     def __init__(self, *, max_live: int, max_len: int, device: torch.device) -> None:
-        self.requests: list[GenerationRequest] = []
-        self._started_s: list[float] = []
-        self._limits: list[int] = []  # length at which a request is cut
+        self._rows: list[_Row] = []
         self._max_len = max_len
         self.tokens_BC = torch.zeros(max_live, max_len, dtype=torch.int64, device=device)
         self._logprobs_BC = torch.zeros(max_live, max_len, device=device)
@@ -38,19 +44,21 @@ class LiveBatch:
         self.longest = 0  # upper bound of the live lengths, known without asking the device
 
     def __len__(self) -> int:
-        return len(self.requests)
+        return len(self._rows)
+
+    def request(self, row: int) -> GenerationRequest:
+        """The request in a row."""
+        return self._rows[row].request
 
     def admit(self, request: GenerationRequest, params: SamplingParams) -> int:
         """Give a request the next row; returns the row.  Raises ValueError when its prompt does not fit."""
-        row, length = len(self.requests), len(request.prompt_tokens)
+        row, length = len(self._rows), len(request.prompt_tokens)
         if length >= self._max_len:
             raise ValueError(
                 f"prompt {request.key.prompt_id} has {length} tokens, which leaves no room for a response in "
                 f"{self._max_len} positions; shorten it or raise rollout.max_prompt_tokens"
             )
-        self.requests.append(request)
-        self._started_s.append(time.time())
-        self._limits.append(min(length + params.max_new_tokens, self._max_len))
+        self._rows.append(_Row(request, time.time(), min(length + params.max_new_tokens, self._max_len)))
         self.tokens_BC[row, :length] = request.prompt_tokens.to(self.tokens_BC)
         self.lengths_B[row] = length
         self.streams_B[row] = stream_key(request.key)
@@ -76,13 +84,13 @@ class LiveBatch:
         for row, (token, length) in enumerate(zip(tokens, lengths, strict=True)):
             if token in stops:
                 finished.append(Finished(row, FinishReason.STOP))
-            elif length >= self._limits[row]:
+            elif length >= self._rows[row].limit:
                 finished.append(Finished(row, FinishReason.LENGTH))
         return finished
 
     def rollout(self, done: Finished, *, policy_version: int, worker: int) -> Rollout:
         """The finished row as an item of the pipeline."""
-        request, length = self.requests[done.row], int(self.lengths_B[done.row])
+        (request, started_s, _), length = self._rows[done.row], int(self.lengths_B[done.row])
         prompt_len = len(request.prompt_tokens)
         return Rollout(
             key=request.key,
@@ -92,18 +100,16 @@ class LiveBatch:
             finish=done.reason,
             policy_version=policy_version,
             worker=worker,
-            started_s=self._started_s[done.row],
+            started_s=started_s,
             finished_s=time.time(),
         )
 
     def remove(self, row: int) -> int:
         """Free a row; returns the row that was moved into it (`row` itself when it was the last)."""
-        last = len(self.requests) - 1
+        last = len(self._rows) - 1
         if row != last:
             for array in (self.tokens_BC, self._logprobs_BC, self.lengths_B, self.streams_B):
                 array[row] = array[last]
-            for column in (self.requests, self._started_s, self._limits):
-                column[row] = column[last]  # type: ignore[index]
-        for column in (self.requests, self._started_s, self._limits):
-            column.pop()  # type: ignore[attr-defined]
+            self._rows[row] = self._rows[last]
+        self._rows.pop()
         return last

@@ -87,18 +87,19 @@ class RolloutEngine:
         # The last prompt token is left to the first round, which samples from it: siblings share all the rest.
         pending = [rows for rows in rows_by_prompt.values() if self._prefix_len(rows[0])]
         while pending:
-            chunk, tokens = [], 0
+            chunk: list[list[int]] = []
+            tokens = 0
             while pending and (not chunk or tokens + self._prefix_len(pending[0][0]) <= _PREFILL_TOKENS):
                 tokens += self._prefix_len(pending[0][0])
                 chunk.append(pending.pop(0))
             self._prefill(chunk)
 
     def _prefix_len(self, row: int) -> int:
-        return len(self._batch.requests[row].prompt_tokens) - 1
+        return len(self._batch.request(row).prompt_tokens) - 1
 
     @torch.inference_mode()
     def _prefill(self, groups: list[list[int]]) -> None:
-        prefixes = [self._batch.requests[rows[0]].prompt_tokens[:-1] for rows in groups]
+        prefixes = [self._batch.request(rows[0]).prompt_tokens[:-1] for rows in groups]
         device = self._batch.lengths_B.device
         offsets_S1 = torch.tensor([0, *(len(p) for p in prefixes)]).cumsum(0)
         positions_T = torch.cat([torch.arange(len(p)) for p in prefixes]).to(device)
