@@ -67,15 +67,12 @@ class Terminal:
     def _phase_line(self, now: Progress) -> Table:
         line = Table.grid(padding=(0, 2))
         elapsed_s = int(time.monotonic() - self._phase_began_s)
-        line.add_row(
-            Text(f"step {now.step}/{now.num_steps}", style="bold"),
-            now.phase,
-            ProgressBar(total=max(now.total, 1), completed=now.finished, width=24),
-            f"{now.finished}/{now.total}",
-            f"{now.tokens_per_s:.0f} tok/s",
-            f"live {now.live}",
-            f"{elapsed_s // 60}:{elapsed_s % 60:02d}",
-        )
+        cells: list[Any] = [Text(f"step {now.step}/{now.num_steps}", style="bold"), now.phase]
+        if now.total > 1:
+            cells += [ProgressBar(total=now.total, completed=now.finished, width=24), f"{now.finished}/{now.total}"]
+        if now.tokens:
+            cells += [f"{now.tokens_per_s:.0f} tok/s", f"live {now.live}"]
+        line.add_row(*cells, f"{elapsed_s // 60}:{elapsed_s % 60:02d}")
         return line
 
     def _state_line(self, now: Progress) -> Text:

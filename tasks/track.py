@@ -139,14 +139,10 @@ def step_line(values: Mapping[str, float], *, step: int, num_steps: int) -> str:
     """The one line that each step logs; columns are fixed."""
     v = dict.fromkeys(_COLUMNS, 0.0) | dict(values)
     return (
-        f"step {step:>4}/{num_steps:<4}"
-        f"  reward {v['critic/rewards/mean']:6.3f}"
+        f"step {step:>4}/{num_steps:<4} reward {v['critic/rewards/mean']:6.3f}"
         f"  length p50 {v['response_length/p50']:5.0f} p99 {v['response_length/p99']:5.0f}"
-        f"  {v['perf/rollout_tokens_per_s']:7.0f} tok/s"
-        f"  idle {v['bubble/idle_ratio']:4.0%}"
-        f"  rollout {v['timing_s/gen']:6.1f} s"
-        f"  update {v['timing_s/update_actor']:6.1f} s"
-        f"  step {v['timing_s/step']:6.1f} s"
+        f"  {v['perf/rollout_tokens_per_s']:6.0f} tok/s  idle {v['bubble/idle_ratio']:4.0%}"
+        f"  rollout {v['timing_s/gen']:5.1f} update {v['timing_s/update_actor']:5.1f} step {v['timing_s/step']:5.1f} s"
     )
 
 
