@@ -19,7 +19,7 @@ from flows.train import train
 from tlt_core import doctor, provenance
 from tlt_core.store import write_atomically
 
-_PHASES = ("gen", "reward", "update_actor", "update_weights", "save_checkpoint", "testing", "tracking", "overhead")
+_PHASES = ("gen", "reward", "update_actor", "update_weights", "save_checkpoint", "tracking", "overhead")
 
 
 class Bound(NamedTuple):
@@ -39,10 +39,15 @@ _STEP_CLAIMS = (
 
 
 def bench_step(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
-    """Run `repeats` training steps after a first one that warms caches up, and report their phases."""
-    run = cfg.model_copy(update={"name": f"bench-{cfg.name}", "num_steps": repeats + 1})
+    """Run `repeats` training steps after a first one that warms caches up, and report their phases.
+
+    Checkpoints are written as configured; validation is left out: it is not part of most steps.
+    """
+    validation = cfg.evaluation.model_copy(update={"every_steps": 0})
+    run = cfg.model_copy(update={"name": f"bench-{cfg.name}", "num_steps": repeats + 1, "evaluation": validation})
     shutil.rmtree(run.run_dir, ignore_errors=True)  # an earlier benchmark would be resumed
     train(run)
+    shutil.rmtree(run.run_dir / "checkpoints")
     lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
     steps = [row for row in map(json.loads, lines) if row["step"] > 1]
     names = [f"timing_s/{phase}" for phase in _PHASES]

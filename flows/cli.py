@@ -18,7 +18,7 @@ _DEMO = "conf/demo.yaml"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     _environment.set_defaults()
     _logging.attach_terminal()
     run_dir: Path | None = None
@@ -134,6 +134,21 @@ def _check(cfg: RunConfig) -> None:
 def _print_metrics(metrics: dict[str, float]) -> None:
     for name, value in sorted(metrics.items()):
         print(f"{name:45} {value:.4f}")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Settings may stand anywhere after CONFIG, also behind options; argparse alone refuses that."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
+    if len(overrides) < len(rest) or (rest and args.command not in _ON_CONFIG):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if args.command in _ON_CONFIG:
+        args.overrides += overrides
+    if args.command == "bench" and "=" in args.config:
+        args.overrides.insert(0, args.config)
+        args.config = _DEMO
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

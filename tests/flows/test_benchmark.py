@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from flows.benchmark import Bound, judge, summarise, write_report
+from conf.load import load
+from flows.benchmark import Bound, bench_step, judge, summarise, write_report
 
 
 def test_figures_are_summarised_by_median_and_range() -> None:
@@ -43,3 +44,18 @@ def test_a_report_says_what_where_and_how(tmp_path: Path) -> None:
     assert report["command"] == "tlt bench step"
     assert {"cores", "threads", "gpus", "versions"} <= report["machine"].keys()
     assert report["commit"]
+
+
+@pytest.mark.slow
+@pytest.mark.prefect
+def test_bench_step_measures_the_steps_after_the_first(
+    prefect_engine: None, embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TLT_HOME", str(embedded_model.parents[1]))
+    cfg = load("conf/smoke.yaml", [f"output_dir={tmp_path}/runs", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"])
+    report = bench_step(cfg, repeats=2, out=tmp_path / "step.json", command="by hand")
+    (row,) = report["rows"]
+    assert row["configuration"] == "smoke"
+    assert 0 < row["timing_s/gen"]["median"] <= row["timing_s/step"]["max"]
+    assert [v["bound"] for v in report["verdicts"]] == [0.70, 4.0, 0.03]
+    assert not (tmp_path / "runs/bench-smoke/checkpoints").exists()

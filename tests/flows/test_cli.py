@@ -44,6 +44,21 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     assert not {"torch", "prefect", "mlflow", "ray", "transformers", "rich", "numpy"} & set(done.stdout.split())
 
 
+def test_settings_may_stand_behind_options() -> None:
+    args = cli._parse(["bench", "step", "conf/smoke.yaml", "seed=1", "--repeats", "2", "name=x"])
+    assert (args.config, args.overrides, args.repeats) == ("conf/smoke.yaml", ["seed=1", "name=x"], 2)
+    args = cli._parse(["bench", "step", "seed=1", "name=x"])
+    assert (args.config, args.overrides) == ("conf/demo.yaml", ["seed=1", "name=x"])
+
+
+@pytest.mark.parametrize("argv", [["train", "conf/smoke.yaml", "--resume"], ["doctor", "a=1"], ["fly"]])
+def test_unknown_arguments_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli._parse(argv)
+    assert ended.value.code == 2
+    assert argv[-1] in capsys.readouterr().err
+
+
 @pytest.fixture
 def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A place where a failed command would leave something, if it left anything."""
