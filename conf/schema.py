@@ -445,6 +445,12 @@ class RunConfig(Section):
                 f"rollout.num_samples=1 with algorithm.advantage={self.algorithm.advantage!r}: a group of one has no "
                 "baseline and every advantage would be 0; set rollout.num_samples to 2 or more"
             )
+        if self.data.kind == "file" and any(f.kind == "reasoning_gym" for f in self.reward.functions):
+            raise ValueError(
+                "data.kind='file' with reward kind 'reasoning_gym': that scorer knows reasoning-gym tasks only and "
+                "every response would score 0; set reward.functions to [{kind: math_verify}], [{kind: exact}] or your "
+                "own function ({kind: python, path: 'package.module:function'})"
+            )
         if self.rollout.temperature == 0:
             raise ValueError(
                 "rollout.temperature=0: greedy rollouts of a prompt are all equal, so there is nothing to learn from; "

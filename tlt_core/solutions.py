@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from conf.schema import GymData
-from tlt_core.data import DataError, encode_prompt, gym_items
+from tlt_core.data import encode_prompt
+from tlt_core.gym_questions import gym_items
+from tlt_core.question import DataError
 
 
 def supported_tasks() -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 from transformers import AutoTokenizer
 
-from conf.schema import FileData, GymData
+from conf.schema import FileData, GymData, RunConfig
 from tlt_core import data
 from tlt_core.data import DataError
 
@@ -69,7 +69,7 @@ def test_changed_files_are_made_again(tokenizer, tmp_path):
 def test_a_small_task_that_runs_out_says_so(tokenizer, tmp_path):
     tasks = [{"name": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}]
     with pytest.raises(DataError, match="distinct questions"):
-        prepare(gym(tasks=tasks, num_train=5000), tokenizer, tmp_path / "d")
+        prepare(gym(tasks=tasks, num_train=500), tokenizer, tmp_path / "d")
     assert not (tmp_path / "d").exists()
 
 
@@ -110,6 +110,55 @@ def test_bad_line_is_named(tokenizer, tmp_path, line, problem):
     with pytest.raises(DataError, match=problem):
         prepare(cfg, tokenizer, tmp_path / "d")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize("task", ["graph_color", "arc_agi"])  # no reference answer; a scorer that compares tuples
+def test_a_task_whose_reference_scores_nothing_is_refused(tokenizer, tmp_path, task):
+    with pytest.raises(DataError, match=f"{task}.*choose another task"):
+        prepare(gym(tasks=[{"name": task}]), tokenizer, tmp_path / "d")
+
+
+def write_jsonl(path, questions, *, encoding="utf-8"):
+    rows = (json.dumps({"prompt": q, "answer": "1"}, ensure_ascii=False) for q in questions)
+    path.write_bytes("\n".join(rows).encode(encoding))
+    return str(path)
+
+
+def test_only_a_line_feed_ends_a_line(tokenizer, tmp_path):
+    """U+2028 and U+0085 are legal inside JSON strings; a byte order mark is not content."""
+    questions = {f"first\u2028second\x85third {i}" for i in range(10)}
+    path = write_jsonl(tmp_path / "rows.jsonl", sorted(questions), encoding="utf-8-sig")
+    prepare(FileData(kind="file", train_path=path), tokenizer, tmp_path / "d")
+    loaded = {p.text for split in ("train", "validation") for p in data.load(tmp_path / "d", split, tokenizer)}
+    assert loaded == questions
+
+
+def test_other_encodings_are_refused_not_garbled(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", ["plain", "caf\xe9"], encoding="latin-1")
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 2: not UTF-8"):
+        prepare(FileData(kind="file", train_path=path), tokenizer, tmp_path / "d")
+
+
+def test_file_rows_with_a_scorer_that_does_not_know_them_fail_at_load():
+    rows = {"kind": "file", "train_path": "rows.jsonl"}
+    with pytest.raises(ValueError, match=r"reasoning_gym.*math_verify"):
+        RunConfig(data=rows)
+    assert RunConfig(data=rows, reward={"functions": [{"kind": "exact"}]}).data.kind == "file"
+
+
+def test_own_validation_file(tokenizer, tmp_path):
+    train = write_jsonl(tmp_path / "train.jsonl", [f"q{i}" for i in range(10)])
+    held = tmp_path / "held.jsonl"
+    cfg = FileData(kind="file", train_path=train, validation_path=str(held))
+    with pytest.raises(DataError, match=r"held\.jsonl does not exist; data\.validation_path"):
+        prepare(cfg, tokenizer, tmp_path / "d")
+    write_jsonl(held, ["q0", "v0", "v1"])
+    assert prepare(cfg, tokenizer, tmp_path / "d").counts == {"train": 9, "validation": 3}
+    write_jsonl(held, ["q0", "q1", "v0", "v1"])  # the prepared data set is stale now
+    assert prepare(cfg, tokenizer, tmp_path / "d").counts == {"train": 8, "validation": 4}
+    write_jsonl(held, [f"q{i}" for i in range(10)])
+    with pytest.raises(DataError, match="every prompt of"):
+        prepare(cfg, tokenizer, tmp_path / "d")
 
 
 def test_long_prompts_are_dropped_and_counted(tokenizer, tmp_path):

@@ -5,8 +5,9 @@ from transformers import AutoTokenizer
 
 from conf.schema import GymData
 from tlt_core import solutions
-from tlt_core.data import DataError, gym_items
 from tlt_core.grpo.verifiers import Item, format_reward, reasoning_gym_reward
+from tlt_core.gym_questions import gym_items
+from tlt_core.question import DataError
 from tlt_core.solutions import worked_solution
 
 CONFIGS = {
