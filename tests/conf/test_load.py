@@ -2,9 +2,7 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -156,13 +154,9 @@ def test_every_number_has_a_bound() -> None:
     assert unbounded == ["RewardFunction.weight"]
 
 
-def _run(code: str) -> tuple[Any, float]:
-    started = time.perf_counter()
+def test_configuration_needs_neither_torch_nor_prefect() -> None:
+    """What makes a wrong key known at once: none of the imports that take seconds.  (Speed itself is not tested.)"""
+    code = "import sys, conf.schema, conf.load; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return done.stdout.split(), time.perf_counter() - started
-
-
-def test_configuration_needs_neither_torch_nor_prefect_and_loads_in_a_moment() -> None:
-    loaded, seconds = _run("import sys, conf.schema, conf.load; print(*sys.modules)")
-    assert not {"torch", "triton", "prefect", "ray", "mlflow", "transformers", "numpy"} & set(loaded)
-    assert seconds < 2.0
+    heavy = {"torch", "triton", "prefect", "ray", "mlflow", "transformers", "numpy"}
+    assert not heavy & set(done.stdout.split())

@@ -5,7 +5,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,8 @@ from tlt_core.cluster.group import WorkerDied
 from tlt_core.data import DataError
 
 
-def _tlt(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
-    started = time.perf_counter()
-    done = subprocess.run([sys.executable, "-m", "flows.cli", *arguments], capture_output=True, text=True, check=False)
-    return done, time.perf_counter() - started
+def _tlt(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "flows.cli", *arguments], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
@@ -30,12 +27,11 @@ def _tlt(*arguments: str) -> tuple[subprocess.CompletedProcess[str], float]:
         (["train", "conf/smoke.yml"], 2, "conf/smoke.yaml"),
     ],
 )
-def test_help_and_configuration_errors_take_a_moment(arguments: list[str], exit_code: int, said: str) -> None:
-    done, seconds = _tlt(*arguments)
+def test_help_and_configuration_errors_are_short_and_clear(arguments: list[str], exit_code: int, said: str) -> None:
+    done = _tlt(*arguments)
     assert done.returncode == exit_code
     assert said in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    assert seconds < 2.0
 
 
 def test_the_command_line_imports_nothing_heavy() -> None:
