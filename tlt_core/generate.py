@@ -1,7 +1,7 @@
 """Offline batch generation: JSONL of prompts in, JSONL of responses out.
 
 Each input line has `prompt` (text; the chat template is applied) or `token_ids` (used as they are), and optionally
-`id` (default: line number).  Each output line has id, text, token_ids, logprobs, finish_reason.  The same seed gives
+`id` (default: its number).  Each output line has id, text, token_ids, logprobs, finish_reason.  The same seed gives
 the same tokens whatever the batch size and the number of workers.
 """
 
@@ -17,6 +17,7 @@ from tlt_core.cluster.dispatcher import Drained
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.worker import WorkerSpec
 from tlt_core.data import DataError, encode_prompt
+from tlt_core.file_questions import jsonl_rows
 from tlt_core.model.load import load_decoder, load_tokenizer, resolve, stop_token_ids
 from tlt_core.rollout.engine import RolloutEngine
 from tlt_core.store import write_atomically
@@ -84,15 +85,9 @@ def read_prompts(path: Path, tokenizer: Any, *, system_prompt: str) -> list[Line
     if not path.is_file():
         raise DataError(f"{path} does not exist; --prompts wants a JSONL file with a 'prompt' on each line")
     lines = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        if not text.strip():
-            continue
-        try:
-            row = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path}, line {number}: not JSON ({error.msg}); each line must be one object") from None
+    for number, (where, row) in enumerate(jsonl_rows(path), start=1):
         if not isinstance(row, dict) or not ({"prompt", "token_ids"} & set(row)):
-            raise DataError(f"{path}, line {number}: has neither 'prompt' nor 'token_ids'")
+            raise DataError(f"{where}: has neither 'prompt' nor 'token_ids'")
         tokens = row.get("token_ids") or encode_prompt(tokenizer, str(row["prompt"]), system_prompt=system_prompt)
         lines.append(Line(row.get("id", number), torch.as_tensor(tokens, dtype=torch.int32)))
     if not lines:
