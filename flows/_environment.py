@@ -1,7 +1,7 @@
 """Environment of Prefect, MLflow, Ray and Hugging Face, set before they are imported; what the user has set stays.
 
 Prefect keeps its state in the project (`.prefect/`), so that a run neither depends on nor changes what other projects
-left in the home directory.  Without PREFECT_API_URL it starts a private server for the time of the run.
+left in the home directory.
 """
 
 import os
@@ -10,8 +10,6 @@ from pathlib import Path
 from flows._logging import OWN
 
 _DEFAULTS = {
-    "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "120",  # a busy two-core machine needs more than 20 s
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_LEVEL": "INFO",
     "PREFECT_LOGGING_EXTRA_LOGGERS": ",".join(OWN),

@@ -23,7 +23,7 @@ def explain(error: BaseException, *, run_dir: Path | None) -> Report | None:
     see_log = f"  The traceback is in {run_dir / 'log.txt'}." if run_dir and (run_dir / "log.txt").is_file() else ""
     if isinstance(error, ConfigError):
         return Report(str(error), 2)
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt | SystemExit):  # Ctrl-C, or SIGTERM (which Ray turns into an exit)
         return Report("Interrupted.  The same command goes on from the newest checkpoint.", 130)
     if _is_disk_full(error):
         where = f" under {run_dir}" if run_dir else ""
@@ -35,6 +35,8 @@ def explain(error: BaseException, *, run_dir: Path | None) -> Report | None:
     module = type(error).__module__
     if isinstance(error, ValueError) and module.startswith(("tlt_core.", "flows.")):
         return Report(str(error), 2)
+    if module == "flows._server":
+        return Report(str(error), 1)
     if module == "tlt_core.cluster.group":  # WorkerDied, with the worker's own traceback
         return Report(f"{error}{see_log}", 1)
     if isinstance(error, PermissionError):

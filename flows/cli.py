@@ -5,9 +5,12 @@ a second.  Every failure that a user can cause is one paragraph on stderr and an
 """
 
 import argparse
+import pkgutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from conf.load import load
 from conf.schema import RunConfig
@@ -21,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
     _environment.set_defaults()
     _logging.attach_terminal()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a polite kill ends like Ctrl-C, with everything closed
     run_dir: Path | None = None
     try:
         if args.command in _ON_CONFIG:
@@ -39,42 +43,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare(cfg: RunConfig, _: argparse.Namespace) -> None:
-    _check(cfg)
-    from flows.prepare import prepare
-
-    dataset = prepare(cfg)
+    dataset = _run(cfg, "flows.prepare:prepare")
     print(f"{dataset.count} training prompts in {dataset.path}, digest {dataset.sha256[:12]}")
 
 
 def _coldstart(cfg: RunConfig, _: argparse.Namespace) -> None:
-    _check(cfg)
-    from flows.coldstart import coldstart
-
-    done = coldstart(cfg)
+    done = _run(cfg, "flows.coldstart:coldstart")
     print(f"model after the cold start: {done.model_dir}")
     _print_metrics(done.metrics)
 
 
 def _train(cfg: RunConfig, _: argparse.Namespace) -> None:
-    _check(cfg)
-    from flows.train import train
-
-    policy = train(cfg)
+    policy = _run(cfg, "flows.train:train")
     print(f"policy: {policy}    figures, samples, metrics: {cfg.run_dir}    MLflow: tlt ui --uri {cfg.tracking.uri}")
 
 
 def _evaluate(cfg: RunConfig, _: argparse.Namespace) -> None:
-    _check(cfg)
-    from flows.evaluate import evaluate
-
-    _print_metrics(evaluate(cfg))
+    _print_metrics(_run(cfg, "flows.evaluate:evaluate"))
 
 
 def _bench(cfg: RunConfig, args: argparse.Namespace) -> None:
-    _check(cfg)
-    from flows.benchmark import bench_step
-
-    report = bench_step(cfg, repeats=args.repeats, out=args.out, command=f"tlt {' '.join(sys.argv[1:])}")
+    command = f"tlt {' '.join(sys.argv[1:])}"
+    report = _run(cfg, "flows.benchmark:bench_step", repeats=args.repeats, out=args.out, command=command)
     for verdict in report["verdicts"]:
         print(f"{'holds' if verdict['holds'] else 'FAILS'}: {verdict['claim']}: {verdict['value']:.3f}")
     print(f"report: {args.out}")
@@ -124,11 +114,16 @@ _ON_CONFIG = {"prepare": _prepare, "coldstart": _coldstart, "train": _train, "ev
 _OTHERS = {"generate": _generate, "doctor": _doctor, "ui": _ui}
 
 
-def _check(cfg: RunConfig) -> None:
-    """Before Prefect starts a server for the run: that alone takes seconds."""
+def _run(cfg: RunConfig, flow: str, **arguments: Any) -> Any:
+    """Check what can be checked, then run a flow; Prefect's server starts while the flow's modules are imported."""
+    from flows._server import PrivateServer
     from tlt_core import preflight
 
     preflight.check_run(cfg)
+    with PrivateServer() as server:
+        call = pkgutil.resolve_name(flow)
+        server.wait_ready()
+        return call(cfg, **arguments)
 
 
 def _print_metrics(metrics: dict[str, float]) -> None:

@@ -68,8 +68,8 @@ class Tracker:
         return self
 
     def __exit__(self, error_type: type | None, *_: object) -> None:
-        ended = "FINISHED" if error_type is None else "KILLED" if error_type is KeyboardInterrupt else "FAILED"
-        self._mlflow.end(ended)
+        interrupted = error_type in (KeyboardInterrupt, SystemExit)
+        self._mlflow.end("FINISHED" if error_type is None else "KILLED" if interrupted else "FAILED")
 
     def begin_step(self) -> None:
         """The step's clock starts here."""
