@@ -19,13 +19,6 @@ OPTIONS = {
         "update.num_epochs=2",
     ],
     "zero-2": ["update.backend={kind: deepspeed, zero_stage: 2}"],
-    "zero-3": ["update.backend={kind: deepspeed, zero_stage: 3}"],
-    "lora-rloo": [
-        "update.lora.enabled=true",
-        "algorithm.advantage=rloo",
-        "algorithm.kl={kind: k1, coef: 0.05, place: reward}",
-        "rollout.dispatch=static",
-    ],
 }
 
 
