@@ -121,5 +121,6 @@ def test_no_worker_outlives_a_killed_run(root):
 
     kill_when(process, ready, victim=lambda: process.pid)
     process.wait(60)
+    assert children, "no worker was seen before the kill"
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, [p.cmdline()[:3] for p in alive]
