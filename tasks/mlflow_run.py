@@ -26,6 +26,7 @@ TRACKER_ERRORS = (MlflowException, SQLAlchemyError, OSError)
 _LONGEST_PARAM = 500  # characters; older stores refuse more
 _PARAMS_PER_CALL = 100
 _LONGEST_DIGEST = 36
+_STEP_METRIC = "training/global_step"  # every row has it
 
 
 class DatasetInput(NamedTuple):
@@ -49,6 +50,7 @@ class MlflowRun:
         self._cfg = cfg
         self._queue: deque[Callable[[], object]] = deque()
         self._is_new = False
+        self._logged_steps: set[int] = set()
         self._warned = False
         self._send(lambda: self._start(run_name, resume_id, on_start))
 
@@ -60,10 +62,10 @@ class MlflowRun:
         return f"{self._cfg.uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
 
     def metrics(self, values: Mapping[str, float], *, step: int) -> None:
-        """Log numbers of one step."""
+        """Log numbers of one step, once: a step that an earlier attempt has logged keeps its points."""
         now = get_current_time_millis()
         batch = [Metric(name, value, now, step) for name, value in values.items()]
-        self._send(lambda: self._client.log_batch(self.run_id, metrics=batch))
+        self._send(lambda: self._metrics(batch, step))
 
     def describe(self, params: Mapping[str, Any], *, tags: Mapping[str, str], dataset: DatasetInput) -> None:
         """Parameters (a nested mapping, flattened: `rollout/num_samples`), tags and data set of a new run.
@@ -100,7 +102,14 @@ class MlflowRun:
         )
         self._is_new = run_id is None
         self.run_id = run.info.run_id
+        if not self._is_new:
+            history = self._client.get_metric_history(self.run_id, _STEP_METRIC)
+            self._logged_steps = {metric.step for metric in history}
         on_start(self.run_id)
+
+    def _metrics(self, batch: list[Metric], step: int) -> None:
+        if step not in self._logged_steps:
+            self._client.log_batch(self.run_id, metrics=batch)
 
     def _describe(self, params: Mapping[str, Any], tags: Mapping[str, str], dataset: DatasetInput) -> None:
         import mlflow

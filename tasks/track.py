@@ -53,6 +53,7 @@ class Tracker:
         self._describe(dataset)
         self._mlflow.artifact(self._run_dir / "config.yaml")
         self._mlflow.artifact(self._run_dir / "run.json")
+        self._catch_up(session)
 
     @property
     def link(self) -> str:
@@ -93,6 +94,14 @@ class Tracker:
         self.record(values, step=step)
         log.info("%s", step_line(values, step=step, num_steps=self._cfg.num_steps))
         return values
+
+    def _catch_up(self, session: Session) -> None:
+        """Write down what a killed attempt had done and not yet recorded."""
+        last = session.completed_steps
+        if last > 0 and session.resumed_metrics and all(row["step"] != last for row in self._rows):
+            self._append({"step": last, **session.resumed_metrics})
+        for row in self._rows:
+            self._mlflow.metrics({k: v for k, v in row.items() if k != "step"}, step=row["step"])
 
     def _describe(self, dataset: Ref) -> None:
         manifest = Path(dataset.path) / "manifest.json"

@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from tlt_core.store import sha256_of
@@ -35,6 +35,7 @@ class DriverState:
     resume_attempt: int
     fingerprint: str  # of the parts of the configuration that may not change between attempts
     best_metric: float | None  # value that ranks this checkpoint
+    metrics: dict[str, float] = field(default_factory=dict)  # the step's, for an attempt that ended before it wrote them down
 
 
 def save(root: Path, state: DriverState, write_parts: Callable[[Path], None]) -> Path:

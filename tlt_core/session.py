@@ -59,6 +59,7 @@ class Session:
         self.tracker_run_id = ""
         self.completed_steps = 0
         self.resume_attempt = 0
+        self.resumed_metrics: dict[str, float] = {}  # of the last completed step, as its checkpoint has them
         self.start_model = start_model
         self._on_progress = on_progress
         self._tokenizer = load_tokenizer(start_model)
@@ -99,6 +100,7 @@ class Session:
             session.completed_steps = state.step
             session.resume_attempt = state.resume_attempt + 1
             session.tracker_run_id = state.tracker_run_id
+            session.resumed_metrics = state.metrics
             session._order.cursor = state.data_cursor
             session._policy_version = state.policy_version
             log.info("resuming from %s (attempt %d)", newest, session.resume_attempt)
@@ -265,6 +267,7 @@ class Session:
                 resume_attempt=self.resume_attempt,
                 fingerprint=self._fingerprint,
                 best_metric=self._last_best_metric,
+                metrics=self.metrics.values(),
             )
             self._last_best_metric = None
             folder = checkpoint.save(root, state, lambda partial: self._group.save(partial.resolve()))

@@ -71,9 +71,9 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("resume")
 
 
-@pytest.mark.parametrize("workers", [1])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_killed_runs_end_where_the_uninterrupted_run_ends(root, workers):
-    """fp32 on CPU, one worker, static dispatch: bitwise.  (Two workers: not yet; see the README's limits.)"""
+    """fp32 on CPU, static dispatch: bitwise."""
     whole = finish(root, f"whole{workers}", workers=workers)
     name = f"killed{workers}"
     run = root / "runs" / name

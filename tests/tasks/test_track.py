@@ -155,6 +155,7 @@ class _Session:
         self.cfg = cfg
         self.completed_steps = completed_steps
         self.resume_attempt = 0
+        self.resumed_metrics: dict[str, float] = {}
         self.tracker_run_id = ""
         self.metrics = StepMetrics()
         self.metrics.log({"critic/rewards/mean": 0.5, "timing_s/gen": 3.0})
@@ -209,6 +210,26 @@ def test_a_resumed_attempt_drops_the_rows_that_it_will_write_again(cfg: RunConfi
     with _tracker(_Session(cfg, completed_steps=2), cfg):
         pass
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+
+
+def test_a_step_that_was_saved_but_not_recorded_is_recorded_on_resume(cfg: RunConfig) -> None:
+    first: Any = _Session(cfg)
+    with _tracker(first, cfg) as tracker:
+        tracker.record({"training/global_step": 0}, step=0)
+        tracker.record({"training/global_step": 1, "critic/rewards/mean": 0.1}, step=1)
+        (cfg.run_dir / "metrics.jsonl").open("a").write('{"step": 2, "training/global_step": 2}\n')  # MLflow lacks it
+    second: Any = _Session(cfg, completed_steps=3)
+    second.resumed_metrics = {"training/global_step": 3, "critic/rewards/mean": 0.3}
+    with _tracker(second, cfg):
+        pass
+    assert second.tracker_run_id == first.tracker_run_id
+    rows = [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    client = MlflowClient(cfg.tracking.uri)
+    history = client.get_metric_history(first.tracker_run_id, "training/global_step")
+    assert sorted(m.step for m in history) == [0, 1, 2, 3]
+    rewards = client.get_metric_history(first.tracker_run_id, "critic/rewards/mean")
+    assert [(m.step, m.value) for m in rewards] == [(1, 0.1), (3, 0.3)]
 
 
 def test_an_attempt_that_fails_is_marked_so(cfg: RunConfig) -> None:

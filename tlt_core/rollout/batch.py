@@ -112,4 +112,6 @@ class LiveBatch:
                 array[row] = array[last]
             self._rows[row] = self._rows[last]
         self._rows.pop()
+        if not self._rows:
+            self.longest = 0  # else one phase would lengthen the next one's attention, and change its last bits
         return last
