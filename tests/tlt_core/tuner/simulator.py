@@ -1,0 +1,128 @@
+"""An engine with known costs and acceptance on a virtual clock: what a tuner earns in it is exact and repeatable."""
+
+import random
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from math import prod
+
+from tlt_core.speculation import RoundReport, Strategy
+from tlt_core.tuner.policies import RecordedTuner
+
+MENU = (
+    Strategy("ngram", 4, 1, 4),
+    Strategy("ngram", 8, 1, 8),
+    Strategy("ngram", 2, 1, 2),
+    Strategy("eagle", 2, 1, 2),
+    Strategy("eagle", 4, 1, 4),
+    Strategy("eagle", 6, 1, 6),
+    Strategy("eagle", 4, 2, 8),
+    Strategy("eagle", 4, 4, 16),
+)
+
+_POINTS = ((1, 12.5e-3), (4, 13.5e-3), (16, 21.4e-3), (32, 31.7e-3), (160, 125e-3))
+
+
+def pass_seconds(live: int, tokens: int, context: int) -> float:
+    """A 135M model on two cores: measured anchors, attention over the context, sampling."""
+    sizes = [size for size, _ in _POINTS]
+    at = min(max(bisect_right(sizes, tokens) - 1, 0), len(_POINTS) - 2)
+    (low, low_s), (high, high_s) = tuple(pairwise(_POINTS))[at]
+    base = low_s + (high_s - low_s) * (tokens - low) / (high - low)
+    return (
+        base + 0.22e-3 * tokens + 3.75e-6 * context + 0.7e-6 * context * (tokens / live - 1) + 0.5e-3 * (tokens > live)
+    )
+
+
+@dataclass
+class Hits:
+    """One drafter's luck: rate of the first token and how it falls, coverage, and spread between requests."""
+
+    first: float
+    fall: float = 0.95
+    cover: float = 1.0
+    spread: float = 0.0
+
+
+@dataclass
+class Engine:
+    """Rows join while `waiting` lasts; each emits tokens until its length."""
+
+    hits: dict[str, Hits]
+    live: int
+    lengths: Callable[[random.Random], int]
+    waiting: int = 0
+    seed: int = 0
+    noise: float = 0.03
+    spikes: float = 0.02  # share of rounds that take three times as long
+    history: list[tuple[Strategy, float, float]] = field(default_factory=list)  # expected tokens and seconds
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens a second of the choices made: luck and spikes are left out."""
+        return sum(tokens for _, tokens, _ in self.history) / sum(seconds for _, _, seconds in self.history)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._ids = count()
+        self.rows: dict[int, list[float]] = {}  # id -> context, tokens left, ability
+        for _ in range(self.live):
+            self._join()
+
+    def _join(self) -> None:
+        self.rows[next(self._ids)] = [100.0, float(self.lengths(self._random)), self._random.uniform(-1, 1)]
+
+    def run(self, tuner: RecordedTuner, rounds: int = 10**9) -> None:
+        """Until the rounds are done or no request is left."""
+        for _ in range(rounds):
+            if not self.rows:
+                return
+            self._round(tuner)
+
+    def _round(self, tuner: RecordedTuner) -> None:
+        rows, live = list(self.rows), len(self.rows)
+        context = int(sum(row[0] for row in self.rows.values()))
+        strategy = tuner.choose(rows, context)
+        drafts = [self._draft(strategy, row[2]) for row in self.rows.values()]
+        offered, drafted, accepted, expected = zip(*drafts, strict=True)
+        shake = self._random.gauss(1.0, self.noise) * (3.0 if self._random.random() < self.spikes else 1.0)
+        verify_s, draft_s = pass_seconds(live, live + sum(drafted), context), draft_seconds(strategy, live)
+        self.history.append((strategy, live + sum(expected), verify_s + draft_s))
+        tuner.observe(
+            rows, RoundReport(strategy, live, context, drafted, offered, accepted, draft_s * shake, verify_s * shake)
+        )
+        for key, new in zip(rows, accepted, strict=True):
+            row = self.rows[key]
+            row[0] += new + 1
+            row[1] -= new + 1
+            if row[1] <= 0:
+                del self.rows[key]
+                tuner.forget(key)
+                if self.waiting:
+                    self.waiting -= 1
+                    self._join()
+
+    def _draft(self, strategy: Strategy, ability: float) -> tuple[int, int, int, float]:
+        """Depth offered, tokens drafted, tokens accepted, and how many were to be expected before any draw."""
+        hits = self.hits.get(strategy.drafter)
+        if strategy.is_off or hits is None:
+            return 0, 0, 0, 0.0
+        depth = min(strategy.depth, strategy.tokens)
+        breadth = 1.0 if strategy.width == 1 else (strategy.width * strategy.tokens / strategy.depth) ** 0.5
+        first = min(max(hits.first + hits.spread * ability, 0.0), 0.98)
+        rates = [1 - (1 - first * hits.fall**step) ** breadth**0.6 for step in range(depth)]
+        expected = hits.cover * sum(prod(rates[: step + 1]) for step in range(depth))
+        if self._random.random() >= hits.cover:
+            return 0, 0, 0, expected
+        accepted = next((step for step, rate in enumerate(rates) if self._random.random() >= rate), depth)
+        return depth, depth if strategy.width == 1 else strategy.tokens, accepted, expected
+
+
+def draft_seconds(strategy: Strategy, live: int) -> float:
+    """n-gram: a look-up per request; EAGLE: one layer and a head per step."""
+    if strategy.is_off:
+        return 0.0
+    if strategy.drafter == "ngram":
+        return 0.1e-3 + 0.05e-3 * live
+    return strategy.depth * (1.2e-3 + 0.1e-3 * live * strategy.width)

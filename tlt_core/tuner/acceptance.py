@@ -1,0 +1,291 @@
+"""How many draft tokens each live request will accept.
+
+    E[accepted] = c h_1 + c h_1 h_2 + ...            c = P(the drafter proposes), h_j = P(accepts j | accepted j - 1)
+
+From j = 2 on a draft that ends early counts as a miss, so h_j holds the drafter's own stopping too.  Each h exists
+twice.  For all requests together, per *form* (drafter and tree shape; chains of all depths are one form) and position:
+a mean and the weight of its evidence.  For each request a multiplier of the odds:
+
+    odds(h_row) = m_j odds(h_form),     m_j from decayed counts, shrunk to m_{j-1}, and m_0 = 1
+
+so a new request begins at the common estimate, one that differs is known after a few rounds, and what was seen with one
+form serves the others.  An untried form starts from a tried one of the same drafter by h' = 1 - (1 - h)^(b'/b)^0.67, b
+the breadth: wider is at least as good.  (Coupled drafts of SmolLM2 accept 0.17, 0.26, 0.37 at widths 1, 2, 4.)
+
+Evidence that is not renewed loses weight, not its mean.  The optimistic estimate moves to 0.9 as weight is lost.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tlt_core.speculation import RoundReport, Strategy
+
+_PRIOR_HIT = 0.5
+_PRIOR_WEIGHT = 2.0
+_MOST_WEIGHT = 100.0  # trials that a common mean remembers
+_ROW_DECAY = 0.92  # per trial
+_ROW_PRIOR = 4.0  # trials that the common estimate is worth to a request
+_OPTIMIST = 0.9
+_OPTIMIST_WEIGHT = 4.0
+_TRANSFER_WEIGHT = 3.0
+_IDLE_ROUNDS = 8  # unused for so long, a drafter's evidence is aged
+_IDLE_FACTOR = 0.88  # exp(-8 / 64)
+_TRUSTED_TRIALS = 4
+
+
+class Rate:
+    """A share of successes that follows changes: mean and weight of its evidence."""
+
+    __slots__ = ("mean", "weight")
+
+    def __init__(self, mean: float, weight: float = 0.0) -> None:
+        self.mean, self.weight = mean, weight
+
+    def add(self, hits: float, trials: float) -> None:
+        """Fold in one round."""
+        self.weight = min(self.weight + trials, max(_MOST_WEIGHT, trials))
+        self.mean += (hits - trials * self.mean) / self.weight
+
+    def optimistic(self) -> float:
+        """The mean, moved to `_OPTIMIST` as evidence lacks."""
+        return self.mean + max(_OPTIMIST - self.mean, 0.0) * _OPTIMIST_WEIGHT / (self.weight + _OPTIMIST_WEIGHT)
+
+
+class _RowBelief:
+    """What one request did with one drafter: decayed trials, hits and expected hits, per position (0: proposes)."""
+
+    __slots__ = ("expected", "hits", "multipliers", "trials")
+
+    def __init__(self, depth: int) -> None:
+        self.trials, self.hits, self.expected = [0.0] * (depth + 1), [0.0] * (depth + 1), [0.0] * (depth + 1)
+        self.multipliers = [1.0] * (depth + 1)  # of the odds; entry 0 of c, the others of h_j
+
+    def add(self, position: int, hit: bool, expected: float) -> None:
+        self.trials[position] = self.trials[position] * _ROW_DECAY + 1.0
+        self.hits[position] = self.hits[position] * _ROW_DECAY + hit
+        self.expected[position] = self.expected[position] * _ROW_DECAY + expected
+
+    def refresh(self) -> None:
+        multiplier = self.multipliers[0] = self._multiplier(0, 1.0)
+        multiplier = 1.0  # whether a drafter proposes says little about whether it is right
+        for position in range(1, len(self.trials)):
+            multiplier = self.multipliers[position] = self._multiplier(position, multiplier)
+
+    def _multiplier(self, position: int, prior: float) -> float:
+        trials = self.trials[position]
+        if trials < 0.5:
+            return prior
+        common = self.expected[position] / trials
+        odds = common / (1.0 - common)
+        start = prior * odds / (1.0 + prior * odds)
+        mean = (self.hits[position] + _ROW_PRIOR * start) / (trials + _ROW_PRIOR)
+        return min(max(mean / ((1.0 - mean) * odds), 0.01), 100.0)
+
+
+class _Form(NamedTuple):
+    """Tree shapes that share their hit rates."""
+
+    drafter: str
+    key: str
+    breadth: float  # children of a node, roughly
+
+
+class Outlook(NamedTuple):
+    """What one arm would do in the next round, all rows together."""
+
+    accepted: float
+    drafted: float
+
+
+class Acceptance:
+    """Estimates for a menu of strategies (no OFF among them)."""
+
+    def __init__(self, menu: Sequence[Strategy]) -> None:
+        self._menu = tuple(menu)
+        self._depths = {s: min(s.depth, s.tokens) for s in self._menu}
+        self._forms = {s: _form(s) for s in self._menu}
+        self._reach: dict[_Form, int] = {}
+        for s, form in self._forms.items():
+            self._reach[form] = max(self._reach.get(form, 0), self._depths[s])
+        names = dict.fromkeys(s.drafter for s in self._menu)
+        self._deepest = {name: max(d for s, d in self._depths.items() if s.drafter == name) for name in names}
+        self._hits = {form: [Rate(_PRIOR_HIT) for _ in range(reach)] for form, reach in self._reach.items()}
+        self._covers = {name: Rate(_OPTIMIST) for name in names}
+        self._fills = {s: Rate(1.0) for s in self._menu}  # drafted tokens as a share of those asked for
+        self._trials = dict.fromkeys(names, 0)
+        self._idle = dict.fromkeys(names, 0)
+        self._rows: dict[str, dict[int, _RowBelief]] = {name: {} for name in names}
+        self._means: dict[_Form, list[float]] = {}
+        self._refresh(names)
+
+    def trusted(self, strategy: Strategy) -> bool:
+        """Whether enough was seen of its drafter to choose it by its mean.  OFF needs no evidence."""
+        return strategy.is_off or self._trials[strategy.drafter] >= _TRUSTED_TRIALS
+
+    def outlook(self, rows: Sequence[int], *, optimistic: bool = False) -> dict[Strategy, Outlook]:
+        """Expected draft tokens accepted and verified of each strategy."""
+        totals = {form: self._totals(form, rows, optimistic) for form in self._reach}
+        result = {}
+        for s, form in self._forms.items():
+            covered, *survivors = totals[form]
+            drafted = covered * self._fills[s].mean * _asked(s)
+            result[s] = Outlook(sum(survivors[: self._depths[s]]), drafted)
+        return result
+
+    def observe(self, rows: Sequence[int], report: RoundReport) -> None:
+        """Learn from a round; one that was plain only ages the evidence."""
+        strategy = report.strategy
+        self._age(strategy.drafter)
+        if strategy not in self._forms:
+            return
+        form, depth, name = self._forms[strategy], self._depths[strategy], strategy.drafter
+        trials, hits = [0] * (depth + 1), [0] * (depth + 1)
+        beliefs, means, cover = self._rows[name], self._means[form], _inside(self._covers[name].mean)
+        for row, offered, accepted in zip(rows, report.offered, report.accepted, strict=True):
+            belief = beliefs.get(row)
+            if belief is None:
+                belief = beliefs[row] = _RowBelief(self._deepest[name])
+            belief.add(0, offered > 0, cover)
+            trials[0] += 1
+            hits[0] += offered > 0
+            for position in range(1, min(accepted + 1, depth) + 1 if offered else 1):
+                belief.add(position, position <= accepted, means[position - 1])
+                trials[position] += 1
+                hits[position] += position <= accepted
+            belief.refresh()
+        self._covers[name].add(hits[0], trials[0])
+        for rate, hit, trial in zip(self._hits[form], hits[1:], trials[1:], strict=False):
+            if trial:
+                rate.add(hit, trial)
+        if hits[0]:
+            self._fills[strategy].add(sum(report.drafted) / _asked(strategy), hits[0])
+        self._trials[name] += len(rows)
+        self._refresh([name])
+
+    def forget(self, row: int) -> None:
+        """A request has ended."""
+        for beliefs in self._rows.values():
+            beliefs.pop(row, None)
+
+    def discount(self, drafter: str | None, factor: float = 0.05) -> None:
+        """What is known of a drafter (None: of each) no longer weighs much; its means stay."""
+        for name in self._covers:
+            if drafter in (None, name):
+                self._weaken(name, factor)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "hits": {form.key: [[r.mean, r.weight] for r in rates] for form, rates in self._hits.items()},
+            "covers": {name: [r.mean, r.weight] for name, r in self._covers.items()},
+            "fills": {str(s): [r.mean, r.weight] for s, r in self._fills.items()},
+            "trials": dict(self._trials),
+            "idle": dict(self._idle),
+            "rows": {
+                name: {str(row): [b.trials, b.hits, b.expected] for row, b in beliefs.items()}
+                for name, beliefs in self._rows.items()
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Forms and drafters that are not on the menu are dropped."""
+        for form, rates in self._hits.items():
+            for rate, values in zip(rates, state["hits"].get(form.key, []), strict=False):
+                rate.mean, rate.weight = values
+        for s, fill in self._fills.items():
+            fill.mean, fill.weight = state["fills"].get(str(s), (1.0, 0.0))
+        for name in self._covers.keys() & state["covers"].keys():
+            self._covers[name].mean, self._covers[name].weight = state["covers"][name]
+            self._trials[name], self._idle[name] = state["trials"][name], state["idle"][name]
+            self._rows[name] = {}
+            for row, counts in state["rows"][name].items():
+                belief = self._rows[name][int(row)] = _RowBelief(self._deepest[name])
+                for own, saved in zip((belief.trials, belief.hits, belief.expected), counts, strict=True):
+                    own[: len(saved)] = saved[: len(own)]
+                belief.refresh()
+        self._refresh(self._covers)
+
+    def _totals(self, form: _Form, rows: Sequence[int], optimistic: bool) -> list[float]:
+        """Rows expected to be offered a draft, then those expected to accept 1, 2, .. of it."""
+        name, means = form.drafter, self._means[form]
+        cover = self._covers[name]
+        lead = _inside(cover.optimistic() if optimistic else cover.mean)
+        if optimistic:
+            means = [_inside(m) for m in self._form_means(form, optimistic=True)]
+        odds = [lead / (1.0 - lead), *(m / (1.0 - m) for m in means)]
+        totals = [0.0] * len(odds)
+        beliefs = self._rows[name]
+        new_rows = 0
+        for row in rows:
+            belief = beliefs.get(row)
+            if belief is None:
+                new_rows += 1
+                continue
+            survival = 1.0
+            for position, (o, m) in enumerate(zip(odds, belief.multipliers, strict=False)):
+                x = o * m
+                survival *= x / (1.0 + x)
+                totals[position] += survival
+        survival = float(new_rows)
+        for position, o in enumerate(odds):
+            survival *= o / (1.0 + o)
+            totals[position] += survival
+        return totals
+
+    def _form_means(self, form: _Form, *, optimistic: bool) -> list[float]:
+        means: list[float] = []
+        for position, own in enumerate(self._hits[form]):
+            best, best_rate = None, None
+            for other, rates in self._hits.items():
+                usable = other != form and other.drafter == form.drafter and position < len(rates)
+                if usable and rates[position].weight > (best_rate.weight if best_rate else 0.5):
+                    best, best_rate = other, rates[position]
+            start, weight = (means[-1] if means else _PRIOR_HIT), _PRIOR_WEIGHT
+            evidence = own.weight
+            if best is not None and best_rate is not None:
+                ratio = (form.breadth / best.breadth) ** 0.67
+                start, weight = 1.0 - (1.0 - min(best_rate.mean, 0.99)) ** ratio, _TRANSFER_WEIGHT
+                evidence = max(evidence, 0.5 * best_rate.weight)
+            mean = (own.weight * own.mean + weight * start) / (own.weight + weight)
+            means.append(Rate(mean, evidence).optimistic() if optimistic else mean)
+        return means
+
+    def _refresh(self, names: Iterable[str]) -> None:
+        wanted = set(names)
+        for form in self._reach:
+            if form.drafter in wanted:
+                self._means[form] = [_inside(m) for m in self._form_means(form, optimistic=False)]
+
+    def _age(self, active: str) -> None:
+        for name, idle in self._idle.items():
+            self._idle[name] = 0 if name == active else idle + 1
+            if self._idle[name] >= _IDLE_ROUNDS:
+                self._idle[name] = 0
+                self._weaken(name, _IDLE_FACTOR)
+
+    def _weaken(self, name: str, factor: float) -> None:
+        self._covers[name].weight *= factor
+        for form, rates in self._hits.items():
+            if form.drafter == name:
+                for rate in rates:
+                    rate.weight *= factor
+        for belief in self._rows[name].values():
+            for counts in (belief.trials, belief.hits, belief.expected):
+                counts[:] = [count * factor for count in counts]
+            belief.refresh()
+        self._refresh([name])
+
+
+def _asked(strategy: Strategy) -> int:
+    """Draft tokens of a request when the drafter proposes all that it may."""
+    return min(strategy.depth, strategy.tokens) if strategy.width == 1 else strategy.tokens
+
+
+def _form(strategy: Strategy) -> _Form:
+    if strategy.width == 1:
+        return _Form(strategy.drafter, f"{strategy.drafter}:chain", 1.0)
+    return _Form(strategy.drafter, str(strategy), max(strategy.width * strategy.tokens / strategy.depth, 1.0) ** 0.5)
+
+
+def _inside(p: float) -> float:
+    return min(max(p, 0.005), 0.98)

@@ -1,0 +1,178 @@
+"""Seconds of a round, from a few measurements at start-up and from every round since.
+
+    target pass   s = base + slope_1 ramp_1(T) + .. + slope_k ramp_k(T) + alpha L + beta L (T / R - 1) + gamma [verify]
+    draft         s = a + b depth + c R + d depth R width                             one set (a, b, c, d) per drafter
+
+T tokens of the pass (R live rows, and the draft tokens), L tokens of context of all rows together.  ramp_i(T) is the
+part of T in the i-th interval between anchors, so the curve is piecewise linear, never falls (slopes are held at 0 or
+more), and goes on with its last slope: batch sizes that were never seen are answered by their neighbours.
+
+Both are linear in their coefficients theta, which `RobustFilter` tracks: a Kalman filter whose innovations are clipped,
+so that a round that took three times as long moves theta by no more than an ordinary bad round.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from tlt_core.speculation import RoundReport, Strategy
+
+Measure = Callable[[int, int, int], float]
+"""measure(live, tokens, context) -> seconds of a target pass over so many tokens, all rows together."""
+
+_ANCHORS = (1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+_PASS_PRIOR = (10e-3, *(0.5e-3,) * len(_ANCHORS), 3e-6, 1e-6, 0.5e-3)  # of a 135M model on few cores, to begin with
+_CLIP = 2.5  # standard deviations of an innovation that are believed
+_DRIFT = 1e-3  # share of the prior's variance that each round gives back
+
+
+class RobustFilter:
+    """y ~ phi . theta with theta >= 0, by a Kalman filter on clipped innovations."""
+
+    def __init__(self, theta: Sequence[float], spread: Sequence[float], *, noise: float = 0.1) -> None:
+        """theta: the prior's mean; spread: its standard deviations; noise: of y, relative."""
+        self.theta = list(theta)
+        self.noise = noise
+        self.ceiling = [s * s for s in spread]
+        self.covariance = [[v if i == j else 0.0 for j in range(len(theta))] for i, v in enumerate(self.ceiling)]
+
+    def predict(self, phi: Sequence[float]) -> float:
+        """Expected y."""
+        return sum(p * t for p, t in zip(phi, self.theta, strict=True))
+
+    def update(self, phi: Sequence[float], y: float) -> None:
+        """Learn from one observation."""
+        expected = max(self.predict(phi), 1e-7)
+        gain = [sum(map(float.__mul__, row, phi)) for row in self.covariance]
+        own = (self.noise * expected) ** 2
+        total = max(sum(map(float.__mul__, gain, phi)), 0.0) + own
+        limit = _CLIP * total**0.5
+        error = min(max(y - expected, -limit), limit)
+        # the mean of |e| is 0.8 standard deviations
+        surprise = min(abs(y - expected), 3 * self.noise * expected) / expected
+        self.noise = min(max(self.noise + 0.05 * (1.25 * surprise - self.noise), 0.02), 0.5)
+        self.theta = [max(t + g * error / total, 0.0) for t, g in zip(self.theta, gain, strict=True)]
+        for i, (row, g, top) in enumerate(zip(self.covariance, gain, self.ceiling, strict=True)):
+            scale = g / total
+            row[:] = [c - scale * h for c, h in zip(row, gain, strict=True)]
+            row[i] += min(_DRIFT * top, max(top - row[i], 0.0))  # never lowered: that could make it indefinite
+
+    def state(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "theta": list(self.theta),
+            "noise": self.noise,
+            "ceiling": list(self.ceiling),
+            "covariance": [list(row) for row in self.covariance],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`.  One of another size, from another version of the model, is left alone."""
+        if len(state["theta"]) == len(self.theta):
+            self.theta, self.ceiling = list(state["theta"]), list(state["ceiling"])
+            self.covariance, self.noise = [list(row) for row in state["covariance"]], float(state["noise"])
+
+
+class CostModel:
+    """Answers for any strategy, batch and context; learns from every round."""
+
+    def __init__(self, drafters: Iterable[str]) -> None:
+        self._pass = RobustFilter(_PASS_PRIOR, [2 * t for t in _PASS_PRIOR])
+        self._drafts: dict[str, RobustFilter | None] = dict.fromkeys(drafters)
+        self._last = ""  # drafter of the round before
+
+    def pass_seconds(self, live: int, tokens: float, context: float, *, verify: float = 1.0) -> float:
+        """A target pass over `tokens` tokens, sampling and commit included.  verify: 0 for a plain pass."""
+        return self._pass.predict(_pass_features(live, tokens, context, verify))
+
+    def plain_seconds(self, live: int, context: int) -> float:
+        """A plain round."""
+        return self.pass_seconds(live, live, context, verify=0.0)
+
+    def draft_seconds(self, strategy: Strategy, live: int) -> float:
+        """Drafting.  Of a drafter not yet seen: a small share of a plain pass."""
+        known = self._drafts.get(strategy.drafter)
+        model = known if known is not None else self._new_draft_model()
+        return model.predict(_draft_features(strategy, live))
+
+    def round_seconds(self, strategy: Strategy, live: int, drafted: float, context: int) -> float:
+        """A round that verifies `drafted` tokens, all rows together."""
+        if strategy.is_off:
+            return self.plain_seconds(live, context)
+        verify = self.pass_seconds(live, live + drafted, context, verify=min(drafted, 1.0))
+        return self.draft_seconds(strategy, live) + verify
+
+    def observe(self, report: RoundReport) -> None:
+        """Learn from a round.  A drafter that comes back first catches up with what was decoded without it; that is
+        no part of its steady cost."""
+        strategy, drafted = report.strategy, sum(report.drafted)
+        features = _pass_features(report.live, report.live + drafted, report.context, min(drafted, 1.0))
+        self._pass.update(features, report.verify_s)
+        name = "" if strategy.is_off else strategy.drafter
+        returning, self._last = name != self._last, name
+        if name not in self._drafts:
+            return
+        model = self._drafts[name]
+        if model is None:
+            model = self._drafts[name] = self._new_draft_model()
+        elif returning:
+            return
+        model.update(_draft_features(strategy, report.live), report.draft_s)
+
+    def calibrate(self, measure: Measure, *, max_live: int, max_tokens: int, budget_s: float = 3.0) -> None:
+        """Time passes until budget_s is spent; each point once even if that takes longer, and then medians.
+
+        max_live, max_tokens: the largest batch and pass that may occur.  Contexts measured are 64 and 1,024 tokens a
+        row.
+        """
+        sizes = sorted({min(int(anchor), max_tokens) for anchor in _ANCHORS} | {max_live, max_tokens})
+        rows = sorted({1, min(4, max_live), max_live})
+        points = [(min(t, max_live), t, 64 * min(t, max_live)) for t in sizes]
+        points += [(r, t, 1024 * r) for r in rows for t in (r, min(5 * r, max_tokens))]
+        taken: dict[tuple[int, int, int], list[float]] = {point: [] for point in dict.fromkeys(points)}
+        spent = 0.0
+        for sweep in range(7):
+            for point, times in taken.items():
+                if sweep and spent >= budget_s:
+                    break
+                times.append(measure(*point))
+                spent += times[-1]
+        for _ in range(2):
+            for (live, tokens, context), times in taken.items():
+                self._pass.update(_pass_features(live, tokens, context, float(tokens > live)), median(times))
+        floors = [0.1 * prior for prior in _PASS_PRIOR]
+        self._pass.ceiling = [max(0.3 * t, f) ** 2 for t, f in zip(self._pass.theta, floors, strict=True)]
+
+    def forget_drafts(self, drafter: str | None) -> None:
+        """A new version of the drafter (None: of each) may cost something else; what was learnt becomes its prior."""
+        for name, model in self._drafts.items():
+            if model is not None and drafter in (None, name):
+                self._drafts[name] = RobustFilter(model.theta, [s**0.5 for s in model.ceiling])
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        drafts = {name: model.state() for name, model in self._drafts.items() if model is not None}
+        return {"pass": self._pass.state(), "drafts": drafts, "last": self._last}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Drafters that are not on the menu are dropped."""
+        self._pass.restore(state["pass"])
+        self._last = state["last"]
+        for name in self._drafts.keys() & state["drafts"].keys():
+            model = self._drafts[name] = self._new_draft_model()
+            model.restore(state["drafts"][name])
+
+    def _new_draft_model(self) -> RobustFilter:
+        step = self.plain_seconds(1, 64)
+        return RobustFilter(
+            [0.01 * step, 0.02 * step, 0.002 * step, 0.0005 * step], [step, step, 0.2 * step, 0.05 * step], noise=0.3
+        )
+
+
+def _pass_features(live: int, tokens: float, context: float, verify: float) -> list[float]:
+    ramps = [min(max(tokens - a, 0.0), b - a) for a, b in zip(_ANCHORS, (*_ANCHORS[1:], float("inf")), strict=True)]
+    return [1.0, *ramps, float(context), context * (tokens / live - 1.0), float(verify)]
+
+
+def _draft_features(strategy: Strategy, live: int) -> list[float]:
+    return [1.0, float(strategy.depth), float(live), float(strategy.depth * live * strategy.width)]

@@ -1,0 +1,184 @@
+"""When to change the strategy, and what trying another one may cost.
+
+Hysteresis: the gains of the best arm over the current one are summed round by round, less a margin, and the switch is
+made when the sum is worth a tenth of a round: at once for a clear gain, after ten rounds for one of 2.5 %.
+
+Probing: an arm whose optimistic rate beats the current one's is run for a few rounds when it is due.  It is due again
+after an interval that doubles while it fails, and at once when the batch has shrunk below its last probe's (then each
+draft token costs less) or after `reset`.  The same holds for OFF, whose optimistic rate grows while it is not seen.
+
+Probing is paid from a budget: what probe rounds took longer than the current arm needs for as many tokens, summed over
+all time, stays below share x (all time) + allowance.  A probe starts only if a round of it that accepts nothing fits.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tlt_core.speculation import OFF, Strategy
+
+_SWITCH_AT = 0.1  # rounds' worth of summed gain
+_MARGIN = 0.015
+_FIRST_INTERVAL = 16
+_LOOK_EVERY = 4  # rounds between two looks for an arm worth a probe
+_BURST_TRIALS = 8  # draws of a probe, all rows together
+_BURST_ROUNDS = (2, 6)
+_OFF_DOUBT = (0.02, 0.002, 1.0)  # how wrong plain's rate may be: at least, per round unseen, at most
+
+
+class Offer(NamedTuple):
+    """What an arm promises for the next round."""
+
+    rate: float  # tokens a second
+    seconds: float
+
+
+class _Probe(NamedTuple):
+    arm: Strategy
+    rounds_left: int
+
+
+class Gate:
+    """Holds the current arm.  `choose`, then `settle` with what the round did."""
+
+    def __init__(self, menu: Sequence[Strategy], *, share: float, allowance_rounds: float, max_interval: int) -> None:
+        """share: of all time that may be lost to probing; allowance_rounds: plain rounds that may be lost at once."""
+        self._share, self._allowance_rounds, self._max_interval = share, allowance_rounds, max_interval
+        self.current = OFF
+        self.lost_s = 0.0
+        self.total_s = 0.0
+        self._allowance_s = 0.0
+        self._arms = (OFF, *menu)
+        self._round = 0
+        self._gain = 0.0
+        self._probe: _Probe | None = None
+        self._look_at = 2  # two plain rounds come first
+        self._plain_at = 0
+        self._due = dict.fromkeys(self._arms, 0)
+        self._interval = dict.fromkeys(self._arms, _FIRST_INTERVAL)
+        self._probed_at = dict.fromkeys(self._arms, -1)
+        self._probed_live = dict.fromkeys(self._arms, 0)  # bit length of the live count
+        self._offers: Mapping[Strategy, Offer] = {}
+
+    def choose(
+        self,
+        live: int,
+        offers: Mapping[Strategy, Offer],
+        trusted: Callable[[Strategy], bool],
+        hopes: Callable[[], Mapping[Strategy, float]],
+    ) -> Strategy:
+        """Next round's arm.  offers: of OFF and each arm; trusted(arm): whether its offer rests on evidence;
+        hopes(): optimistic rates, asked for only when needed."""
+        self._offers = offers
+        if not self._allowance_s:
+            self._allowance_s = self._allowance_rounds * offers[OFF].seconds
+        self._round += 1
+        if self._probe is not None:
+            arm, left = self._probe
+            rate = offers[self.current].rate
+            if left and self._affordable(arm, live) and max(hopes()[arm], offers[arm].rate) > rate:
+                self._probe = _Probe(arm, left - 1)
+                return arm
+            self._finish(arm, live, won=trusted(arm) and offers[arm].rate > rate)
+        self._exploit(offers, trusted)
+        if self._round >= self._look_at:
+            self._look_at = self._round + _LOOK_EVERY
+            target = self._worth_a_probe(live, offers, hopes)
+            if target is not None:
+                low, high = _BURST_ROUNDS
+                self._probe = _Probe(target, min(max(-(-_BURST_TRIALS // live), low), high) - 1)
+                return target
+        return self.current
+
+    def settle(self, arm: Strategy, tokens: int, seconds: float) -> None:
+        """Account for the round that was made."""
+        self.total_s += seconds
+        if arm.is_off:
+            self._plain_at = self._round
+        if self._probe is not None and arm == self._probe.arm and self.current in self._offers:
+            self.lost_s += max(seconds - tokens / self._offers[self.current].rate, 0.0)
+
+    def reset(self, drafter: str | None) -> None:
+        """The drafter (None: each) has changed: probe it soon."""
+        for arm in self._arms:
+            if drafter in (None, arm.drafter):
+                self._due[arm], self._interval[arm] = self._round, _FIRST_INTERVAL
+        self._look_at = min(self._look_at, self._round + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {
+            "current": str(self.current),
+            "numbers": [self.lost_s, self.total_s, self._allowance_s, self._gain],
+            "rounds": [self._round, self._look_at, self._plain_at],
+            "probe": None if self._probe is None else [str(self._probe.arm), self._probe.rounds_left],
+            "arms": {
+                str(a): [self._due[a], self._interval[a], self._probed_at[a], self._probed_live[a]] for a in self._arms
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """An arm that is not on the menu is dropped; if it was the current one, OFF takes its place."""
+        by_name = {str(arm): arm for arm in self._arms}
+        self.current = by_name.get(state["current"], OFF)
+        self.lost_s, self.total_s, self._allowance_s, self._gain = state["numbers"]
+        self._round, self._look_at, self._plain_at = state["rounds"]
+        probe = state["probe"]
+        self._probe = _Probe(by_name[probe[0]], probe[1]) if probe and probe[0] in by_name else None
+        for name in by_name.keys() & state["arms"].keys():
+            arm = by_name[name]
+            self._due[arm], self._interval[arm], self._probed_at[arm], self._probed_live[arm] = state["arms"][name]
+
+    def _exploit(self, offers: Mapping[Strategy, Offer], trusted: Callable[[Strategy], bool]) -> None:
+        able = [arm for arm in self._arms if trusted(arm)]
+        best = max(able, key=lambda arm: offers[arm].rate)
+        gain = offers[best].rate / offers[self.current].rate - 1.0
+        if gain <= _MARGIN:
+            self._gain = max(self._gain + gain - _MARGIN, 0.0)
+            return
+        self._gain += gain - _MARGIN
+        if self._gain >= _SWITCH_AT:
+            self._switch(best)
+
+    def _switch(self, arm: Strategy) -> None:
+        for other in self._arms:
+            if other.drafter == self.current.drafter != arm.drafter:
+                self._due[other], self._interval[other] = self._round + _FIRST_INTERVAL, _FIRST_INTERVAL
+        self.current, self._gain = arm, 0.0
+
+    def _worth_a_probe(
+        self, live: int, offers: Mapping[Strategy, Offer], hopes: Callable[[], Mapping[Strategy, float]]
+    ) -> Strategy | None:
+        due = [arm for arm in self._arms if arm != self.current and self._is_due(arm, live)]
+        due = [arm for arm in due if self._affordable(arm, live)]
+        if not due:
+            return None
+        unseen, per_round, most = _OFF_DOUBT
+        doubt = min(unseen + per_round * (self._round - self._plain_at), most)
+        hoped = dict(hopes()) | {OFF: offers[OFF].rate * (1.0 + doubt)}
+        rate = offers[self.current].rate
+        due = [arm for arm in due if hoped[arm] > rate * (1.0 + _MARGIN)]
+        last = {arm.drafter: max(self._probed_at[a] for a in self._arms if a.drafter == arm.drafter) for arm in due}
+        return min(due, key=lambda arm: (last[arm.drafter], self._worst_loss_s(arm, live)), default=None)
+
+    def _is_due(self, arm: Strategy, live: int) -> bool:
+        return self._round >= self._due[arm] or live.bit_length() < self._probed_live[arm]
+
+    def _worst_loss_s(self, arm: Strategy, live: int) -> float:
+        """Seconds lost by one round of the arm that accepts nothing."""
+        return max(self._offers[arm].seconds - live / self._offers[self.current].rate, 0.0)
+
+    def _affordable(self, arm: Strategy, live: int) -> bool:
+        budget_s = self._share * self.total_s + self._allowance_s
+        return self.lost_s + self._worst_loss_s(arm, live) <= budget_s
+
+    def _finish(self, arm: Strategy, live: int, *, won: bool) -> None:
+        self._probe = None
+        alike = [a for a in self._arms if a == arm or (a.drafter == arm.drafter != self.current.drafter)]
+        for other in alike:
+            if self._round >= self._due[other] or other == arm:
+                grown = min(2 * self._interval[other], self._max_interval)
+                self._due[other] = self._round + self._interval[other]
+                self._interval[other] = _FIRST_INTERVAL if won else grown
+            self._probed_at[other], self._probed_live[other] = self._round, live.bit_length()
+        if won:
+            self._switch(arm)

@@ -1,0 +1,251 @@
+"""The tuner's policies, all of them `tlt_core.speculation.Tuner`.
+
+    cost_model   the arm with the most expected tokens per second, through a gate with hysteresis and paid probes
+    beg_mab      TLT's bucketed epsilon-greedy bandit
+    threshold    one arm for small batches, OFF for large ones
+    fixed, off   always the same
+
+Each keeps the same ledger and cost model, so their metrics compare.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, cast
+
+from tlt_core.speculation import OFF, RoundReport, Strategy, Tuner
+from tlt_core.tuner.acceptance import Acceptance
+from tlt_core.tuner.bandit import BucketedGreedy
+from tlt_core.tuner.cost_model import CostModel, Measure
+from tlt_core.tuner.gate import Gate, Offer
+from tlt_core.tuner.ledger import Ledger
+
+Kind = Literal["cost_model", "beg_mab", "threshold", "fixed", "off"]
+
+_TIE_BREAK = 0.99  # the best of several estimates is an overestimate; plain decoding's is the surest
+
+
+class RecordedTuner:
+    """What the policies share: the ledger, and the cost of plain decoding to compare with."""
+
+    def __init__(self, menu: Sequence[Strategy]) -> None:
+        self.cost = CostModel(dict.fromkeys(s.drafter for s in menu))
+        self.ledger = Ledger()
+        self._chosen = OFF
+
+    def choose(self, rows: Sequence[int], context: int) -> Strategy:
+        """See `Tuner`."""
+        raise NotImplementedError
+
+    def observe(self, rows: Sequence[int], report: RoundReport) -> None:
+        """See `Tuner`."""
+        self.ledger.record(report, self.cost.plain_seconds(report.live, report.context))
+        self.cost.observe(report)
+
+    def forget(self, row: int) -> None:
+        """See `Tuner`."""
+
+    def calibrate(self, measure: Measure, *, max_live: int, max_tokens: int, budget_s: float = 3.0) -> None:
+        """Time a few passes of the target before the first round, see `CostModel.calibrate`."""
+        self.cost.calibrate(measure, max_live=max_live, max_tokens=max_tokens, budget_s=budget_s)
+
+    def notify_change(self, drafter: str | None = None) -> None:
+        """A new version of the drafter, or of the policy (None), was published: what was learnt weighs less."""
+        self.cost.forget_drafts(drafter)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Metrics since the start, see `Ledger.snapshot`."""
+        return self.ledger.snapshot(self._chosen)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Tuner`."""
+        return {"cost": self.cost.state_dict(), "ledger": self.ledger.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Tuner`."""
+        self.cost.load_state_dict(state["cost"])
+        self.ledger.load_state_dict(state["ledger"])
+
+
+class CostModelTuner(RecordedTuner):
+    """The default."""
+
+    def __init__(
+        self, menu: Sequence[Strategy], *, probe_share: float, probe_allowance_rounds: float, max_probe_interval: int
+    ) -> None:
+        super().__init__(menu)
+        self._menu = tuple(menu)
+        self._acceptance = Acceptance(self._menu)
+        self._gate = Gate(
+            self._menu, share=probe_share, allowance_rounds=probe_allowance_rounds, max_interval=max_probe_interval
+        )
+
+    def choose(self, rows: Sequence[int], context: int) -> Strategy:
+        """See `Tuner`."""
+        self._chosen = self._gate.choose(
+            len(rows),
+            self.offers(rows, context),
+            self._acceptance.trusted,
+            lambda: {arm: offer.rate for arm, offer in self.offers(rows, context, optimistic=True).items()},
+        )
+        return self._chosen
+
+    def observe(self, rows: Sequence[int], report: RoundReport) -> None:
+        """See `Tuner`."""
+        self._gate.settle(report.strategy, report.live + sum(report.accepted), report.draft_s + report.verify_s)
+        super().observe(rows, report)
+        self._acceptance.observe(rows, report)
+
+    def forget(self, row: int) -> None:
+        """See `Tuner`."""
+        self._acceptance.forget(row)
+
+    def notify_change(self, drafter: str | None = None) -> None:
+        """As in `RecordedTuner`; the drafter is probed soon."""
+        super().notify_change(drafter)
+        self._acceptance.discount(drafter)
+        self._gate.reset(drafter)
+
+    def offers(self, rows: Sequence[int], context: int, *, optimistic: bool = False) -> dict[Strategy, Offer]:
+        """Expected tokens per second, and seconds, of a round with OFF and with each arm."""
+        live = len(rows)
+        plain_s = self.cost.plain_seconds(live, context)
+        result = {OFF: Offer(live / plain_s, plain_s)}
+        for arm, outlook in self._acceptance.outlook(rows, optimistic=optimistic).items():
+            seconds = self.cost.round_seconds(arm, live, outlook.drafted, context)
+            result[arm] = Offer(_TIE_BREAK * (live + outlook.accepted) / seconds, seconds)
+        return result
+
+    def snapshot(self) -> dict[str, Any]:
+        """As in `RecordedTuner`, and the share of all time lost to probing."""
+        lost = self._gate.lost_s / self._gate.total_s if self._gate.total_s else 0.0
+        return super().snapshot() | {"probe_share": lost}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Tuner`."""
+        own = {"acceptance": self._acceptance.state_dict(), "gate": self._gate.state_dict()}
+        return super().state_dict() | own
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Tuner`."""
+        super().load_state_dict(state)
+        self._acceptance.load_state_dict(state["acceptance"])
+        self._gate.load_state_dict(state["gate"])
+
+
+class BanditTuner(RecordedTuner):
+    """`beg_mab`."""
+
+    def __init__(self, menu: Sequence[Strategy], bandit: BucketedGreedy) -> None:
+        super().__init__(menu)
+        self._bandit = bandit
+
+    def choose(self, rows: Sequence[int], context: int) -> Strategy:
+        """See `Tuner`."""
+        self._chosen = self._bandit.pick(len(rows))
+        return self._chosen
+
+    def observe(self, rows: Sequence[int], report: RoundReport) -> None:
+        """See `Tuner`."""
+        super().observe(rows, report)
+        self._bandit.reward(report)
+
+    def notify_change(self, drafter: str | None = None) -> None:
+        """As in `RecordedTuner`; its rewards are forgotten."""
+        super().notify_change(drafter)
+        self._bandit.clear(drafter)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Tuner`."""
+        return super().state_dict() | {"bandit": self._bandit.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Tuner`."""
+        super().load_state_dict(state)
+        self._bandit.load_state_dict(state["bandit"])
+
+
+class ThresholdTuner(RecordedTuner):
+    """One arm while at most `max_live` requests live (None: always), plain decoding above."""
+
+    def __init__(self, arm: Strategy, *, max_live: int | None) -> None:
+        super().__init__([] if arm.is_off else [arm])
+        self._arm, self._max_live = arm, max_live
+
+    def choose(self, rows: Sequence[int], context: int) -> Strategy:
+        """See `Tuner`."""
+        self._chosen = self._arm if self._max_live is None or len(rows) <= self._max_live else OFF
+        return self._chosen
+
+
+class AgreedTuner:
+    """One rank decides, the others follow; `choose` is a collective call.  Only the leader learns and keeps state."""
+
+    def __init__(self, tuner: Tuner | None, broadcast: Callable[[object], object]) -> None:
+        """tuner: on the leader, None elsewhere.  broadcast(value): the leader's value, on each rank."""
+        self._tuner, self._broadcast = tuner, broadcast
+
+    def choose(self, rows: Sequence[int], context: int) -> Strategy:
+        """See `Tuner`."""
+        chosen = None if self._tuner is None else tuple(self._tuner.choose(rows, context))
+        return Strategy(*cast(tuple[str, int, int, int], self._broadcast(chosen)))
+
+    def observe(self, rows: Sequence[int], report: RoundReport) -> None:
+        """See `Tuner`."""
+        if self._tuner is not None:
+            self._tuner.observe(rows, report)
+
+    def forget(self, row: int) -> None:
+        """See `Tuner`."""
+        if self._tuner is not None:
+            self._tuner.forget(row)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """See `Tuner`; empty on followers."""
+        return {} if self._tuner is None else self._tuner.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Tuner`."""
+        if self._tuner is not None:
+            self._tuner.load_state_dict(state)
+
+
+def make_tuner(
+    kind: Kind,
+    menu: Sequence[Strategy] = (),
+    *,
+    arm: Strategy | None = None,
+    max_live: int = 32,
+    probe_share: float = 0.01,
+    probe_allowance_rounds: float = 2.0,
+    max_probe_interval: int = 64,
+    thresholds: Sequence[int] = (1, 2, 3, 5, 9, 17, 33),
+    epsilon: float = 0.1,
+    window: int = 300,
+    seed: int = 0,
+) -> RecordedTuner:
+    """A tuner over OFF and the menu.
+
+    arm: of `fixed` and `threshold`, the menu's first by default; max_live: of `threshold`; probe_*: of `cost_model`,
+    see `Gate`; thresholds, epsilon, window, seed: of `beg_mab`.  Raises ValueError on a menu that names an arm twice,
+    on an unknown kind, and when `fixed` or `threshold` has no arm.
+    """
+    arms = [s for s in menu if not s.is_off]
+    if len(set(arms)) < len(arms):
+        raise ValueError(f"the menu {', '.join(map(str, arms))} names an arm twice: remove one of them")
+    if kind == "cost_model":
+        return CostModelTuner(
+            arms,
+            probe_share=probe_share,
+            probe_allowance_rounds=probe_allowance_rounds,
+            max_probe_interval=max_probe_interval,
+        )
+    if kind == "beg_mab":
+        bandit = BucketedGreedy(arms, thresholds=thresholds, epsilon=epsilon, window=window, seed=seed)
+        return BanditTuner(arms, bandit)
+    if kind == "off":
+        return ThresholdTuner(OFF, max_live=None)
+    if kind not in ("fixed", "threshold"):
+        raise ValueError(f"unknown tuner {kind}: choose cost_model, beg_mab, threshold, fixed or off")
+    chosen = arm or next(iter(arms), None)
+    if chosen is None:
+        raise ValueError(f"the tuner {kind} needs an arm: name one, or give it a menu")
+    return ThresholdTuner(chosen, max_live=max_live if kind == "threshold" else None)
