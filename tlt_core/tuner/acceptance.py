@@ -23,13 +23,13 @@ from tlt_core.speculation import RoundReport, Strategy
 _PRIOR_HIT = 0.5
 _PRIOR_WEIGHT = 2.0
 _MOST_WEIGHT = 100.0  # trials that a common mean remembers
-_ROW_DECAY = 0.92  # per trial
-_ROW_PRIOR = 4.0  # trials that the common estimate is worth to a request
+_ROW_DECAY = 0.94  # per trial
+_ROW_PRIOR = 6.0  # trials that the common estimate is worth to a request
 _OPTIMIST = 0.9
 _OPTIMIST_WEIGHT = 4.0
 _TRANSFER_WEIGHT = 3.0
-_IDLE_ROUNDS = 8  # unused for so long, a drafter's evidence is aged
-_IDLE_FACTOR = 0.88  # exp(-8 / 64)
+_AGE_EVERY = 8  # rounds; what was not tested in them loses weight
+_AGE_FACTOR = 0.88  # exp(-8 / 64)
 _TRUSTED_TRIALS = 4
 
 
@@ -113,7 +113,8 @@ class Acceptance:
         self._covers = {name: Rate(_OPTIMIST) for name in names}
         self._fills = {s: Rate(1.0) for s in self._menu}  # drafted tokens as a share of those asked for
         self._trials = dict.fromkeys(names, 0)
-        self._idle = dict.fromkeys(names, 0)
+        self._round = 0
+        self._tested = dict.fromkeys(self._reach, 0)  # deepest position since evidence was aged
         self._rows: dict[str, dict[int, _RowBelief]] = {name: {} for name in names}
         self._means: dict[_Form, list[float]] = {}
         self._refresh(names)
@@ -135,7 +136,9 @@ class Acceptance:
     def observe(self, rows: Sequence[int], report: RoundReport) -> None:
         """Learn from a round; one that was plain only ages the evidence."""
         strategy = report.strategy
-        self._age(strategy.drafter)
+        self._round += 1
+        if self._round % _AGE_EVERY == 0:
+            self._age()
         if strategy not in self._forms:
             return
         form, depth, name = self._forms[strategy], self._depths[strategy], strategy.drafter
@@ -153,6 +156,7 @@ class Acceptance:
                 trials[position] += 1
                 hits[position] += position <= accepted
             belief.refresh()
+        self._tested[form] = max(self._tested[form], depth)
         self._covers[name].add(hits[0], trials[0])
         for rate, hit, trial in zip(self._hits[form], hits[1:], trials[1:], strict=False):
             if trial:
@@ -171,7 +175,11 @@ class Acceptance:
         """What is known of a drafter (None: of each) no longer weighs much; its means stay."""
         for name in self._covers:
             if drafter in (None, name):
-                self._weaken(name, factor)
+                self._covers[name].weight *= factor
+                for rate in (rate for form, rates in self._hits.items() if form.drafter == name for rate in rates):
+                    rate.weight *= factor
+                self._fade_rows(name, 0, factor)
+        self._refresh(self._covers)
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -180,7 +188,8 @@ class Acceptance:
             "covers": {name: [r.mean, r.weight] for name, r in self._covers.items()},
             "fills": {str(s): [r.mean, r.weight] for s, r in self._fills.items()},
             "trials": dict(self._trials),
-            "idle": dict(self._idle),
+            "round": self._round,
+            "tested": {form.key: tested for form, tested in self._tested.items()},
             "rows": {
                 name: {str(row): [b.trials, b.hits, b.expected] for row, b in beliefs.items()}
                 for name, beliefs in self._rows.items()
@@ -192,11 +201,13 @@ class Acceptance:
         for form, rates in self._hits.items():
             for rate, values in zip(rates, state["hits"].get(form.key, []), strict=False):
                 rate.mean, rate.weight = values
+            self._tested[form] = state["tested"].get(form.key, 0)
+        self._round = state["round"]
         for s, fill in self._fills.items():
             fill.mean, fill.weight = state["fills"].get(str(s), (1.0, 0.0))
         for name in self._covers.keys() & state["covers"].keys():
             self._covers[name].mean, self._covers[name].weight = state["covers"][name]
-            self._trials[name], self._idle[name] = state["trials"][name], state["idle"][name]
+            self._trials[name] = state["trials"][name]
             self._rows[name] = {}
             for row, counts in state["rows"][name].items():
                 belief = self._rows[name][int(row)] = _RowBelief(self._deepest[name])
@@ -256,24 +267,25 @@ class Acceptance:
             if form.drafter in wanted:
                 self._means[form] = [_inside(m) for m in self._form_means(form, optimistic=False)]
 
-    def _age(self, active: str) -> None:
-        for name, idle in self._idle.items():
-            self._idle[name] = 0 if name == active else idle + 1
-            if self._idle[name] >= _IDLE_ROUNDS:
-                self._idle[name] = 0
-                self._weaken(name, _IDLE_FACTOR)
+    def _age(self) -> None:
+        deepest = dict.fromkeys(self._covers, 0)
+        for form, tested in self._tested.items():
+            deepest[form.drafter] = max(deepest[form.drafter], tested)
+            for rate in self._hits[form][tested:]:
+                rate.weight *= _AGE_FACTOR
+        for name, tested in deepest.items():
+            if not tested:
+                self._covers[name].weight *= _AGE_FACTOR
+            if tested < self._deepest[name]:
+                self._fade_rows(name, tested + 1 if tested else 0, _AGE_FACTOR)
+        self._tested = dict.fromkeys(self._tested, 0)
+        self._refresh(self._covers)
 
-    def _weaken(self, name: str, factor: float) -> None:
-        self._covers[name].weight *= factor
-        for form, rates in self._hits.items():
-            if form.drafter == name:
-                for rate in rates:
-                    rate.weight *= factor
+    def _fade_rows(self, name: str, start: int, factor: float) -> None:
         for belief in self._rows[name].values():
             for counts in (belief.trials, belief.hits, belief.expected):
-                counts[:] = [count * factor for count in counts]
+                counts[start:] = [count * factor for count in counts[start:]]
             belief.refresh()
-        self._refresh([name])
 
 
 def _asked(strategy: Strategy) -> int:

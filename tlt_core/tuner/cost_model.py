@@ -23,7 +23,9 @@ Measure = Callable[[int, int, int], float]
 _ANCHORS = (1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 _PASS_PRIOR = (10e-3, *(0.5e-3,) * len(_ANCHORS), 3e-6, 1e-6, 0.5e-3)  # of a 135M model on few cores, to begin with
 _CLIP = 2.5  # standard deviations of an innovation that are believed
-_DRIFT = 1e-3  # share of the prior's variance that each round gives back
+_HALF_HOPE = 64  # rounds without a drafter after which an optimist halves its cost
+_LEAST_GAIN = 0.05  # share of an error that is corrected however sure the filter is
+_DRIFT = 2e-4  # share of the prior's variance that each round gives back
 
 
 class RobustFilter:
@@ -33,6 +35,7 @@ class RobustFilter:
         """theta: the prior's mean; spread: its standard deviations; noise: of y, relative."""
         self.theta = list(theta)
         self.noise = noise
+        self._fresh = True  # the first observation sets the scale
         self.ceiling = [s * s for s in spread]
         self.covariance = [[v if i == j else 0.0 for j in range(len(theta))] for i, v in enumerate(self.ceiling)]
 
@@ -45,13 +48,16 @@ class RobustFilter:
         expected = max(self.predict(phi), 1e-7)
         gain = [sum(map(float.__mul__, row, phi)) for row in self.covariance]
         own = (self.noise * expected) ** 2
-        total = max(sum(map(float.__mul__, gain, phi)), 0.0) + own
-        limit = _CLIP * total**0.5
+        model = max(sum(map(float.__mul__, gain, phi)), 1e-30)
+        total = model + own
+        limit = y if self._fresh else min(_CLIP * total**0.5, expected)
+        self._fresh = False
         error = min(max(y - expected, -limit), limit)
         # the mean of |e| is 0.8 standard deviations
         surprise = min(abs(y - expected), 3 * self.noise * expected) / expected
-        self.noise = min(max(self.noise + 0.05 * (1.25 * surprise - self.noise), 0.02), 0.5)
-        self.theta = [max(t + g * error / total, 0.0) for t, g in zip(self.theta, gain, strict=True)]
+        self.noise = min(max(self.noise + 0.05 * (1.25 * surprise - self.noise), 0.02), 0.25)
+        step = error * max(1.0 / total, _LEAST_GAIN / model)
+        self.theta = [max(t + g * step, 0.0) for t, g in zip(self.theta, gain, strict=True)]
         for i, (row, g, top) in enumerate(zip(self.covariance, gain, self.ceiling, strict=True)):
             scale = g / total
             row[:] = [c - scale * h for c, h in zip(row, gain, strict=True)]
@@ -71,6 +77,7 @@ class RobustFilter:
         if len(state["theta"]) == len(self.theta):
             self.theta, self.ceiling = list(state["theta"]), list(state["ceiling"])
             self.covariance, self.noise = [list(row) for row in state["covariance"]], float(state["noise"])
+            self._fresh = False
 
 
 class CostModel:
@@ -79,7 +86,8 @@ class CostModel:
     def __init__(self, drafters: Iterable[str]) -> None:
         self._pass = RobustFilter(_PASS_PRIOR, [2 * t for t in _PASS_PRIOR])
         self._drafts: dict[str, RobustFilter | None] = dict.fromkeys(drafters)
-        self._last = ""  # drafter of the round before
+        self._round = 0
+        self._used_at: dict[str, int] = {}  # round of each drafter's last use
 
     def pass_seconds(self, live: int, tokens: float, context: float, *, verify: float = 1.0) -> float:
         """A target pass over `tokens` tokens, sampling and commit included.  verify: 0 for a plain pass."""
@@ -95,12 +103,16 @@ class CostModel:
         model = known if known is not None else self._new_draft_model()
         return model.predict(_draft_features(strategy, live))
 
-    def round_seconds(self, strategy: Strategy, live: int, drafted: float, context: int) -> float:
-        """A round that verifies `drafted` tokens, all rows together."""
+    def round_seconds(
+        self, strategy: Strategy, live: int, drafted: float, context: int, *, optimistic: bool = False
+    ) -> float:
+        """A round that verifies `drafted` tokens, all rows together.  Optimistic: a drafter that was not used for long
+        is taken to be faster than it was, it may have been unlucky."""
         if strategy.is_off:
             return self.plain_seconds(live, context)
-        verify = self.pass_seconds(live, live + drafted, context, verify=min(drafted, 1.0))
-        return self.draft_seconds(strategy, live) + verify
+        verify_s = self.pass_seconds(live, live + drafted, context, verify=min(drafted, 1.0))
+        idle = self._round - self._used_at.get(strategy.drafter, self._round) if optimistic else 0
+        return self.draft_seconds(strategy, live) * _HALF_HOPE / (_HALF_HOPE + idle) + verify_s
 
     def observe(self, report: RoundReport) -> None:
         """Learn from a round.  A drafter that comes back first catches up with what was decoded without it; that is
@@ -108,16 +120,18 @@ class CostModel:
         strategy, drafted = report.strategy, sum(report.drafted)
         features = _pass_features(report.live, report.live + drafted, report.context, min(drafted, 1.0))
         self._pass.update(features, report.verify_s)
-        name = "" if strategy.is_off else strategy.drafter
-        returning, self._last = name != self._last, name
+        self._round += 1
+        name = strategy.drafter
         if name not in self._drafts:
             return
-        model = self._drafts[name]
+        returning = self._used_at.get(name) != self._round - 1
+        self._used_at[name] = self._round
+        model, features, draft_s = self._drafts[name], _draft_features(strategy, report.live), report.draft_s
         if model is None:
             model = self._drafts[name] = self._new_draft_model()
         elif returning:
-            return
-        model.update(_draft_features(strategy, report.live), report.draft_s)
+            draft_s = min(draft_s, model.predict(features))
+        model.update(features, draft_s)
 
     def calibrate(self, measure: Measure, *, max_live: int, max_tokens: int, budget_s: float = 3.0) -> None:
         """Time passes until budget_s is spent; each point once even if that takes longer, and then medians.
@@ -137,6 +151,7 @@ class CostModel:
                     break
                 times.append(measure(*point))
                 spent += times[-1]
+        self._pass.noise = 0.05  # of medians
         for _ in range(2):
             for (live, tokens, context), times in taken.items():
                 self._pass.update(_pass_features(live, tokens, context, float(tokens > live)), median(times))
@@ -152,12 +167,12 @@ class CostModel:
     def state_dict(self) -> dict[str, Any]:
         """As JSON values."""
         drafts = {name: model.state() for name, model in self._drafts.items() if model is not None}
-        return {"pass": self._pass.state(), "drafts": drafts, "last": self._last}
+        return {"pass": self._pass.state(), "drafts": drafts, "round": self._round, "used_at": dict(self._used_at)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Drafters that are not on the menu are dropped."""
         self._pass.restore(state["pass"])
-        self._last = state["last"]
+        self._round, self._used_at = state["round"], dict(state["used_at"])
         for name in self._drafts.keys() & state["drafts"].keys():
             model = self._drafts[name] = self._new_draft_model()
             model.restore(state["drafts"][name])
@@ -165,7 +180,7 @@ class CostModel:
     def _new_draft_model(self) -> RobustFilter:
         step = self.plain_seconds(1, 64)
         return RobustFilter(
-            [0.01 * step, 0.02 * step, 0.002 * step, 0.0005 * step], [step, step, 0.2 * step, 0.05 * step], noise=0.3
+            [0.01 * step, 0.02 * step, 0.002 * step, 0.0005 * step], [step, step, 0.2 * step, 0.05 * step], noise=0.2
         )
 
 

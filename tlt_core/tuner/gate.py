@@ -21,7 +21,7 @@ _MARGIN = 0.015
 _FIRST_INTERVAL = 16
 _LOOK_EVERY = 4  # rounds between two looks for an arm worth a probe
 _BURST_TRIALS = 8  # draws of a probe, all rows together
-_BURST_ROUNDS = (2, 6)
+_BURST_ROUNDS = (1, 6)
 _OFF_DOUBT = (0.02, 0.002, 1.0)  # how wrong plain's rate may be: at least, per round unseen, at most
 
 

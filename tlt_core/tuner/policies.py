@@ -21,6 +21,7 @@ from tlt_core.tuner.ledger import Ledger
 Kind = Literal["cost_model", "beg_mab", "threshold", "fixed", "off"]
 
 _TIE_BREAK = 0.99  # the best of several estimates is an overestimate; plain decoding's is the surest
+_MOST_BLAMED = 1.5  # a probe answers for what its drafter takes, but not for a stall of the target's pass
 
 
 class RecordedTuner:
@@ -90,7 +91,9 @@ class CostModelTuner(RecordedTuner):
 
     def observe(self, rows: Sequence[int], report: RoundReport) -> None:
         """See `Tuner`."""
-        self._gate.settle(report.strategy, report.live + sum(report.accepted), report.draft_s + report.verify_s)
+        expected_s = self.cost.pass_seconds(report.live, report.live + sum(report.drafted), report.context)
+        blamed_s = report.draft_s + min(report.verify_s, _MOST_BLAMED * expected_s)
+        self._gate.settle(report.strategy, report.live + sum(report.accepted), blamed_s)
         super().observe(rows, report)
         self._acceptance.observe(rows, report)
 
@@ -110,7 +113,7 @@ class CostModelTuner(RecordedTuner):
         plain_s = self.cost.plain_seconds(live, context)
         result = {OFF: Offer(live / plain_s, plain_s)}
         for arm, outlook in self._acceptance.outlook(rows, optimistic=optimistic).items():
-            seconds = self.cost.round_seconds(arm, live, outlook.drafted, context)
+            seconds = self.cost.round_seconds(arm, live, outlook.drafted, context, optimistic=optimistic)
             result[arm] = Offer(_TIE_BREAK * (live + outlook.accepted) / seconds, seconds)
         return result
 
@@ -215,7 +218,7 @@ def make_tuner(
     arm: Strategy | None = None,
     max_live: int = 32,
     probe_share: float = 0.01,
-    probe_allowance_rounds: float = 2.0,
+    probe_allowance_rounds: float = 1.0,
     max_probe_interval: int = 64,
     thresholds: Sequence[int] = (1, 2, 3, 5, 9, 17, 33),
     epsilon: float = 0.1,

@@ -65,13 +65,14 @@ class Engine:
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
+        self._arrivals = random.Random(self.seed + 1)  # of its own, so that each tuner meets the same requests
         self._ids = count()
         self.rows: dict[int, list[float]] = {}  # id -> context, tokens left, ability
         for _ in range(self.live):
             self._join()
 
     def _join(self) -> None:
-        self.rows[next(self._ids)] = [100.0, float(self.lengths(self._random)), self._random.uniform(-1, 1)]
+        self.rows[next(self._ids)] = [100.0, float(self.lengths(self._arrivals)), self._arrivals.uniform(-1, 1)]
 
     def run(self, tuner: RecordedTuner, rounds: int = 10**9) -> None:
         """Until the rounds are done or no request is left."""
@@ -79,6 +80,10 @@ class Engine:
             if not self.rows:
                 return
             self._round(tuner)
+
+    def share(self, *arms: Strategy, last: int) -> float:
+        """Share of the last rounds that used one of the arms."""
+        return sum(strategy in arms for strategy, _, _ in self.history[-last:]) / last
 
     def _round(self, tuner: RecordedTuner) -> None:
         rows, live = list(self.rows), len(self.rows)
