@@ -78,9 +78,9 @@ class LiveView(NamedTuple):
 class Drafter(Protocol):
     """Proposes continuations of live requests.  Called by the rollout engine only, from one thread.
 
-    Rows are slots of the live batch: `admit` fills the next one, `release(row)` frees one after the engine has moved
-    the last row into it with `move`.  A drafter reads tokens from the view when it is asked to propose, and catches up
-    then with what was decoded without it.
+    Rows are slots of the live batch: `admit` fills the next one; when a request ends, `release(row)` comes first, then
+    `move(last, row)` brings the last row into the gap.  A drafter reads tokens from the view when it is asked to
+    propose, and catches up then with what was decoded without it.
     """
 
     name: str

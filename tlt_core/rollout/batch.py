@@ -3,7 +3,7 @@
 Row i of every array belongs to slot i of the KV cache; rows 0 .. len-1 are live.  Tokens are committed row by row,
 and finished requests leave by swapping the last live row into their place.
 
-Shapes: B live rows, C longest sequence.
+Shapes: B live rows, C longest sequence, A tokens that a round may emit per row.
 """
 
 import time
@@ -12,8 +12,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlt_core.sampling import Choice, stream_key
+from tlt_core.sampling import stream_key
+from tlt_core.speculation import LiveView
 from tlt_core.types import FinishReason, GenerationRequest, Rollout, SamplingParams
+
+
+class Emitted(NamedTuple):
+    """Tokens that a round adds to each live row."""
+
+    tokens_BA: Tensor  # int64
+    logprobs_BA: Tensor  # float32, under the sampling policy
+    counts_B: Tensor  # int64, how many of the A are meant, at least 1
 
 
 class Finished(NamedTuple):
@@ -34,12 +43,15 @@ class _Row(NamedTuple):
 class LiveBatch:
     """Requests in flight.  `lengths` counts the tokens known so far, the newest one not yet in the KV cache."""
 
-    def __init__(self, *, max_live: int, max_len: int, device: torch.device) -> None:
+    def __init__(self, *, max_live: int, max_len: int, device: torch.device, max_emitted: int = 1) -> None:
+        """max_emitted: the largest A of `commit`."""
         self._rows: list[_Row] = []
         self._max_len = max_len
-        self.tokens_BC = torch.zeros(max_live, max_len, dtype=torch.int64, device=device)
-        self._logprobs_BC = torch.zeros(max_live, max_len, device=device)
+        width = max_len + max_emitted
+        self.tokens_BC = torch.zeros(max_live, width, dtype=torch.int64, device=device)
+        self._logprobs_BC = torch.zeros(max_live, width, device=device)
         self.lengths_B = torch.zeros(max_live, dtype=torch.int64, device=device)
+        self.lengths: list[int] = []  # the same on the host
         self.streams_B = torch.zeros(max_live, dtype=torch.int64, device=device)
         self.longest = 0  # upper bound of the live lengths, known without asking the device
 
@@ -59,6 +71,7 @@ class LiveBatch:
                 f"{self._max_len} positions; shorten it or raise rollout.max_prompt_tokens"
             )
         self._rows.append(_Row(request, time.time(), min(length + params.max_new_tokens, self._max_len)))
+        self.lengths.append(length)
         self.tokens_BC[row, :length] = request.prompt_tokens.to(self.tokens_BC)
         self.lengths_B[row] = length
         self.streams_B[row] = stream_key(request.key)
@@ -70,27 +83,44 @@ class LiveBatch:
         positions_B = self.lengths_B[: len(self)] - 1
         return self.tokens_BC[: len(self)].gather(1, positions_B[:, None]).squeeze(1), positions_B
 
-    def commit(self, choice: Choice, params: SamplingParams) -> list[Finished]:
-        """Append one chosen token to every live row; report the rows that are done."""
-        live = len(self)
-        at_B1 = self.lengths_B[:live, None]
-        self.tokens_BC[:live].scatter_(1, at_B1, choice.tokens_N[:, None])
-        self._logprobs_BC[:live].scatter_(1, at_B1, choice.logprobs_N[:, None])
-        self.lengths_B[:live] += 1
-        tokens, lengths = choice.tokens_N.tolist(), self.lengths_B[:live].tolist()  # the round's only host sync
-        self.longest = max(lengths)
+    def view(self, params: SamplingParams) -> LiveView:
+        """What drafters may read."""
+        return LiveView(
+            requests=[row.request for row in self._rows],
+            tokens_BC=self.tokens_BC[: len(self)],
+            lengths=self.lengths,
+            room=[row.limit - length for row, length in zip(self._rows, self.lengths, strict=True)],
+            streams_B=self.streams_B[: len(self)],
+            params=params,
+        )
+
+    def commit(self, emitted: Emitted, params: SamplingParams) -> list[Finished]:
+        """Append a round's tokens, each row's up to its end; report the rows that are done."""
+        live, width = len(self), emitted.tokens_BA.shape[1]
+        at_BA = self.lengths_B[:live, None] + torch.arange(width, device=self.lengths_B.device)
+        self.tokens_BC[:live].scatter_(1, at_BA, emitted.tokens_BA)  # beyond the count: overwritten by the next round
+        self._logprobs_BC[:live].scatter_(1, at_BA, emitted.logprobs_BA)
+        both = torch.cat([emitted.tokens_BA, emitted.counts_B[:, None]], dim=1).tolist()  # the round's only host sync
         stops = set(params.stop_token_ids)
-        finished = []
-        for row, (token, length) in enumerate(zip(tokens, lengths, strict=True)):
-            if token in stops:
+        kept, finished = [], []
+        for row, (*tokens, count) in enumerate(both):
+            room = self._rows[row].limit - self.lengths[row]
+            tokens = tokens[: min(count, room)]
+            stop = next((i for i, token in enumerate(tokens) if token in stops), None)
+            if stop is not None:
+                tokens = tokens[: stop + 1]
                 finished.append(Finished(row, FinishReason.STOP))
-            elif length >= self._rows[row].limit:
+            elif len(tokens) == room:
                 finished.append(Finished(row, FinishReason.LENGTH))
+            kept.append(len(tokens))
+        self.lengths_B[:live] += torch.tensor(kept).to(self.lengths_B)
+        self.lengths = [length + count for length, count in zip(self.lengths, kept, strict=True)]
+        self.longest = max(self.lengths)
         return finished
 
     def rollout(self, done: Finished, *, policy_version: int, worker: int) -> Rollout:
         """The finished row as an item of the pipeline."""
-        (request, started_s, _), length = self._rows[done.row], int(self.lengths_B[done.row])
+        (request, started_s, _), length = self._rows[done.row], self.lengths[done.row]
         prompt_len = len(request.prompt_tokens)
         return Rollout(
             key=request.key,
@@ -104,14 +134,14 @@ class LiveBatch:
             finished_s=time.time(),
         )
 
-    def remove(self, row: int) -> int:
-        """Free a row; returns the row that was moved into it (`row` itself when it was the last)."""
+    def remove(self, row: int) -> None:
+        """Free a row: the last one takes its place."""
         last = len(self._rows) - 1
         if row != last:
             for array in (self.tokens_BC, self._logprobs_BC, self.lengths_B, self.streams_B):
                 array[row] = array[last]
-            self._rows[row] = self._rows[last]
+            self._rows[row], self.lengths[row] = self._rows[last], self.lengths[last]
         self._rows.pop()
+        self.lengths.pop()
         if not self._rows:
             self.longest = 0  # else one phase would lengthen the next one's attention, and change its last bits
-        return last

@@ -4,10 +4,13 @@ In: a `pull` callable that hands out requests as slots free up.  Out: `on_finish
 ends.  The engine knows nothing of workers, rewards or training; what happens in its idle time is the owner's affair.
 
     admit -> prefill (once per distinct prompt, shared by its siblings) -> rounds -> finished rows leave -> admit ...
+
+A round is plain, or speculative: the tuner names a strategy, its drafter proposes, `spec_round` verifies.  What is
+sampled is the same in either case.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,9 +18,12 @@ from torch import Tensor
 
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.packed import can_pack, pack_linears
-from tlt_core.rollout.batch import LiveBatch
+from tlt_core.rollout.batch import Emitted, Finished, LiveBatch
+from tlt_core.rollout.draft_check import GuardedDrafting
 from tlt_core.rollout.kv_cache import SlotCache
 from tlt_core.rollout.plain_round import plain_round
+from tlt_core.rollout.spec_round import spec_round
+from tlt_core.speculation import OFF, Drafter, DraftTree, RoundReport, Strategy, Tuner
 from tlt_core.types import GenerationRequest, Rollout, SamplingParams
 
 Pull = Callable[[int], Sequence[GenerationRequest]]
@@ -27,25 +33,49 @@ _PREFILL_TOKENS = 4096  # prompt tokens in one forward pass
 class RoundTrace(NamedTuple):
     """What one decode round did."""
 
-    live: int  # requests decoded
+    report: RoundReport
     tokens: int  # tokens emitted
     end_s: float  # time.time()
     seconds: float
 
 
+class Speculation(NamedTuple):
+    """What an engine speculates with."""
+
+    drafters: Mapping[str, Drafter]  # by name
+    tuner: Tuner
+    menu: Sequence[Strategy]  # what the tuner may choose from: fixes the room that drafts need
+
+
 class RolloutEngine:
     """Owns a decoder replica and its KV cache on one device."""
 
-    def __init__(self, decoder: Decoder, *, max_live: int, max_len: int) -> None:
+    def __init__(
+        self, decoder: Decoder, *, max_live: int, max_len: int, speculation: Speculation | None = None
+    ) -> None:
+        """speculation: None for plain decoding.  Raises ValueError when two drafters want different taps."""
         weight = decoder.head_weight
         self.decoder = decoder
         # Pre-arranged weights take a plain step on CPU from 22 to 12 ms (SmolLM2-135M, bf16); logits stay bitwise.
         self._packed = pack_linears(decoder) if can_pack(decoder) else None
         self.max_live = max_live
+        self.speculation = speculation
+        menu = () if speculation is None else speculation.menu
+        self._drafters = () if speculation is None else tuple(speculation.drafters.values())
+        self._taps = _common_taps(self._drafters)
+        self._guard = GuardedDrafting(decoder.config.vocab_size)
         self._cache = SlotCache(
-            decoder.config, num_slots=max_live, max_len=max_len, dtype=weight.dtype, device=weight.device
+            decoder.config,
+            num_slots=max_live,
+            max_len=max_len,
+            dtype=weight.dtype,
+            device=weight.device,
+            max_draft_tokens=max((s.tokens for s in menu), default=0),
         )
-        self._batch = LiveBatch(max_live=max_live, max_len=max_len, device=weight.device)
+        emitted = 1 + max((s.depth for s in menu), default=0)
+        self._batch = LiveBatch(max_live=max_live, max_len=max_len, device=weight.device, max_emitted=emitted)
+        self._requests_seen = 0
+        self._numbers: list[int] = []  # of the live rows; a number is a request's for its life
 
     def generate(
         self,
@@ -64,13 +94,11 @@ class RolloutEngine:
                 self._admit(pull(self.max_live - len(batch)), params)
             if not len(batch):
                 return
-            started_s, live = time.perf_counter(), len(batch)
-            choice = plain_round(self.decoder, self._cache, batch, params)
-            finished = batch.commit(choice, params)
-            on_round(RoundTrace(live, live, time.time(), time.perf_counter() - started_s))
+            finished = self._round(params, on_round)
             for done in reversed(finished):  # from the last row on, so that moves do not touch rows still to go
-                on_finish(batch.rollout(done, policy_version=policy_version, worker=worker))
-                self._release(done.row)
+                rollout = batch.rollout(done, policy_version=policy_version, worker=worker)
+                self._release(done.row, rollout.tokens)
+                on_finish(rollout)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite the replica's weights in place; names and shapes as in `Decoder`."""
@@ -79,11 +107,74 @@ class RolloutEngine:
         else:
             self.decoder.load_weights(weights)
 
+    @property
+    def drafter_failures(self) -> Mapping[tuple[str, str], int]:
+        """Proposals that could not be used, by (drafter, kind of failure)."""
+        return self._guard.failures
+
+    def _round(self, params: SamplingParams, on_round: Callable[[RoundTrace], None]) -> list[Finished]:
+        """One round of the live batch: choose, draft, verify, commit, learn."""
+        batch, started_s = self._batch, time.perf_counter()
+        context, live = sum(batch.lengths), len(batch)
+        strategy = OFF if self.speculation is None else self.speculation.tuner.choose(self._numbers, context)
+        tree = DraftTree.empty() if strategy.is_off else self._propose(strategy, params)
+        drafted_s = time.perf_counter()
+        before = list(batch.lengths)
+        emitted = self._decode(tree, params)
+        finished = batch.commit(emitted, params)
+        end_s = time.perf_counter()
+        rows = tree.rows_N.tolist()
+        offered = [0] * live
+        for row, depth in zip(rows, tree.depths_N.tolist(), strict=True):
+            offered[row] = max(offered[row], depth)
+        tokens = sum(batch.lengths) - sum(before)
+        report = RoundReport(
+            strategy=strategy,
+            live=live,
+            context=context,
+            drafted=tuple(rows.count(row) for row in range(live)),
+            offered=tuple(offered),
+            accepted=tuple(count - 1 for count in emitted.counts_B.tolist()),
+            draft_s=drafted_s - started_s,
+            verify_s=end_s - drafted_s,
+        )
+        if self.speculation is not None:
+            self.speculation.tuner.observe(self._numbers, report)
+        on_round(RoundTrace(report, tokens, time.time(), end_s - started_s))
+        return finished
+
+    def _propose(self, strategy: Strategy, params: SamplingParams) -> DraftTree:
+        assert self.speculation is not None, "only a tuner chooses a strategy"
+        drafter = self.speculation.drafters[strategy.drafter]
+        return self._guard.propose(drafter, self._batch.view(params), strategy)
+
+    def _decode(self, tree: DraftTree, params: SamplingParams) -> Emitted:
+        """A plain round where there is nothing to verify."""
+        batch = self._batch
+        if not len(tree.tokens_N):
+            positions_B = batch.lengths_B[: len(batch)] - 1
+            emitted, taps_BE = plain_round(self.decoder, self._cache, batch, params, taps=self._taps)
+            self._record(torch.arange(len(batch), device=positions_B.device), positions_B, taps_BE)
+            return emitted
+        depth = int(tree.depths_N.max())
+        result = spec_round(self.decoder, self._cache, batch, tree, params, depth=depth, taps=self._taps)
+        self._record(result.tapped_rows_T, result.tapped_positions_T, result.taps_TE)
+        return result.emitted
+
+    def _record(self, rows_T: Tensor, positions_T: Tensor, taps_TE: Tensor | None) -> None:
+        for drafter in self._drafters:
+            if drafter.taps and taps_TE is not None:
+                drafter.record(rows_T, positions_T, taps_TE)
+
     def _admit(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
         rows_by_prompt: dict[bytes, list[int]] = {}
         for request in requests:
             row = self._batch.admit(request, params)
             rows_by_prompt.setdefault(request.prompt_tokens.numpy().tobytes(), []).append(row)
+            self._numbers.append(self._requests_seen)
+            self._requests_seen += 1
+            for drafter in self._drafters:
+                drafter.admit(row, request)
         # The last prompt token is left to the first round, which samples from it: siblings share all the rest.
         pending = [rows for rows in rows_by_prompt.values() if self._prefix_len(rows[0])]
         while pending:
@@ -104,13 +195,33 @@ class RolloutEngine:
         offsets_S1 = torch.tensor([0, *(len(p) for p in prefixes)]).cumsum(0)
         positions_T = torch.cat([torch.arange(len(p)) for p in prefixes]).to(device)
         attend = self._cache.prefill_attend([rows[0] for rows in groups], offsets_S1.to(device))
-        self.decoder(torch.cat(prefixes).to(device, torch.int64), positions_T, attend)
-        for rows, prefix in zip(groups, prefixes, strict=True):
+        hidden = self.decoder(torch.cat(prefixes).to(device, torch.int64), positions_T, attend, taps=self._taps)
+        for index, (rows, prefix) in enumerate(zip(groups, prefixes, strict=True)):
             for sibling in rows[1:]:
                 self._cache.move(rows[0], sibling, len(prefix))
+            if hidden.taps_TE is not None:
+                part = slice(int(offsets_S1[index]), int(offsets_S1[index + 1]))
+                for row in rows:
+                    self._record(torch.full_like(positions_T[part], row), positions_T[part], hidden.taps_TE[part])
 
-    def _release(self, row: int) -> None:
-        length = int(self._batch.lengths_B[len(self._batch) - 1])
-        moved = self._batch.remove(row)
-        if moved != row:
-            self._cache.move(moved, row, length)
+    def _release(self, row: int, tokens: Tensor) -> None:
+        last = len(self._batch) - 1
+        length = self._batch.lengths[last]
+        self._batch.remove(row)
+        number, self._numbers[row] = self._numbers[row], self._numbers[last]
+        self._numbers.pop()
+        if self.speculation is not None:
+            self.speculation.tuner.forget(number)
+        for drafter in self._drafters:
+            drafter.release(row, tokens)
+        if last != row:
+            self._cache.move(last, row, length)
+            for drafter in self._drafters:
+                drafter.move(last, row)
+
+
+def _common_taps(drafters: Iterable[Drafter]) -> tuple[int, ...]:
+    wanted = {drafter.taps for drafter in drafters if drafter.taps}
+    if len(wanted) > 1:
+        raise ValueError(f"drafters want different hidden states ({sorted(wanted)}): use drafters of one kind")
+    return next(iter(wanted), ())

@@ -4,18 +4,25 @@ newest token -> decoder over the KV cache -> logits -> keyed Gumbel arg-max -> t
 """
 
 import torch
+from torch import Tensor
 
 from tlt_core.model.decoder import Decoder
-from tlt_core.rollout.batch import LiveBatch
+from tlt_core.rollout.batch import Emitted, LiveBatch
 from tlt_core.rollout.kv_cache import SlotCache
-from tlt_core.sampling import Choice, choose, row_keys
+from tlt_core.sampling import choose, row_keys
 from tlt_core.types import SamplingParams
 
 
 @torch.inference_mode()
-def plain_round(decoder: Decoder, cache: SlotCache, batch: LiveBatch, params: SamplingParams) -> Choice:
-    """Sample the next token of every live row.  Returns B tokens and log-probs; commits only the KV of the newest."""
+def plain_round(
+    decoder: Decoder, cache: SlotCache, batch: LiveBatch, params: SamplingParams, *, taps: tuple[int, ...] = ()
+) -> tuple[Emitted, Tensor | None]:
+    """Sample the next token of every live row; the cache gets the newest token's keys and values.
+
+    Returns the tokens, and the tapped hidden states [B, E] of the newest tokens if asked for.  Commits nothing.
+    """
     tokens_B, positions_B = batch.newest()
-    hidden = decoder(tokens_B, positions_B, cache.decode_attend(positions_B, batch.longest))
+    hidden = decoder(tokens_B, positions_B, cache.decode_attend(positions_B, batch.longest), taps=taps)
     keys_B2 = row_keys(batch.streams_B[: len(batch)], positions_B + 1)
-    return choose(decoder.logits(hidden.last_TD), keys_B2, params)
+    tokens, logprobs = choose(decoder.logits(hidden.last_TD), keys_B2, params)
+    return Emitted(tokens[:, None], logprobs[:, None], torch.ones_like(tokens)), hidden.taps_TE
