@@ -19,67 +19,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tlt_core.speculation import RoundReport, Strategy
+from tlt_core.tuner.evidence import OPTIMIST, Rate, RowBelief
 
 _PRIOR_HIT = 0.5
 _PRIOR_WEIGHT = 2.0
-_MOST_WEIGHT = 100.0  # trials that a common mean remembers
-_ROW_DECAY = 0.94  # per trial
-_ROW_PRIOR = 6.0  # trials that the common estimate is worth to a request
-_OPTIMIST = 0.9
-_OPTIMIST_WEIGHT = 4.0
+_SMOOTH_WEIGHT = 6.0  # trials that the position before is worth
 _TRANSFER_WEIGHT = 3.0
 _AGE_EVERY = 8  # rounds; what was not tested in them loses weight
-_AGE_FACTOR = 0.88  # exp(-8 / 64)
+_AGE_FACTOR = 0.82  # exp(-8 / 40)
 _TRUSTED_TRIALS = 4
-
-
-class Rate:
-    """A share of successes that follows changes: mean and weight of its evidence."""
-
-    __slots__ = ("mean", "weight")
-
-    def __init__(self, mean: float, weight: float = 0.0) -> None:
-        self.mean, self.weight = mean, weight
-
-    def add(self, hits: float, trials: float) -> None:
-        """Fold in one round."""
-        self.weight = min(self.weight + trials, max(_MOST_WEIGHT, trials))
-        self.mean += (hits - trials * self.mean) / self.weight
-
-    def optimistic(self) -> float:
-        """The mean, moved to `_OPTIMIST` as evidence lacks."""
-        return self.mean + max(_OPTIMIST - self.mean, 0.0) * _OPTIMIST_WEIGHT / (self.weight + _OPTIMIST_WEIGHT)
-
-
-class _RowBelief:
-    """What one request did with one drafter: decayed trials, hits and expected hits, per position (0: proposes)."""
-
-    __slots__ = ("expected", "hits", "multipliers", "trials")
-
-    def __init__(self, depth: int) -> None:
-        self.trials, self.hits, self.expected = [0.0] * (depth + 1), [0.0] * (depth + 1), [0.0] * (depth + 1)
-        self.multipliers = [1.0] * (depth + 1)  # of the odds; entry 0 of c, the others of h_j
-
-    def add(self, position: int, hit: bool, expected: float) -> None:
-        self.trials[position] = self.trials[position] * _ROW_DECAY + 1.0
-        self.hits[position] = self.hits[position] * _ROW_DECAY + hit
-        self.expected[position] = self.expected[position] * _ROW_DECAY + expected
-
-    def refresh(self) -> None:
-        multiplier = self.multipliers[0] = self._multiplier(0, 1.0)
-        multiplier = 1.0  # whether a drafter proposes says little about whether it is right
-        for position in range(1, len(self.trials)):
-            multiplier = self.multipliers[position] = self._multiplier(position, multiplier)
-
-    def _multiplier(self, position: int, prior: float) -> float:
-        trials = self.trials[position]
-        if trials < 0.5:
-            return prior
-        common = self.expected[position] / trials
-        odds = common / (1.0 - common)
-        start = prior * odds / (1.0 + prior * odds)
-        mean = (self.hits[position] + _ROW_PRIOR * start) / (trials + _ROW_PRIOR)
-        return min(max(mean / ((1.0 - mean) * odds), 0.01), 100.0)
 
 
 class _Form(NamedTuple):
@@ -110,13 +58,14 @@ class Acceptance:
         names = dict.fromkeys(s.drafter for s in self._menu)
         self._deepest = {name: max(d for s, d in self._depths.items() if s.drafter == name) for name in names}
         self._hits = {form: [Rate(_PRIOR_HIT) for _ in range(reach)] for form, reach in self._reach.items()}
-        self._covers = {name: Rate(_OPTIMIST) for name in names}
+        self._covers = {name: Rate(OPTIMIST) for name in names}
         self._fills = {s: Rate(1.0) for s in self._menu}  # drafted tokens as a share of those asked for
         self._trials = dict.fromkeys(names, 0)
         self._round = 0
         self._tested = dict.fromkeys(self._reach, 0)  # deepest position since evidence was aged
-        self._rows: dict[str, dict[int, _RowBelief]] = {name: {} for name in names}
+        self._rows: dict[str, dict[int, RowBelief]] = {name: {} for name in names}
         self._means: dict[_Form, list[float]] = {}
+        self._cache: dict[tuple[_Form, bool], tuple[tuple[int, ...], list[float]]] = {}  # rows and their totals
         self._refresh(names)
 
     def trusted(self, strategy: Strategy) -> bool:
@@ -125,7 +74,13 @@ class Acceptance:
 
     def outlook(self, rows: Sequence[int], *, optimistic: bool = False) -> dict[Strategy, Outlook]:
         """Expected draft tokens accepted and verified of each strategy."""
-        totals = {form: self._totals(form, rows, optimistic) for form in self._reach}
+        live = tuple(rows)
+        totals = {}
+        for form in self._reach:
+            known = self._cache.get((form, optimistic))
+            if known is None or known[0] != live:
+                known = self._cache[form, optimistic] = live, self._totals(form, live, optimistic)
+            totals[form] = known[1]
         result = {}
         for s, form in self._forms.items():
             covered, *survivors = totals[form]
@@ -147,7 +102,7 @@ class Acceptance:
         for row, offered, accepted in zip(rows, report.offered, report.accepted, strict=True):
             belief = beliefs.get(row)
             if belief is None:
-                belief = beliefs[row] = _RowBelief(self._deepest[name])
+                belief = beliefs[row] = RowBelief(self._deepest[name])
             belief.add(0, offered > 0, cover)
             trials[0] += 1
             hits[0] += offered > 0
@@ -184,9 +139,9 @@ class Acceptance:
     def state_dict(self) -> dict[str, Any]:
         """As JSON values."""
         return {
-            "hits": {form.key: [[r.mean, r.weight] for r in rates] for form, rates in self._hits.items()},
-            "covers": {name: [r.mean, r.weight] for name, r in self._covers.items()},
-            "fills": {str(s): [r.mean, r.weight] for s, r in self._fills.items()},
+            "hits": {form.key: [rate.state() for rate in rates] for form, rates in self._hits.items()},
+            "covers": {name: rate.state() for name, rate in self._covers.items()},
+            "fills": {str(s): rate.state() for s, rate in self._fills.items()},
             "trials": dict(self._trials),
             "round": self._round,
             "tested": {form.key: tested for form, tested in self._tested.items()},
@@ -200,17 +155,17 @@ class Acceptance:
         """Forms and drafters that are not on the menu are dropped."""
         for form, rates in self._hits.items():
             for rate, values in zip(rates, state["hits"].get(form.key, []), strict=False):
-                rate.mean, rate.weight = values
+                rate.restore(values)
             self._tested[form] = state["tested"].get(form.key, 0)
         self._round = state["round"]
         for s, fill in self._fills.items():
-            fill.mean, fill.weight = state["fills"].get(str(s), (1.0, 0.0))
+            fill.restore(state["fills"].get(str(s), fill.state()))
         for name in self._covers.keys() & state["covers"].keys():
-            self._covers[name].mean, self._covers[name].weight = state["covers"][name]
+            self._covers[name].restore(state["covers"][name])
             self._trials[name] = state["trials"][name]
             self._rows[name] = {}
             for row, counts in state["rows"][name].items():
-                belief = self._rows[name][int(row)] = _RowBelief(self._deepest[name])
+                belief = self._rows[name][int(row)] = RowBelief(self._deepest[name])
                 for own, saved in zip((belief.trials, belief.hits, belief.expected), counts, strict=True):
                     own[: len(saved)] = saved[: len(own)]
                 belief.refresh()
@@ -236,6 +191,8 @@ class Acceptance:
             for position, (o, m) in enumerate(zip(odds, belief.multipliers, strict=False)):
                 x = o * m
                 survival *= x / (1.0 + x)
+                if survival < 0.001:
+                    break
                 totals[position] += survival
         survival = float(new_rows)
         for position, o in enumerate(odds):
@@ -251,13 +208,13 @@ class Acceptance:
                 usable = other != form and other.drafter == form.drafter and position < len(rates)
                 if usable and rates[position].weight > (best_rate.weight if best_rate else 0.5):
                     best, best_rate = other, rates[position]
-            start, weight = (means[-1] if means else _PRIOR_HIT), _PRIOR_WEIGHT
-            evidence = own.weight
+            start, weight = (means[-1], _SMOOTH_WEIGHT) if means else (_PRIOR_HIT, _PRIOR_WEIGHT)
+            evidence, weight_own = own.weight, own.seen  # a prior does not come back with age, but a sibling may know
             if best is not None and best_rate is not None:
                 ratio = (form.breadth / best.breadth) ** 0.67
                 start, weight = 1.0 - (1.0 - min(best_rate.mean, 0.99)) ** ratio, _TRANSFER_WEIGHT
-                evidence = max(evidence, 0.5 * best_rate.weight)
-            mean = (own.weight * own.mean + weight * start) / (own.weight + weight)
+                evidence, weight_own = max(own.weight, 0.5 * best_rate.weight), own.weight
+            mean = (weight_own * own.mean + weight * start) / (weight_own + weight)
             means.append(Rate(mean, evidence).optimistic() if optimistic else mean)
         return means
 
@@ -266,6 +223,8 @@ class Acceptance:
         for form in self._reach:
             if form.drafter in wanted:
                 self._means[form] = [_inside(m) for m in self._form_means(form, optimistic=False)]
+                self._cache.pop((form, False), None)
+                self._cache.pop((form, True), None)
 
     def _age(self) -> None:
         deepest = dict.fromkeys(self._covers, 0)

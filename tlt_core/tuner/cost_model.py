@@ -12,6 +12,7 @@ so that a round that took three times as long moves theta by no more than an ord
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import mul
 from statistics import median
 from typing import Any
 
@@ -21,6 +22,7 @@ Measure = Callable[[int, int, int], float]
 """measure(live, tokens, context) -> seconds of a target pass over so many tokens, all rows together."""
 
 _ANCHORS = (1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+_INTERVALS = tuple(zip(_ANCHORS, (*_ANCHORS[1:], float("inf")), strict=True))
 _PASS_PRIOR = (10e-3, *(0.5e-3,) * len(_ANCHORS), 3e-6, 1e-6, 0.5e-3)  # of a 135M model on few cores, to begin with
 _CLIP = 2.5  # standard deviations of an innovation that are believed
 _HALF_HOPE = 64  # rounds without a drafter after which an optimist halves its cost
@@ -41,14 +43,15 @@ class RobustFilter:
 
     def predict(self, phi: Sequence[float]) -> float:
         """Expected y."""
-        return sum(p * t for p, t in zip(phi, self.theta, strict=True))
+        expected: float = sum(map(mul, phi, self.theta))
+        return expected
 
     def update(self, phi: Sequence[float], y: float) -> None:
         """Learn from one observation."""
         expected = max(self.predict(phi), 1e-7)
-        gain = [sum(map(float.__mul__, row, phi)) for row in self.covariance]
+        gain = [sum(map(mul, row, phi)) for row in self.covariance]
         own = (self.noise * expected) ** 2
-        model = max(sum(map(float.__mul__, gain, phi)), 1e-30)
+        model = max(sum(map(mul, gain, phi)), 1e-30)
         total = model + own
         limit = y if self._fresh else min(_CLIP * total**0.5, expected)
         self._fresh = False
@@ -185,8 +188,12 @@ class CostModel:
 
 
 def _pass_features(live: int, tokens: float, context: float, verify: float) -> list[float]:
-    ramps = [min(max(tokens - a, 0.0), b - a) for a, b in zip(_ANCHORS, (*_ANCHORS[1:], float("inf")), strict=True)]
-    return [1.0, *ramps, float(context), context * (tokens / live - 1.0), float(verify)]
+    features = [1.0, *(0.0,) * len(_ANCHORS), context, context * (tokens / live - 1.0), verify]
+    for i, (low, high) in enumerate(_INTERVALS, start=1):
+        if tokens <= low:
+            break
+        features[i] = (tokens if tokens < high else high) - low
+    return features
 
 
 def _draft_features(strategy: Strategy, live: int) -> list[float]:

@@ -21,7 +21,7 @@ from tlt_core.tuner.ledger import Ledger
 Kind = Literal["cost_model", "beg_mab", "threshold", "fixed", "off"]
 
 _TIE_BREAK = 0.99  # the best of several estimates is an overestimate; plain decoding's is the surest
-_MOST_BLAMED = 1.5  # a probe answers for what its drafter takes, but not for a stall of the target's pass
+_MOST_BLAMED = 1.2  # a probe answers for what its drafter takes, but not for a stall of the target's pass
 
 
 class RecordedTuner:

@@ -1,0 +1,112 @@
+"""Acceptance estimates against the rates that made the rounds."""
+
+import json
+import random
+
+import pytest
+
+from tlt_core.speculation import OFF, RoundReport, Strategy
+from tlt_core.tuner.acceptance import Acceptance
+
+SHORT, LONG = Strategy("eagle", 2, 1, 2), Strategy("eagle", 6, 1, 6)
+TREE, OTHER = Strategy("eagle", 4, 4, 16), Strategy("ngram", 4, 1, 4)
+MENU = (SHORT, LONG, TREE, OTHER)
+
+
+def report(strategy: Strategy, offered: list[int], accepted: list[int]) -> RoundReport:
+    """A round with these outcomes; chains draft what they offer."""
+    drafted = [strategy.tokens if o and strategy.width > 1 else o for o in offered]
+    return RoundReport(strategy, len(offered), 100, tuple(drafted), tuple(offered), tuple(accepted), 1e-3, 1e-2)
+
+
+def play(model: Acceptance, strategy: Strategy, rates: list[float], rounds: int, *, cover: float = 1.0) -> None:
+    """Rounds in which row i accepts each token with rates[i]."""
+    rng = random.Random(0)
+    for _ in range(rounds):
+        offered = [strategy.depth if rng.random() < cover else 0 for _ in rates]
+        accepted = [
+            next((j for j in range(o) if rng.random() >= rate), o) for o, rate in zip(offered, rates, strict=True)
+        ]
+        model.observe(range(len(rates)), report(strategy, offered, accepted))
+
+
+def test_expected_tokens_of_a_chain() -> None:
+    model = Acceptance(MENU)
+    play(model, LONG, [0.6] * 16, 60)
+    outlook = model.outlook(range(16))
+    assert outlook[LONG].accepted / 16 == pytest.approx(sum(0.6**j for j in range(1, 7)), rel=0.12)
+    assert outlook[SHORT].accepted / 16 == pytest.approx(0.6 + 0.36, rel=0.12)
+    assert outlook[SHORT].drafted == pytest.approx(32, rel=0.03)
+
+
+def test_coverage_is_apart_from_acceptance() -> None:
+    model = Acceptance(MENU)
+    play(model, OTHER, [0.8] * 16, 60, cover=0.25)
+    outlook = model.outlook(range(16))[OTHER]
+    assert outlook.drafted / 16 == pytest.approx(0.25 * 4, rel=0.25)
+    assert outlook.accepted / outlook.drafted == pytest.approx(sum(0.8**j for j in range(1, 5)) / 4, rel=0.12)
+
+
+def test_each_request_has_its_own_rate_and_a_new_one_the_common() -> None:
+    model = Acceptance(MENU)
+    play(model, LONG, [0.9, 0.9, 0.9, 0.1], 60)
+    good, bad, new = (model.outlook([row])[SHORT].accepted for row in (0, 3, 99))
+    assert good > 1.3
+    assert bad < 0.45
+    assert bad < new < good
+    model.forget(3)
+    assert model.outlook([3])[SHORT].accepted == new
+
+
+def test_an_untried_shape_starts_from_the_tried_one_and_wider_is_better() -> None:
+    model = Acceptance(MENU)
+    play(model, SHORT, [0.5] * 8, 40)
+    outlook = model.outlook(range(8))
+    assert outlook[TREE].accepted > outlook[LONG].accepted > outlook[SHORT].accepted > 0.6 * 8
+    play(model, SHORT, [0.0] * 8, 40)
+    outlook = model.outlook(range(8))
+    assert outlook[LONG].accepted < 0.1 * 8
+    assert outlook[TREE].accepted < 0.2 * 8
+
+
+def test_a_change_is_seen_within_a_few_rounds() -> None:
+    model = Acceptance(MENU)
+    play(model, LONG, [0.8] * 4, 60)
+    before = model.outlook(range(4))[LONG].accepted
+    play(model, LONG, [0.0] * 4, 12)
+    assert model.outlook(range(4))[LONG].accepted < 0.35 * before
+
+
+def test_optimism_shrinks_with_evidence_and_grows_with_absence() -> None:
+    model = Acceptance(MENU)
+
+    def hope() -> float:
+        return model.outlook(range(4), optimistic=True)[OTHER].accepted
+
+    assert not model.trusted(OTHER)
+    assert model.trusted(OFF)
+    untried = hope()
+    play(model, OTHER, [0.0] * 4, 20)
+    tried = hope()
+    assert model.trusted(OTHER)
+    assert tried < 0.2 * untried
+    mean = model.outlook(range(4))[OTHER].accepted
+    for _ in range(200):
+        model.observe(range(4), report(OFF, [0] * 4, [0] * 4))
+    assert hope() > 2 * tried
+    assert model.outlook(range(4))[OTHER].accepted == pytest.approx(mean, abs=0.3)
+    model.discount("ngram")
+    assert hope() > 0.5 * untried
+
+
+def test_state_survives_json_and_a_smaller_menu_loads_it() -> None:
+    model = Acceptance(MENU)
+    play(model, LONG, [0.9, 0.2], 20)
+    play(model, TREE, [0.9, 0.2], 5)
+    state = json.loads(json.dumps(model.state_dict()))
+    other = Acceptance(MENU)
+    other.load_state_dict(state)
+    assert other.outlook([0, 1, 7]) == model.outlook([0, 1, 7])
+    smaller = Acceptance((SHORT,))
+    smaller.load_state_dict(state)
+    assert smaller.outlook([0])[SHORT].accepted > smaller.outlook([1])[SHORT].accepted

@@ -1,0 +1,70 @@
+"""The bandit finds the planted arm of each bucket."""
+
+import json
+
+import pytest
+
+from tlt_core.speculation import OFF, RoundReport, Strategy
+from tlt_core.tuner.bandit import BucketedGreedy
+
+A, B = Strategy("eagle", 2, 1, 2), Strategy("eagle", 4, 1, 4)
+
+
+def report(arm: Strategy, live: int, reward: float) -> RoundReport:
+    """A round that emits `live` tokens at this rate."""
+    return RoundReport(arm, live, 0, (0,) * live, (0,) * live, (0,) * live, 0.0, live / reward)
+
+
+def bandit(**settings: float) -> BucketedGreedy:
+    """Two buckets, two arms."""
+    values = {"epsilon": 0.1, "window": 20, "seed": 3} | settings
+    return BucketedGreedy((A, B), thresholds=(1, 4), **values)  # type: ignore[arg-type]
+
+
+def play(learner: BucketedGreedy, best: dict[int, Strategy], rounds: int) -> dict[int, list[Strategy]]:
+    """Rewards of 2 for the best arm of each batch size and 1 for the others."""
+    picks: dict[int, list[Strategy]] = {live: [] for live in best}
+    for _ in range(rounds):
+        for live, arm in best.items():
+            picks[live].append(learner.pick(live))
+            learner.reward(report(picks[live][-1], live, 2.0 if picks[live][-1] == arm else 1.0))
+    return picks
+
+
+def test_each_bucket_finds_its_arm_and_keeps_exploring() -> None:
+    picks = play(bandit(), {2: B, 6: OFF}, 400)
+    for live, best in ((2, B), (6, OFF)):
+        assert set(picks[live][:6]) == {OFF, A, B}
+        share = picks[live][10:].count(best) / 390
+        assert 0.88 < share < 0.99  # 1 - epsilon + epsilon / 3
+
+
+def test_no_exploration_at_epsilon_zero_and_the_median_ignores_a_spike() -> None:
+    learner = bandit(epsilon=0.0)
+    play(learner, {2: B}, 10)
+    for _ in range(3):
+        learner.reward(report(B, 2, 0.1))
+    assert learner.pick(2) == B
+
+
+def test_a_window_forgets() -> None:
+    learner = bandit(epsilon=0.3)
+    play(learner, {2: A}, 200)
+    picks = play(learner, {2: B}, 300)
+    assert picks[2][-50:].count(B) > 30
+    learner.clear("eagle")
+    assert learner.pick(2) in (A, B, OFF)
+
+
+def test_the_same_seed_repeats_and_state_goes_on() -> None:
+    first, second = bandit(), bandit()
+    assert play(first, {2: B}, 50) == play(second, {2: B}, 50)
+    third = bandit(seed=99)
+    third.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert play(first, {2: A, 6: B}, 80) == play(third, {2: A, 6: B}, 80)
+
+
+@pytest.mark.parametrize("thresholds", [(), (2, 4), (1, 4, 4), (1, 8, 4)])
+def test_thresholds_must_ascend_from_one(thresholds: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="ascend from 1"):
+        BucketedGreedy((A,), thresholds=thresholds, epsilon=0.1, window=10, seed=0)

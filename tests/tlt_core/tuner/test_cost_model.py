@@ -1,0 +1,113 @@
+"""The cost model follows a known curve, between and beyond what it has seen, and is not moved by spikes."""
+
+import itertools
+import json
+
+import pytest
+
+from tests.tlt_core.tuner.simulator import draft_seconds, pass_seconds
+from tlt_core.speculation import OFF, RoundReport, Strategy
+from tlt_core.tuner.cost_model import CostModel
+
+EAGLE = Strategy("eagle", 4, 1, 4)
+
+
+def calibrated(measure=pass_seconds, budget_s: float = 1.0) -> CostModel:
+    """After measuring the simulated engine."""
+    model = CostModel(["eagle"])
+    model.calibrate(measure, max_live=32, max_tokens=160, budget_s=budget_s)
+    return model
+
+
+def plain_report(live: int, context: int, seconds: float) -> RoundReport:
+    """A plain round."""
+    return RoundReport(OFF, live, context, (0,) * live, (0,) * live, (0,) * live, 0.0, seconds)
+
+
+def chain_report(live: int, draft_s: float, verify_s: float, *, strategy: Strategy = EAGLE) -> RoundReport:
+    """A round that drafted a chain for each row."""
+    depths = (strategy.depth,) * live
+    return RoundReport(strategy, live, 100 * live, depths, depths, (0,) * live, draft_s, verify_s)
+
+
+def test_sizes_that_were_never_measured_are_interpolated_and_extrapolated() -> None:
+    model = calibrated()
+    for live, tokens in ((3, 3), (6, 6), (11, 11), (24, 24), (3, 15), (7, 35), (20, 100), (32, 200)):
+        truth = pass_seconds(live, tokens, 300 * live)
+        estimate = model.pass_seconds(live, tokens, 300 * live, verify=float(tokens > live))
+        assert estimate == pytest.approx(truth, rel=0.06), (live, tokens)
+
+
+def test_more_tokens_or_context_never_cost_less() -> None:
+    model = calibrated()
+    costs = [model.pass_seconds(8, tokens, 2000) for tokens in range(8, 200)]
+    assert all(a <= b for a, b in itertools.pairwise(costs))
+    assert model.plain_seconds(4, 4000) - model.plain_seconds(4, 800) == pytest.approx(3.75e-6 * 3200, rel=0.1)
+
+
+def test_calibration_keeps_its_budget_and_outvotes_spikes() -> None:
+    calls = []
+
+    def spiky(live: int, tokens: int, context: int) -> float:
+        calls.append(pass_seconds(live, tokens, context) * (3.0 if len(calls) % 9 == 4 else 1.0))
+        return calls[-1]
+
+    model = calibrated(spiky, budget_s=2.0)
+    assert sum(calls) < 2.0 + max(calls)
+    assert model.plain_seconds(16, 1600) == pytest.approx(pass_seconds(16, 16, 1600), rel=0.05)
+
+
+def test_a_spike_hardly_moves_the_estimate_and_a_change_is_followed() -> None:
+    model = calibrated()
+    truth = pass_seconds(4, 4, 400)
+    for _ in range(50):
+        model.observe(plain_report(4, 400, truth))
+    model.observe(plain_report(4, 400, 3 * truth))
+    assert model.plain_seconds(4, 400) == pytest.approx(truth, rel=0.02)
+    for _ in range(60):
+        model.observe(plain_report(4, 400, 1.5 * truth))
+    assert model.plain_seconds(4, 400) == pytest.approx(1.5 * truth, rel=0.03)
+
+
+def test_it_learns_without_calibration() -> None:
+    model = CostModel(["eagle"])
+    for live in [1, 2, 4, 8, 16, 32, 12, 6, 3] * 12:
+        model.observe(plain_report(live, 100 * live, pass_seconds(live, live, 100 * live)))
+    assert model.plain_seconds(10, 1000) == pytest.approx(pass_seconds(10, 10, 1000), rel=0.05)
+
+
+def test_draft_cost_is_learnt_per_depth_and_batch_and_a_first_spike_is_forgotten() -> None:
+    model = calibrated()
+    shapes = [Strategy("eagle", depth, 1, depth) for depth in (2, 4, 6)]
+    model.observe(chain_report(1, 3 * draft_seconds(EAGLE, 1), 0.014))
+    for _ in range(40):
+        for strategy in shapes:
+            for live in (1, 8):
+                model.observe(chain_report(live, draft_seconds(strategy, live), 0.02, strategy=strategy))
+    for strategy, live in ((shapes[0], 1), (EAGLE, 4), (shapes[2], 8)):
+        assert model.draft_seconds(strategy, live) == pytest.approx(draft_seconds(strategy, live), rel=0.1)
+
+
+def test_catching_up_is_no_part_of_the_steady_draft_cost() -> None:
+    model = calibrated()
+    for _ in range(30):
+        model.observe(chain_report(2, 5e-3, 0.014))
+    before = model.draft_seconds(EAGLE, 2)
+    model.observe(plain_report(2, 200, 0.0125))
+    model.observe(chain_report(2, 25e-3, 0.014))
+    assert model.draft_seconds(EAGLE, 2) == before
+    model.observe(chain_report(2, 25e-3, 0.014))
+    assert model.draft_seconds(EAGLE, 2) > before
+
+
+def test_state_survives_json_and_unknown_drafters_are_dropped() -> None:
+    model = calibrated()
+    for _ in range(5):
+        model.observe(chain_report(2, 5e-3, 0.014))
+    state = json.loads(json.dumps(model.state_dict()))
+    other = CostModel(["eagle"])
+    other.load_state_dict(state)
+    assert other.round_seconds(EAGLE, 5, 20, 700) == model.round_seconds(EAGLE, 5, 20, 700)
+    stranger = CostModel(["ngram"])
+    stranger.load_state_dict(state)
+    assert stranger.plain_seconds(3, 300) == model.plain_seconds(3, 300)

@@ -1,0 +1,264 @@
+"""What each policy earns on a simulated engine, against the best fixed arm and plain decoding of the same requests."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+import pytest
+
+from tests.tlt_core.tuner.simulator import MENU, Engine, Hits, draft_seconds, pass_seconds
+from tlt_core.speculation import OFF, RoundReport, Strategy, Tuner
+from tlt_core.tuner.policies import AgreedTuner, Kind, RecordedTuner, make_tuner
+
+SEED = 1
+
+
+def heavy_tail(rng: random.Random) -> int:
+    """Log-normal: the longest of 48 is about ten times the median."""
+    return 8 + int(min(60 * rng.lognormvariate(0, 1.1), 900))
+
+
+@dataclass(frozen=True)
+class Regime:
+    """A workload.  It ends when each request has its tokens."""
+
+    eagle: Hits
+    ngram: Hits
+    live: int
+    lengths: int | Callable[[random.Random], int]
+    waiting: int = 0
+
+    def engine(self, seed: int = SEED) -> Engine:
+        """Fresh, with the same requests for each tuner."""
+        lengths = self.lengths if callable(self.lengths) else (lambda _, length=self.lengths: length)
+        return Engine({"eagle": self.eagle, "ngram": self.ngram}, self.live, lengths, waiting=self.waiting, seed=seed)
+
+
+GAINING = {
+    "tail, good drafter": Regime(Hits(0.8), Hits(0.4, cover=0.5), 2, 600),
+    "tail, good n-gram": Regime(Hits(0.15), Hits(0.85, 0.99, cover=0.8), 1, 1600),
+    "near break-even": Regime(Hits(0.65, spread=0.2), Hits(0.3, cover=0.5, spread=0.2), 8, 500),
+    "heavy tail": Regime(Hits(0.6, spread=0.25), Hits(0.4, cover=0.5, spread=0.3), 16, heavy_tail, waiting=32),
+}
+HOSTILE = {
+    "tail, useless": Regime(Hits(0.0), Hits(0.0), 2, 300),
+    "no proposals": Regime(Hits(0.0, cover=0.0), Hits(0.0, cover=0.0), 4, 300),
+    "weak drafters": Regime(Hits(0.17), Hits(0.1, cover=0.4), 8, 300),
+    "large batch": Regime(Hits(0.4, spread=0.2), Hits(0.2), 32, 300),
+}
+SHORT = {
+    "short, useless": Regime(Hits(0.05), Hits(0.05), 16, 60),
+    "short, large batch": Regime(Hits(0.3, spread=0.2), Hits(0.2), 32, 80),
+}
+REGIMES = GAINING | HOSTILE | SHORT
+
+
+def tuner(kind: Kind = "cost_model", arm: Strategy | None = None, **settings: int) -> RecordedTuner:
+    """Calibrated on the simulated engine."""
+    made = make_tuner(kind, MENU, arm=arm, seed=SEED, **settings)
+    made.calibrate(pass_seconds, max_live=32, max_tokens=160, budget_s=1.0)
+    return made
+
+
+@cache
+def rate(name: str, kind: Kind, arm: Strategy | None = None, seed: int = SEED) -> float:
+    """Expected tokens a second over the whole workload."""
+    engine = REGIMES[name].engine(seed)
+    engine.run(tuner(kind, arm))
+    return engine.rate
+
+
+def best_fixed(name: str, seed: int = SEED) -> float:
+    """Of plain decoding and each arm of the menu."""
+    return max(rate(name, "off", seed=seed), *(rate(name, "fixed", arm, seed) for arm in MENU))
+
+
+@pytest.mark.parametrize("name", REGIMES)
+def test_the_cost_model_finds_the_best_arm(name: str) -> None:
+    assert rate(name, "cost_model") >= 0.97 * best_fixed(name)
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+@pytest.mark.parametrize("name", GAINING)
+def test_the_cost_model_gains_whatever_the_noise(name: str, seed: int) -> None:
+    assert rate(name, "cost_model", seed=seed) >= 0.95 * best_fixed(name, seed)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("name", HOSTILE | SHORT)
+def test_the_cost_model_hardly_loses_where_nothing_can_be_gained(name: str, seed: int) -> None:
+    assert rate(name, "cost_model", seed=seed) >= (0.98 if name in SHORT else 0.985) * rate(name, "off", seed=seed)
+
+
+def test_the_other_policies_lose_where_they_must() -> None:
+    assert rate("heavy tail", "cost_model") > 1.02 * rate("heavy tail", "beg_mab")
+    assert rate("large batch", "threshold", MENU[4]) < 0.9 * rate("large batch", "off")
+    assert rate("tail, good drafter", "beg_mab") > rate("tail, good drafter", "off")
+
+
+@pytest.mark.parametrize("live", [1, 2, 4, 8])
+def test_a_planted_change_is_followed_both_ways(live: int) -> None:
+    eagle = [arm for arm in MENU if arm.drafter == "eagle"]
+    engine = Regime(Hits(0.85), Hits(0.1, cover=0.3), live, 10**6).engine()
+    adaptive = tuner()
+    engine.run(adaptive, 150)
+    assert engine.share(*eagle, last=50) > 0.85
+    good, engine.hits["eagle"] = engine.hits["eagle"], Hits(0.0)
+    engine.run(adaptive, 160)
+    assert engine.share(*eagle, last=96) < 0.2  # off within 64 rounds
+    engine.hits["eagle"] = good
+    engine.run(adaptive, 150)
+    assert engine.share(*eagle, last=50) > 0.85  # back within 100
+
+
+@pytest.mark.parametrize("live", [1, 4, 16])
+@pytest.mark.parametrize("hits", [Hits(0.0), Hits(0.0, cover=0.0), Hits(0.02, cover=0.5)])
+def test_useless_drafters_are_off_within_64_rounds(hits: Hits, live: int) -> None:
+    engine = Regime(hits, hits, live, 10**6).engine()
+    adaptive = tuner()
+    engine.run(adaptive, 64)
+    assert engine.share(OFF, last=32) > 0.75
+    engine.run(adaptive, 300)
+    assert engine.share(OFF, last=300) > 0.85
+
+
+def test_a_drafter_that_stalls_is_not_tried_again_for_long() -> None:
+    adaptive, used = tuner(), 0
+    for _ in range(300):
+        strategy = adaptive.choose([0, 1], 200)
+        used += not strategy.is_off
+        drafts = (min(strategy.depth, strategy.tokens),) * 2
+        draft_s = 0.0 if strategy.is_off else 1.0
+        verify_s = pass_seconds(2, 2 + sum(drafts), 200)
+        adaptive.observe([0, 1], RoundReport(strategy, 2, 200, drafts, drafts, (0, 0), draft_s, verify_s))
+    assert 1 <= used <= 2
+
+
+@pytest.mark.parametrize("name", HOSTILE | SHORT)
+def test_probing_stays_within_its_budget(name: str) -> None:
+    engine, adaptive = REGIMES[name].engine(), tuner()
+    engine.run(adaptive)
+    plain_s = pass_seconds(engine.live, engine.live, 100 * engine.live)
+    total_s = adaptive.ledger.seconds
+    worst_round_s = max(seconds for _, _, seconds in engine.history) * 3
+    assert 0 < adaptive.snapshot()["probe_share"] * total_s <= 0.01 * total_s + 1.1 * plain_s + worst_round_s
+
+
+def test_a_published_drafter_is_tried_soon() -> None:
+    eagle = [arm for arm in MENU if arm.drafter == "eagle"]
+    engine = Regime(Hits(0.0), Hits(0.0), 4, 10**6).engine()
+    adaptive = tuner()
+    engine.run(adaptive, 400)
+    engine.hits["eagle"] = Hits(0.85)
+    adaptive.notify_change("eagle")
+    engine.run(adaptive, 30)
+    assert engine.share(*eagle, last=15) > 0.85
+
+
+def test_off_comes_back_when_drafting_becomes_dear() -> None:
+    engine = Regime(Hits(0.7), Hits(0.0), 1, 10**6).engine()
+    adaptive = tuner()
+    engine.run(adaptive, 100)
+    assert engine.share(OFF, last=40) < 0.2
+    engine.rows.update({key: [100.0, 1e6, 0.0] for key in range(1000, 1031)})  # 31 requests join in mid-flight
+    engine.run(adaptive, 40)
+    assert engine.share(OFF, last=30) > 0.9
+
+
+@pytest.mark.parametrize("kind", ["cost_model", "beg_mab", "threshold", "fixed", "off"])
+def test_choices_are_the_same_after_a_restart(kind: Kind) -> None:
+    engines = [GAINING["near break-even"].engine() for _ in range(2)]
+    first, second = tuner(kind), tuner(kind)
+    for engine in engines:
+        engine.run(first if engine is engines[0] else second, 90)
+    assert engines[0].history == engines[1].history
+    restarted = make_tuner(kind, MENU, seed=99)
+    restarted.load_state_dict(json.loads(json.dumps(second.state_dict())))
+    engines[0].run(first, 120)
+    engines[1].run(restarted, 120)
+    assert engines[0].history == engines[1].history
+    assert restarted.ledger.state_dict() == first.ledger.state_dict()
+
+
+def test_state_of_another_menu_loads() -> None:
+    engine, adaptive = GAINING["tail, good drafter"].engine(), tuner()
+    engine.run(adaptive, 100)
+    other = make_tuner("cost_model", [Strategy("ngram", 4, 1, 4), Strategy("suffix", 3, 1, 3)])
+    other.load_state_dict(adaptive.state_dict())
+    assert other.choose([0, 1], 300).drafter in ("off", "ngram", "suffix")
+
+
+def test_threshold_fixed_and_off() -> None:
+    arm = MENU[4]
+    threshold, fixed, off = (make_tuner(kind, MENU, arm=arm, max_live=3) for kind in ("threshold", "fixed", "off"))
+    assert [threshold.choose(range(live), 0) for live in (1, 3, 4)] == [arm, arm, OFF]
+    assert {fixed.choose(range(live), 0) for live in (1, 3, 40)} == {arm}
+    assert {off.choose(range(live), 0) for live in (1, 3, 40)} == {OFF}
+    assert make_tuner("fixed", MENU).choose([0], 0) == MENU[0]
+
+
+def test_an_empty_menu_is_plain_decoding() -> None:
+    plain = make_tuner("cost_model")
+    assert plain.choose([0], 10) == OFF
+    plain.observe([0], RoundReport(OFF, 1, 10, (0,), (0,), (0,), 0.0, 0.01))
+    assert plain.choose([0], 10) == OFF
+
+
+def test_wrong_settings_name_the_remedy() -> None:
+    with pytest.raises(ValueError, match="twice"):
+        make_tuner("cost_model", [MENU[0], MENU[0]])
+    with pytest.raises(ValueError, match="needs an arm"):
+        make_tuner("fixed")
+    with pytest.raises(ValueError, match="choose cost_model"):
+        make_tuner("best")  # type: ignore[arg-type]
+
+
+def test_the_snapshot_adds_up() -> None:
+    engine, adaptive = GAINING["heavy tail"].engine(), tuner()
+    engine.run(adaptive)
+    snapshot = adaptive.snapshot()
+    arms = [strategy for strategy, _, _ in engine.history]
+    assert snapshot["rounds"] == len(arms)
+    assert snapshot["active_frac"] == pytest.approx(1 - arms.count(OFF) / len(arms))
+    assert snapshot["switches"] == sum(a != b for a, b in pairwise(arms))
+    for bucket in ("1", "3-4", "9-16"):
+        assert sum(v for k, v in snapshot.items() if k.startswith(f"arm/{bucket}/")) == pytest.approx(1.0)
+    assert 1.0 < snapshot["speedup_est"] < 3.0
+    assert 0 < snapshot["probe_share"] < 0.02
+
+
+def test_the_leader_decides_for_all_ranks() -> None:
+    wire: list[object] = []
+
+    def send(value: object) -> object:
+        wire.append(json.loads(json.dumps(value)))
+        return wire[-1]
+
+    leader, follower = AgreedTuner(tuner(), send), AgreedTuner(None, lambda _: wire[-1])
+    engine = GAINING["tail, good drafter"].engine()
+
+    class Both(RecordedTuner):
+        def choose(self, rows, context) -> Strategy:  # type: ignore[no-untyped-def]
+            chosen = leader.choose(rows, context)
+            assert follower.choose(rows, context) == chosen
+            return chosen
+
+        def observe(self, rows, report) -> None:  # type: ignore[no-untyped-def]
+            leader.observe(rows, report)
+            follower.observe(rows, report)
+
+    engine.run(Both(MENU), 100)
+    assert len(set(strategy for strategy, _, _ in engine.history)) > 2
+    assert follower.state_dict() == {}
+    assert leader.state_dict()
+    agreed: Tuner = leader
+    assert agreed.choose([0], 10) in (OFF, *MENU)
+
+
+def test_the_simulator_charges_what_it_says() -> None:
+    assert pass_seconds(1, 1, 0) == pytest.approx(12.5e-3 + 0.22e-3)
+    assert pass_seconds(4, 4, 3200) - pass_seconds(4, 4, 0) == pytest.approx(12e-3)
+    assert draft_seconds(OFF, 4) == 0
