@@ -33,13 +33,18 @@ _DRIFT = 2e-4  # share of the prior's variance that each round gives back
 class RobustFilter:
     """y ~ phi . theta with theta >= 0, by a Kalman filter on clipped innovations."""
 
-    def __init__(self, theta: Sequence[float], spread: Sequence[float], *, noise: float = 0.1) -> None:
-        """theta: the prior's mean; spread: its standard deviations; noise: of y, relative."""
+    def __init__(self, theta: Sequence[float], spread: Sequence[float], *, one_sided: bool = False) -> None:
+        """theta: the prior's mean; spread: its standard deviations.  one_sided: y far below the expected shows that
+        what was learnt were stalls, and counts like a first observation; for models that start from few of them."""
         self.theta = list(theta)
-        self.noise = noise
+        self.noise = 0.1  # of y, relative
+        self._one_sided = one_sided
         self._fresh = True  # the first observation sets the scale
         self.ceiling = [s * s for s in spread]
-        self.covariance = [[v if i == j else 0.0 for j in range(len(theta))] for i, v in enumerate(self.ceiling)]
+        self._widen()
+
+    def _widen(self) -> None:
+        self.covariance = [[v if i == j else 0.0 for j in range(len(self.theta))] for i, v in enumerate(self.ceiling)]
 
     def predict(self, phi: Sequence[float]) -> float:
         """Expected y."""
@@ -49,11 +54,13 @@ class RobustFilter:
     def update(self, phi: Sequence[float], y: float) -> None:
         """Learn from one observation."""
         expected = max(self.predict(phi), 1e-7)
+        if self._one_sided and y < expected * (1.0 - 3 * self.noise):
+            self._widen()
         gain = [sum(map(mul, row, phi)) for row in self.covariance]
         own = (self.noise * expected) ** 2
         model = max(sum(map(mul, gain, phi)), 1e-30)
         total = model + own
-        limit = y if self._fresh else min(_CLIP * total**0.5, expected)
+        limit = y if self._fresh else min(_CLIP * total**0.5, 0.5 * expected)
         self._fresh = False
         error = min(max(y - expected, -limit), limit)
         # the mean of |e| is 0.8 standard deviations
@@ -165,7 +172,7 @@ class CostModel:
         """A new version of the drafter (None: of each) may cost something else; what was learnt becomes its prior."""
         for name, model in self._drafts.items():
             if model is not None and drafter in (None, name):
-                self._drafts[name] = RobustFilter(model.theta, [s**0.5 for s in model.ceiling])
+                self._drafts[name] = RobustFilter(model.theta, [v**0.5 for v in model.ceiling], one_sided=True)
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -183,7 +190,9 @@ class CostModel:
     def _new_draft_model(self) -> RobustFilter:
         step = self.plain_seconds(1, 64)
         return RobustFilter(
-            [0.01 * step, 0.02 * step, 0.002 * step, 0.0005 * step], [step, step, 0.2 * step, 0.05 * step], noise=0.2
+            [0.01 * step, 0.02 * step, 0.002 * step, 0.0005 * step],
+            [step, step, 0.2 * step, 0.05 * step],
+            one_sided=True,
         )
 
 

@@ -9,6 +9,7 @@ draft token costs less) or after `reset`.  The same holds for OFF, whose optimis
 
 Probing is paid from a budget: what probe rounds took longer than the current arm needs for as many tokens, summed over
 all time, stays below share x (all time) + allowance.  A probe starts only if a round of it that accepts nothing fits.
+The allowance is a few plain rounds of one request, and half as much again at each `reset`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ _FIRST_INTERVAL = 16
 _LOOK_EVERY = 4  # rounds between two looks for an arm worth a probe
 _BURST_TRIALS = 8  # draws of a probe, all rows together
 _BURST_ROUNDS = (1, 6)
+_BURST_SHARE = 0.5  # of the budget that is left; the first round of a probe may take it all
 _OFF_DOUBT = (0.02, 0.002, 1.0)  # how wrong plain's rate may be: at least, per round unseen, at most
 
 
@@ -35,18 +37,21 @@ class Offer(NamedTuple):
 class _Probe(NamedTuple):
     arm: Strategy
     rounds_left: int
+    most_lost_s: float  # value of `lost_s` that ends it: another drafter's turn
 
 
 class Gate:
     """Holds the current arm.  `choose`, then `settle` with what the round did."""
 
     def __init__(self, menu: Sequence[Strategy], *, share: float, allowance_rounds: float, max_interval: int) -> None:
-        """share: of all time that may be lost to probing; allowance_rounds: plain rounds that may be lost at once."""
+        """share: of all time that may be lost to probing; allowance_rounds: what may be lost at once, in plain rounds
+        of one request."""
         self._share, self._allowance_rounds, self._max_interval = share, allowance_rounds, max_interval
         self.current = OFF
         self.lost_s = 0.0
         self.total_s = 0.0
         self._allowance_s = 0.0
+        self._grant_s = 0.0
         self._arms = (OFF, *menu)
         self._round = 0
         self._gain = 0.0
@@ -65,18 +70,20 @@ class Gate:
         offers: Mapping[Strategy, Offer],
         trusted: Callable[[Strategy], bool],
         hopes: Callable[[], Mapping[Strategy, float]],
+        single_s: float,
     ) -> Strategy:
         """Next round's arm.  offers: of OFF and each arm; trusted(arm): whether its offer rests on evidence;
-        hopes(): optimistic rates, asked for only when needed."""
+        hopes(): optimistic rates, asked for only when needed; single_s: a plain round of one request."""
         self._offers = offers
-        if not self._allowance_s:
-            self._allowance_s = self._allowance_rounds * offers[OFF].seconds
+        self._grant_s = self._allowance_rounds * single_s
+        self._allowance_s = self._allowance_s or self._grant_s
         self._round += 1
         if self._probe is not None:
-            arm, left = self._probe
+            arm, left, most_lost_s = self._probe
             rate = offers[self.current].rate
-            if left and self._affordable(arm, live) and max(hopes()[arm], offers[arm].rate) > rate:
-                self._probe = _Probe(arm, left - 1)
+            fits = self.lost_s + self._worst_loss_s(arm, live) <= most_lost_s
+            if left and fits and max(hopes()[arm], offers[arm].rate) > rate:
+                self._probe = _Probe(arm, left - 1, most_lost_s)
                 return arm
             self._finish(arm, live, won=trusted(arm) and offers[arm].rate > rate)
         self._exploit(offers, trusted)
@@ -85,7 +92,8 @@ class Gate:
             target = self._worth_a_probe(live, offers, hopes)
             if target is not None:
                 low, high = _BURST_ROUNDS
-                self._probe = _Probe(target, min(max(-(-_BURST_TRIALS // live), low), high) - 1)
+                rounds = min(max(-(-_BURST_TRIALS // live), low), high)
+                self._probe = _Probe(target, rounds - 1, self.lost_s + _BURST_SHARE * (self._budget_s - self.lost_s))
                 return target
         return self.current
 
@@ -98,11 +106,12 @@ class Gate:
             self.lost_s += max(seconds - tokens / self._offers[self.current].rate, 0.0)
 
     def reset(self, drafter: str | None) -> None:
-        """The drafter (None: each) has changed: probe it soon."""
+        """The drafter (None: each) has changed: probe it soon, for half the first allowance more."""
+        self._allowance_s += 0.5 * self._grant_s
         for arm in self._arms:
             if drafter in (None, arm.drafter):
                 self._due[arm], self._interval[arm] = self._round, _FIRST_INTERVAL
-        self._look_at = min(self._look_at, self._round + 1)
+        self._look_at = self._round + 1
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -110,7 +119,7 @@ class Gate:
             "current": str(self.current),
             "numbers": [self.lost_s, self.total_s, self._allowance_s, self._gain],
             "rounds": [self._round, self._look_at, self._plain_at],
-            "probe": None if self._probe is None else [str(self._probe.arm), self._probe.rounds_left],
+            "probe": None if self._probe is None else [str(self._probe.arm), *self._probe[1:]],
             "arms": {
                 str(a): [self._due[a], self._interval[a], self._probed_at[a], self._probed_live[a]] for a in self._arms
             },
@@ -123,7 +132,7 @@ class Gate:
         self.lost_s, self.total_s, self._allowance_s, self._gain = state["numbers"]
         self._round, self._look_at, self._plain_at = state["rounds"]
         probe = state["probe"]
-        self._probe = _Probe(by_name[probe[0]], probe[1]) if probe and probe[0] in by_name else None
+        self._probe = _Probe(by_name[probe[0]], *probe[1:]) if probe and probe[0] in by_name else None
         for name in by_name.keys() & state["arms"].keys():
             arm = by_name[name]
             self._due[arm], self._interval[arm], self._probed_at[arm], self._probed_live[arm] = state["arms"][name]
@@ -168,8 +177,11 @@ class Gate:
         return max(self._offers[arm].seconds - live / self._offers[self.current].rate, 0.0)
 
     def _affordable(self, arm: Strategy, live: int) -> bool:
-        budget_s = self._share * self.total_s + self._allowance_s
-        return self.lost_s + self._worst_loss_s(arm, live) <= budget_s
+        return self.lost_s + self._worst_loss_s(arm, live) <= self._budget_s
+
+    @property
+    def _budget_s(self) -> float:
+        return self._share * self.total_s + self._allowance_s
 
     def _finish(self, arm: Strategy, live: int, *, won: bool) -> None:
         self._probe = None

@@ -86,6 +86,7 @@ class CostModelTuner(RecordedTuner):
             self.offers(rows, context),
             self._acceptance.trusted,
             lambda: {arm: offer.rate for arm, offer in self.offers(rows, context, optimistic=True).items()},
+            self.cost.plain_seconds(1, context // len(rows)),
         )
         return self._chosen
 
@@ -217,8 +218,8 @@ def make_tuner(
     *,
     arm: Strategy | None = None,
     max_live: int = 32,
-    probe_share: float = 0.01,
-    probe_allowance_rounds: float = 1.0,
+    probe_share: float = 0.008,
+    probe_allowance_rounds: float = 2.0,
     max_probe_interval: int = 64,
     thresholds: Sequence[int] = (1, 2, 3, 5, 9, 17, 33),
     epsilon: float = 0.1,
