@@ -1,7 +1,7 @@
 """When to change the strategy, and what trying another one may cost.
 
-Hysteresis: the gains of the best arm over the current one are summed round by round, less a margin, and the switch is
-made when the sum is worth a tenth of a round: at once for a clear gain, after ten rounds for one of 2.5 %.
+Hysteresis: each arm's gains over the current one are summed round by round, less a margin and never below nothing, and
+the switch is made when a sum is worth a tenth of a round: at once for a clear gain, after ten rounds for one of 2.5 %.
 
 Probing: an arm whose optimistic rate beats the current one's is run for a few rounds when it is due.  It is due again
 after an interval that doubles while it fails, and at once when the batch has shrunk below its last probe's (then each
@@ -54,10 +54,10 @@ class Gate:
         self._grant_s = 0.0
         self._arms = (OFF, *menu)
         self._round = 0
-        self._gain = 0.0
         self._probe: _Probe | None = None
         self._look_at = 2  # two plain rounds come first
         self._plain_at = 0
+        self._gains = dict.fromkeys(self._arms, 0.0)
         self._due = dict.fromkeys(self._arms, 0)
         self._interval = dict.fromkeys(self._arms, _FIRST_INTERVAL)
         self._probed_at = dict.fromkeys(self._arms, -1)
@@ -117,11 +117,13 @@ class Gate:
         """As JSON values."""
         return {
             "current": str(self.current),
-            "numbers": [self.lost_s, self.total_s, self._allowance_s, self._gain],
+            "numbers": [self.lost_s, self.total_s, self._allowance_s],
             "rounds": [self._round, self._look_at, self._plain_at],
             "probe": None if self._probe is None else [str(self._probe.arm), *self._probe[1:]],
+            "gains": {str(arm): gain for arm, gain in self._gains.items()},
             "arms": {
-                str(a): [self._due[a], self._interval[a], self._probed_at[a], self._probed_live[a]] for a in self._arms
+                str(arm): [record[arm] for record in (self._due, self._interval, self._probed_at, self._probed_live)]
+                for arm in self._arms
             },
         }
 
@@ -129,30 +131,29 @@ class Gate:
         """An arm that is not on the menu is dropped; if it was the current one, OFF takes its place."""
         by_name = {str(arm): arm for arm in self._arms}
         self.current = by_name.get(state["current"], OFF)
-        self.lost_s, self.total_s, self._allowance_s, self._gain = state["numbers"]
+        self.lost_s, self.total_s, self._allowance_s = state["numbers"]
         self._round, self._look_at, self._plain_at = state["rounds"]
         probe = state["probe"]
         self._probe = _Probe(by_name[probe[0]], *probe[1:]) if probe and probe[0] in by_name else None
         for name in by_name.keys() & state["arms"].keys():
             arm = by_name[name]
+            self._gains[arm] = state["gains"][name]
             self._due[arm], self._interval[arm], self._probed_at[arm], self._probed_live[arm] = state["arms"][name]
 
     def _exploit(self, offers: Mapping[Strategy, Offer], trusted: Callable[[Strategy], bool]) -> None:
-        able = [arm for arm in self._arms if trusted(arm)]
-        best = max(able, key=lambda arm: offers[arm].rate)
-        gain = offers[best].rate / offers[self.current].rate - 1.0
-        if gain <= _MARGIN:
-            self._gain = max(self._gain + gain - _MARGIN, 0.0)
-            return
-        self._gain += gain - _MARGIN
-        if self._gain >= _SWITCH_AT:
-            self._switch(best)
+        rate = offers[self.current].rate
+        for arm in self._arms:
+            gain = offers[arm].rate / rate - 1.0 - _MARGIN if trusted(arm) else -1.0
+            self._gains[arm] = max(self._gains[arm] + gain, 0.0)
+        ripe = [arm for arm in self._arms if self._gains[arm] >= _SWITCH_AT]
+        if ripe:
+            self._switch(max(ripe, key=lambda arm: offers[arm].rate))
 
     def _switch(self, arm: Strategy) -> None:
         for other in self._arms:
             if other.drafter == self.current.drafter != arm.drafter:
                 self._due[other], self._interval[other] = self._round + _FIRST_INTERVAL, _FIRST_INTERVAL
-        self.current, self._gain = arm, 0.0
+        self.current, self._gains = arm, dict.fromkeys(self._arms, 0.0)
 
     def _worth_a_probe(
         self, live: int, offers: Mapping[Strategy, Offer], hopes: Callable[[], Mapping[Strategy, float]]

@@ -148,11 +148,12 @@ def test_probing_stays_within_its_budget(name: str) -> None:
     assert lost_s <= 0.008 * total_s + 2.1 * pass_seconds(1, 1, 100) + last_round_s
 
 
-def test_a_published_drafter_is_tried_soon() -> None:
+@pytest.mark.parametrize("rounds", [400, 416, 432, 448])
+def test_a_published_drafter_is_tried_soon(rounds: int) -> None:
     eagle = [arm for arm in MENU if arm.drafter == "eagle"]
     engine = Regime(Hits(0.0), Hits(0.0), 4, 10**6).engine()
     adaptive = tuner()
-    engine.run(adaptive, 400)
+    engine.run(adaptive, rounds)
     engine.hits["eagle"] = Hits(0.85)
     adaptive.notify_change("eagle")
     engine.run(adaptive, 30)
