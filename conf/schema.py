@@ -272,6 +272,51 @@ class AlgorithmConfig(Section):
 # ---------------------------------------------------------------------------------------------- rollout
 
 
+class StrategyConfig(Section):
+    """One way to speculate, an arm of the tuner."""
+
+    drafter: Literal["ngram"] = "ngram"
+    """ngram: continuations seen after the same tokens, in the prompt, the response and its sibling responses."""
+    depth: int = Field(ge=1, le=64)
+    """Longest path drafted below the newest token."""
+    width: int = Field(1, ge=1, le=16)
+    """Most children of one node; 1 drafts a chain."""
+    tokens: int = Field(ge=1, le=256)
+    """Most draft tokens verified per request."""
+
+
+class NgramConfig(Section):
+    """The n-gram drafter."""
+
+    min_match: int = Field(2, ge=1)
+    """Tokens that must agree before a continuation is proposed."""
+    max_index_tokens: int = Field(500_000, ge=1)
+    """Bound of the index on one worker, in tokens of about 0.7 kB; the prompts used longest ago are dropped first."""
+
+
+class SpeculationConfig(Section):
+    """Speculative decoding.  It changes no sampled token, only the time."""
+
+    policy: Literal["cost_model", "beg_mab", "threshold", "fixed", "off"] = "cost_model"
+    """Who picks the strategy of a round.  cost_model: most expected tokens per second, by measured cost and each live
+    request's acceptance; beg_mab: TLT's bucketed epsilon-greedy bandit; threshold: the menu's first strategy up to
+    `max_live` requests, plain above; fixed: always the first strategy; off: plain decoding."""
+    menu: tuple[StrategyConfig, ...] = Field(
+        (
+            StrategyConfig(depth=3, tokens=3),
+            StrategyConfig(depth=7, tokens=7),
+            StrategyConfig(depth=15, tokens=15),
+            StrategyConfig(depth=4, width=2, tokens=8),
+        ),
+        min_length=1,
+    )
+    """Strategies to choose from, besides plain decoding."""
+    max_live: int = Field(32, ge=1)
+    """Live requests up to which `threshold` speculates."""
+    ngram: NgramConfig = NgramConfig()
+    """Settings of that drafter."""
+
+
 class RolloutConfig(Section):
     """What is sampled in one RL step, and how."""
 
@@ -295,6 +340,8 @@ class RolloutConfig(Section):
     """pull: workers take groups as they free up; static: groups are dealt up front (classic data parallel)."""
     dtype: Dtype = "bfloat16"
     """Precision of the rollout replica."""
+    speculation: SpeculationConfig = SpeculationConfig()
+    """How rounds are sped up; `policy: off` decodes plainly."""
 
 
 class EvaluationConfig(Section):

@@ -44,6 +44,9 @@ class PrivateServer:
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None:
+            from prefect.logging.handlers import APILogHandler
+
+            APILogHandler().flush()  # lines still queued for the server would each complain that it is gone
             self._process.terminate()
             try:
                 self._process.wait(timeout=5)

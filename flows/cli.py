@@ -71,6 +71,7 @@ def _bench(cfg: RunConfig, args: argparse.Namespace) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
+    from conf.schema import SpeculationConfig
     from tlt_core.generate import generate_file
     from tlt_core.types import SamplingParams
 
@@ -86,6 +87,7 @@ def _generate(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         batch_size=args.batch_size,
         num_workers=args.num_workers,
+        speculation=SpeculationConfig(policy="off" if args.speculation == "off" else "cost_model"),
         system_prompt=args.system_prompt,
     )
     print(f"{count} responses in {args.out}")
@@ -189,7 +191,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
-    parser.add_argument("--speculation", choices=["off", "auto"], default="auto", help="auto: as far as it pays")
+    parser.add_argument(
+        "--speculation",
+        choices=["off", "auto", "ngram"],
+        default="auto",
+        help="auto: as far as it pays, with what there is; ngram: the same with that drafter alone",
+    )
     parser.add_argument("--batch-size", type=int, default=16, help="responses decoded at once on a worker")
     parser.add_argument("--num-workers", type=int, default=1)
     parser.add_argument("--system-prompt", default="")

@@ -1,4 +1,4 @@
-"""Figures of a run, drawn from its numbers: worker timeline, response lengths, reward curve.
+"""Figures of a run, drawn from its numbers: worker timeline, response lengths, speculation, reward curve.
 
 matplotlib's figure objects are used directly, without pyplot: no global state, no window, and quick (about 0.1 s each).
 """
@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+from tlt_core.rollout.engine import RoundTrace
 from tlt_core.types import ScoredBatch, WorkerSpan, WorkerState
 
 _STATES = {
@@ -22,6 +23,8 @@ _STATES = {
     WorkerState.UPDATING: ("updating policy", "#ee8636"),
 }
 _SCORING = "#8d69b8"
+_OFF = "#d9d9d9"
+_ARMS = ("#529e3f", "#3b75af", "#ee8636", "#c23b3b", "#8d69b8", "#84584e", "#d57dbe", "#b3bb3a")
 
 
 def timeline(spans: Sequence[WorkerSpan], scored: ScoredBatch, *, step: int, path: Path) -> None:
@@ -64,6 +67,44 @@ def lengths(response_lens_R: Tensor, *, step: int, max_new_tokens: int, path: Pa
     axes.set_ylabel("responses")
     axes.set_title(f"step {step}: response lengths")
     axes.legend(frameon=False)
+    _save(figure, path)
+
+
+def speculation(rounds_by_worker: Sequence[Sequence[RoundTrace]], *, step: int, path: Path) -> None:
+    """A rollout's life on each worker: live requests, coloured by strategy, and tokens per request and round."""
+    origin_s = min((r[0].end_s - r[0].seconds for r in rounds_by_worker if r), default=0.0)
+    arms = sorted({str(t.report.strategy) for rounds in rounds_by_worker for t in rounds})
+    colors = {arm: _OFF if arm == "off" else _ARMS[index % len(_ARMS)] for index, arm in enumerate(arms)}
+    figure = Figure(figsize=(8.0, 0.8 + 1.8 * len(rounds_by_worker)), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(rounds_by_worker), 1, sharex=True, squeeze=False)[:, 0]
+    for worker, (axes, rounds) in enumerate(zip(panels, rounds_by_worker, strict=True)):
+        for arm in arms:
+            own = [t for t in rounds if str(t.report.strategy) == arm]
+            axes.bar(
+                [t.end_s - t.seconds - origin_s for t in own],
+                [t.report.live for t in own],
+                [t.seconds for t in own],
+                align="edge",
+                color=colors[arm],
+                label=arm,
+            )
+        axes.set_ylabel(f"worker {worker}\nlive requests")
+        gain = axes.twinx()
+        span = max(1, len(rounds) // 100)
+        parts = [rounds[i : i + span] for i in range(0, len(rounds), span)]
+        gain.plot(
+            [p[0].end_s - origin_s for p in parts],
+            [sum(t.tokens for t in p) / sum(t.report.live for t in p) for p in parts],
+            color="black",
+            linewidth=1,
+            label="tokens a round",
+        )
+        gain.set_ylim(bottom=0)
+        gain.set_ylabel("tokens per request\nand round")
+    panels[0].set_title(f"step {step}: strategy of each round")
+    panels[0].legend(loc="upper right", frameon=False, fontsize="small")
+    panels[-1].set_xlabel("seconds since rollout began")
     _save(figure, path)
 
 

@@ -130,12 +130,16 @@ class Tracker:
         figures.lengths(
             scored.rollouts.response_lens_R, step=step, max_new_tokens=self._cfg.rollout.max_new_tokens, path=lengths
         )
+        drawn = [timeline, lengths]
+        if any(session.rounds):
+            drawn.append(folder / f"speculation_{step:06d}.png")
+            figures.speculation(session.rounds, step=step, path=drawn[-1])
         rows = [*self._rows, {"step": step, **session.metrics.values()}]
         curve = folder / "reward.png"
         figures.reward_curve(
             _column(rows, "critic/rewards/mean"), _column(rows, "val-core/all/reward/greedy"), path=curve
         )
-        for path in (timeline, lengths, curve):
+        for path in (*drawn, curve):
             self._mlflow.artifact(path, folder="figures")
 
     def _append(self, row: dict[str, Any]) -> None:

@@ -35,7 +35,9 @@ class DriverState:
     resume_attempt: int
     fingerprint: str  # of the parts of the configuration that may not change between attempts
     best_metric: float | None  # value that ranks this checkpoint
-    metrics: dict[str, float] = field(default_factory=dict)  # the step's, for an attempt that ended before it wrote them down
+    metrics: dict[str, float] = field(
+        default_factory=dict
+    )  # the step's, for an attempt that ended before it wrote them down
 
 
 def save(root: Path, state: DriverState, write_parts: Callable[[Path], None]) -> Path:

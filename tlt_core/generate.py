@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from conf.schema import ClusterConfig, RolloutConfig
+from conf.schema import ClusterConfig, RolloutConfig, SpeculationConfig
+from tlt_core import adaptive
 from tlt_core.cluster.dispatcher import Drained
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.worker import WorkerSpec
@@ -43,10 +44,12 @@ def generate_file(
     dtype: str,
     batch_size: int,
     num_workers: int,
+    speculation: SpeculationConfig,
     system_prompt: str = "",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
     """Generate one response per input line; returns how many.  `out` appears when all are done, or not at all.
+    Speculation changes the time, not the tokens.
 
     Raises DataError (a bad line: file and number), ModelError, ValueError.
     """
@@ -66,11 +69,12 @@ def generate_file(
     max_len = max(len(line.tokens) for line in lines) + params.max_new_tokens
     spec = WorkerSpec(
         model_dir=folder.resolve(),
-        rollout=RolloutConfig(dtype=dtype, max_live_requests=batch_size),
+        rollout=RolloutConfig(dtype=dtype, max_live_requests=batch_size, speculation=speculation),
         max_len=max_len,
         trainer=None,
         threads=max(1, torch.get_num_threads() // num_workers),
         device="cuda" if torch.cuda.is_available() else "cpu",
+        seed=seed,
     )
     run = _generate_here if num_workers == 1 else _generate_on_group
     rollouts = run(spec, requests, params, num_workers=num_workers, on_progress=on_progress)
@@ -104,7 +108,13 @@ def _generate_here(
     on_progress: Callable[[int, int], None],
 ) -> list[Rollout]:
     decoder = load_decoder(spec.model_dir, dtype=getattr(torch, spec.rollout.dtype), device=spec.device)
-    engine = RolloutEngine(decoder, max_live=spec.rollout.max_live_requests, max_len=spec.max_len)
+    engine = RolloutEngine(
+        decoder,
+        max_live=spec.rollout.max_live_requests,
+        max_len=spec.max_len,
+        speculation=adaptive.make_speculation(spec.rollout.speculation, seed=spec.seed),
+    )
+    adaptive.calibrate(engine)
     waiting, finished = list(reversed(requests)), []
 
     def pull(wanted: int) -> list[GenerationRequest]:

@@ -29,6 +29,8 @@ from tlt_core.metrics import StepMetrics, bubble_metrics, rollout_metrics, score
 from tlt_core.model.load import load_tokenizer, stop_token_ids
 from tlt_core.progress import Progress, sample_rows
 from tlt_core.prompt_order import PromptOrder
+from tlt_core.rollout.engine import RoundTrace
+from tlt_core.spec_metrics import spec_metrics
 from tlt_core.types import (
     GenerationRequest,
     NoiseKey,
@@ -56,6 +58,7 @@ class Session:
     ) -> None:
         self.cfg = cfg
         self.metrics = StepMetrics()
+        self.rounds: list[Sequence[RoundTrace]] = []  # of the latest training rollout, by worker
         self.tracker_run_id = ""
         self.completed_steps = 0
         self.resume_attempt = 0
@@ -320,6 +323,8 @@ class Session:
         if params.temperature > 0 and phase != "evaluate":
             for report in reports:
                 self.metrics.spans.extend(report.spans)
+            self.rounds = [report.rounds for report in reports]
+            self.metrics.log(spec_metrics(reports))
         return RolloutBatch.pack(finished)
 
     def _report(self, phase: str, done: int, total: int, drained: Drained | None = None, rate: float = 0.0) -> None:
@@ -362,6 +367,7 @@ class Session:
             ),
             threads=cfg.cluster.threads_per_worker,
             device="cuda" if cfg.cluster.gpus_per_worker else "cpu",
+            seed=cfg.seed,
         )
 
 
@@ -380,7 +386,8 @@ def _informative_groups(scored: ScoredBatch) -> list[int]:
 
 
 def _fingerprint(cfg: RunConfig) -> str:
-    """Digest of what may not change between attempts.  More steps, workers or another tracker are fine."""
+    """Digest of what may not change between attempts.  More steps, workers, another tracker or other speculation
+    (which changes no token) are fine."""
     sections = {"seed", "model", "data", "coldstart", "rollout", "algorithm", "update"}
-    fixed = cfg.model_dump(mode="json", include=sections)
+    fixed = cfg.model_dump(mode="json", include=sections, exclude={"rollout": {"speculation"}})
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()

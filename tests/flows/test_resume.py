@@ -27,6 +27,7 @@ def command(root: Path, name: str, *, workers: int) -> list[str]:
         f"num_steps={STEPS}",
         f"cluster.num_workers={workers}",
         "rollout.dispatch=static",
+        "rollout.speculation.policy=off",  # its choices follow the clock: same tokens, other last bits
         "rollout.max_new_tokens=48",
         "update.optimizer.learning_rate=1e-3",
         "checkpoint.keep_last=9",

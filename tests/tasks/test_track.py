@@ -18,6 +18,8 @@ from tasks.track import Tracker, step_line
 from tests.tasks.scored_batches import scored_batch
 from tlt_core import provenance
 from tlt_core.metrics import StepMetrics
+from tlt_core.rollout.engine import RoundTrace
+from tlt_core.speculation import OFF, RoundReport, Strategy
 from tlt_core.store import Ref
 from tlt_core.types import ScoredBatch, WorkerSpan, WorkerState
 
@@ -148,6 +150,11 @@ def test_what_a_server_refuses_does_not_hold_up_the_rest(
     assert client.get_run(run.run_id).info.status == "FINISHED"
 
 
+def _round(strategy: Strategy, tokens: int) -> RoundTrace:
+    report = RoundReport(strategy, 1, 9, (strategy.tokens,), (strategy.depth,), (tokens - 1,), 0.001, 0.02)
+    return RoundTrace(report, (0,), tokens, 1000.0 + tokens, 0.5)
+
+
 class _Session:
     """What the tracker reads of a session, after one step."""
 
@@ -156,6 +163,7 @@ class _Session:
         self.completed_steps = completed_steps
         self.resume_attempt = 0
         self.resumed_metrics: dict[str, float] = {}
+        self.rounds: list[list[RoundTrace]] = [[_round(OFF, 1), _round(Strategy("ngram", 3, 1, 3), 3)], []]
         self.tracker_run_id = ""
         self.metrics = StepMetrics()
         self.metrics.log({"critic/rewards/mean": 0.5, "timing_s/gen": 3.0})
@@ -188,7 +196,7 @@ def test_a_step_leaves_metrics_figures_and_samples(cfg: RunConfig, caplog: pytes
     assert row == {"step": 1, **metrics}
     assert {"timing_s/tracking", "timing_s/step", "perf/overhead_share", "training/resume_attempt"} <= row.keys()
     figures = {p.name for p in (cfg.run_dir / "figures").iterdir()}
-    assert figures == {"timeline_000001.png", "lengths_000001.png", "reward.png"}
+    assert figures == {"timeline_000001.png", "lengths_000001.png", "speculation_000001.png", "reward.png"}
     assert json.loads((cfg.run_dir / "samples" / "step_000001.jsonl").read_text())["reward"] == 1.0
     assert "step    1/2" in caplog.text
     client = MlflowClient(cfg.tracking.uri)

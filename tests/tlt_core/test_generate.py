@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from conf.schema import SpeculationConfig
 from tlt_core.data import DataError
 from tlt_core.generate import generate_file
 from tlt_core.types import SamplingParams
@@ -14,7 +15,10 @@ QUESTIONS = [f"What is {a} + {b}?" for a in range(10, 35) for b in (7, 19)]  # 5
 NEAR_TIE = 1e-3  # fp32 logits of two computations differ by less than this (SmolLM2: 5e-4 asserted in tests/model)
 
 
-def run(tmp_path, questions, *, temperature, batch_size=16, num_workers=1, max_new_tokens=24):
+OFF = SpeculationConfig(policy="off")
+
+
+def run(tmp_path, questions, *, temperature, batch_size=16, num_workers=1, max_new_tokens=24, speculation=OFF):
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / f"out-{batch_size}-{num_workers}.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": q}) + "\n" for q in questions))
     generate_file(
@@ -26,6 +30,7 @@ def run(tmp_path, questions, *, temperature, batch_size=16, num_workers=1, max_n
         dtype="float32",
         batch_size=batch_size,
         num_workers=num_workers,
+        speculation=speculation,
     )
     return [json.loads(line) for line in out.read_text().splitlines()]
 
@@ -61,13 +66,19 @@ def test_sampled_tokens_do_not_depend_on_batch_size_or_workers(tmp_path):
     reference = run(tmp_path, questions, temperature=1.0, batch_size=1)
     assert len({tuple(r["token_ids"]) for r in reference}) == len(reference)
     differing = {}
-    for batch_size, num_workers in ((7, 1), (32, 1), (7, 2)):
-        rows = run(tmp_path, questions, temperature=1.0, batch_size=batch_size, num_workers=num_workers)
-        assert [r["id"] for r in rows] == [r["id"] for r in reference]
-        differing[batch_size, num_workers] = sum(
-            a["token_ids"] != b["token_ids"] for a, b in zip(reference, rows, strict=True)
+    for case in ((7, 1, OFF), (32, 1, OFF), (7, 2, OFF), (7, 1, SpeculationConfig(policy="fixed"))):
+        batch_size, num_workers, speculation = case
+        rows = run(
+            tmp_path,
+            questions,
+            temperature=1.0,
+            batch_size=batch_size,
+            num_workers=num_workers,
+            speculation=speculation,
         )
-    assert sum(differing.values()) == 0, f"sequences that differ, by (batch size, workers): {differing}"
+        assert [r["id"] for r in rows] == [r["id"] for r in reference]
+        differing[case] = sum(a["token_ids"] != b["token_ids"] for a, b in zip(reference, rows, strict=True))
+    assert sum(differing.values()) == 0, f"sequences that differ, by case: {differing}"
 
 
 @pytest.mark.parametrize(
@@ -91,5 +102,6 @@ def test_bad_input_names_file_and_line(tmp_path, embedded_model, text, problem):
             dtype="float32",
             batch_size=1,
             num_workers=1,
+            speculation=OFF,
         )
     assert not out.exists()

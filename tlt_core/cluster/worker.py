@@ -7,6 +7,7 @@ idle) are made here.  States are time-stamped as `WorkerSpan`s, from which the t
     update:    UPDATING
 """
 
+import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from conf.schema import AlgorithmConfig, RolloutConfig, UpdateConfig
+from tlt_core import adaptive
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.policy import FrozenPolicy
 from tlt_core.grpo.update import PolicyTrainer
@@ -26,6 +28,7 @@ from tlt_core.rollout.engine import RolloutEngine, RoundTrace
 from tlt_core.types import GenerationRequest, Rollout, SamplingParams, WorkerSpan, WorkerState
 
 _POLL_S = 0.02  # how often an idle worker asks whether rollout has ended
+_TUNER_FILE = "tuner_{}.json"  # by rank
 _REPORT_S = 0.5  # how often a busy worker reports its token count
 
 
@@ -48,6 +51,7 @@ class WorkerSpec(NamedTuple):
     trainer: TrainerSpec | None  # None: generation only
     threads: int
     device: str
+    seed: int = 0  # of the tuner's explorations
 
 
 class GenerateReport(NamedTuple):
@@ -55,6 +59,8 @@ class GenerateReport(NamedTuple):
 
     spans: tuple[WorkerSpan, ...]
     rounds: tuple[RoundTrace, ...]
+    tuner: dict[str, Any]  # what it knows of itself, see `RecordedTuner.snapshot`; empty without speculation
+    drafter_failures: int  # proposals that could not be used, since the start
 
 
 class UpdateReport(NamedTuple):
@@ -87,8 +93,14 @@ class Worker:
         spec = self._spec
         dtype = getattr(torch, spec.rollout.dtype)
         replica = load_decoder(spec.model_dir, dtype=dtype, device=spec.device)
-        self._engine = RolloutEngine(replica, max_live=spec.rollout.max_live_requests, max_len=spec.max_len)
+        self._engine = RolloutEngine(
+            replica,
+            max_live=spec.rollout.max_live_requests,
+            max_len=spec.max_len,
+            speculation=adaptive.make_speculation(spec.rollout.speculation, seed=spec.seed + self._rank),
+        )
         self._policy_version = policy_version
+        self._prepare_tuner(checkpoint)
         if spec.trainer is None:
             return
         self._trainer = self._make_trainer(spec.trainer, dtype)
@@ -102,6 +114,15 @@ class Worker:
                 token_budget=spec.trainer.update.tokens_per_micro_batch,
                 device=self._device,
             )
+
+    def _prepare_tuner(self, checkpoint: Path | None) -> None:
+        """What it had learnt before the restart, or a first measurement."""
+        assert self._engine is not None, "built by load()"
+        saved = None if checkpoint is None else checkpoint / _TUNER_FILE.format(self._rank)
+        if saved is not None and saved.is_file() and self._engine.speculation is not None:
+            self._engine.speculation.tuner.load_state_dict(json.loads(saved.read_text()))
+        else:
+            adaptive.calibrate(self._engine)
 
     def _make_trainer(self, spec: TrainerSpec, dtype: torch.dtype) -> PolicyTrainer:
         return PolicyTrainer(
@@ -163,7 +184,7 @@ class Worker:
             WorkerSpan(self._rank, WorkerState.BUSY, busy_s, idle_s),
             WorkerSpan(self._rank, WorkerState.IDLE, idle_s, time.time()),
         )
-        return GenerateReport(spans, tuple(rounds))
+        return GenerateReport(spans, tuple(rounds), adaptive.snapshot(engine), sum(engine.drafter_failures.values()))
 
     def update(self, steps: Sequence[TrainBatch]) -> UpdateReport:
         """One RL step's optimizer steps, on this worker's share of each."""
@@ -195,6 +216,9 @@ class Worker:
         """Write this worker's part of a checkpoint."""
         assert self._trainer is not None, "load() comes first"
         self._trainer.save(folder)
+        if self._engine is not None and self._engine.speculation is not None:
+            state = json.dumps(self._engine.speculation.tuner.state_dict())
+            (folder / _TUNER_FILE.format(self._rank)).write_text(state)
 
     def export(self, out_dir: Path, tokenizer_from: Path, dtype: str) -> None:
         """Write the policy as a plain Hugging Face folder (rank 0 writes, all take part in gathering)."""

@@ -25,6 +25,15 @@ class Emitted(NamedTuple):
     counts_B: Tensor  # int64, how many of the A are meant, at least 1
 
 
+class RoundResult(NamedTuple):
+    """What a round emits, and the tapped hidden states of the tokens that it added to the cache."""
+
+    emitted: Emitted
+    tapped_rows_T: Tensor  # int64
+    tapped_positions_T: Tensor  # int64
+    taps_TE: Tensor | None  # None: none were asked for
+
+
 class Finished(NamedTuple):
     """A row that ended in this round."""
 

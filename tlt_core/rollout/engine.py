@@ -18,13 +18,13 @@ from torch import Tensor
 
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.packed import can_pack, pack_linears
-from tlt_core.rollout.batch import Emitted, Finished, LiveBatch
+from tlt_core.rollout.batch import Emitted, Finished, LiveBatch, RoundResult
 from tlt_core.rollout.draft_check import GuardedDrafting
 from tlt_core.rollout.kv_cache import SlotCache
 from tlt_core.rollout.plain_round import plain_round
 from tlt_core.rollout.spec_round import spec_round
 from tlt_core.speculation import OFF, Drafter, DraftTree, RoundReport, Strategy, Tuner
-from tlt_core.types import GenerationRequest, Rollout, SamplingParams
+from tlt_core.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 
 Pull = Callable[[int], Sequence[GenerationRequest]]
 _PREFILL_TOKENS = 4096  # prompt tokens in one forward pass
@@ -34,6 +34,7 @@ class RoundTrace(NamedTuple):
     """What one decode round did."""
 
     report: RoundReport
+    numbers: tuple[int, ...]  # of the requests: a number is a request's for its life
     tokens: int  # tokens emitted
     end_s: float  # time.time()
     seconds: float
@@ -75,7 +76,7 @@ class RolloutEngine:
         emitted = 1 + max((s.depth for s in menu), default=0)
         self._batch = LiveBatch(max_live=max_live, max_len=max_len, device=weight.device, max_emitted=emitted)
         self._requests_seen = 0
-        self._numbers: list[int] = []  # of the live rows; a number is a request's for its life
+        self._numbers: list[int] = []  # of the live rows, see `RoundTrace`
 
     def generate(
         self,
@@ -112,14 +113,35 @@ class RolloutEngine:
         """Proposals that could not be used, by (drafter, kind of failure)."""
         return self._guard.failures
 
+    def rehearse(self, live: int, tokens: int, context: int) -> None:
+        """A round without requests, for measuring: `live` rows of `context` tokens verify `tokens` in all (as many as
+        rows: a plain round).  Raises ValueError while requests are live."""
+        if len(self._batch):
+            raise ValueError("the engine is decoding: rehearse before the first request")
+        params = SamplingParams()
+        prompt = torch.zeros(max(1, min(context, self._cache.max_len - 1)), dtype=torch.int32)
+        for sample in range(live):
+            self._batch.admit(GenerationRequest(NoiseKey(0, 0, 0, sample), prompt), params)
+        share, more = divmod(tokens - live, live)
+        counts = [share + (row < more) for row in range(live)]
+        chain = [(row, depth) for row, count in enumerate(counts) for depth in range(1, count + 1)]
+        tree = DraftTree.of_lists(
+            [0] * len(chain),
+            [-1 if depth == 1 else index - 1 for index, (_, depth) in enumerate(chain)],
+            [row for row, _ in chain],
+            [depth for _, depth in chain],
+        )
+        self._verify(DraftTree(*(x.to(self._batch.lengths_B.device) for x in tree)), params)
+        for row in reversed(range(live)):
+            self._batch.remove(row)
+
     def _round(self, params: SamplingParams, on_round: Callable[[RoundTrace], None]) -> list[Finished]:
         """One round of the live batch: choose, draft, verify, commit, learn."""
         batch, started_s = self._batch, time.perf_counter()
-        context, live = sum(batch.lengths), len(batch)
-        strategy = OFF if self.speculation is None else self.speculation.tuner.choose(self._numbers, context)
+        context, live, numbers = sum(batch.lengths), len(batch), tuple(self._numbers)
+        strategy = OFF if self.speculation is None else self.speculation.tuner.choose(numbers, context)
         tree = DraftTree.empty() if strategy.is_off else self._propose(strategy, params)
         drafted_s = time.perf_counter()
-        before = list(batch.lengths)
         emitted = self._decode(tree, params)
         finished = batch.commit(emitted, params)
         end_s = time.perf_counter()
@@ -127,7 +149,7 @@ class RolloutEngine:
         offered = [0] * live
         for row, depth in zip(rows, tree.depths_N.tolist(), strict=True):
             offered[row] = max(offered[row], depth)
-        tokens = sum(batch.lengths) - sum(before)
+        tokens = sum(batch.lengths) - context
         report = RoundReport(
             strategy=strategy,
             live=live,
@@ -139,8 +161,8 @@ class RolloutEngine:
             verify_s=end_s - drafted_s,
         )
         if self.speculation is not None:
-            self.speculation.tuner.observe(self._numbers, report)
-        on_round(RoundTrace(report, tokens, time.time(), end_s - started_s))
+            self.speculation.tuner.observe(numbers, report)
+        on_round(RoundTrace(report, numbers, tokens, time.time(), end_s - started_s))
         return finished
 
     def _propose(self, strategy: Strategy, params: SamplingParams) -> DraftTree:
@@ -149,17 +171,17 @@ class RolloutEngine:
         return self._guard.propose(drafter, self._batch.view(params), strategy)
 
     def _decode(self, tree: DraftTree, params: SamplingParams) -> Emitted:
-        """A plain round where there is nothing to verify."""
-        batch = self._batch
-        if not len(tree.tokens_N):
-            positions_B = batch.lengths_B[: len(batch)] - 1
-            emitted, taps_BE = plain_round(self.decoder, self._cache, batch, params, taps=self._taps)
-            self._record(torch.arange(len(batch), device=positions_B.device), positions_B, taps_BE)
-            return emitted
-        depth = int(tree.depths_N.max())
-        result = spec_round(self.decoder, self._cache, batch, tree, params, depth=depth, taps=self._taps)
+        """Verify, and hand tapped hidden states to the drafters."""
+        result = self._verify(tree, params)
         self._record(result.tapped_rows_T, result.tapped_positions_T, result.taps_TE)
         return result.emitted
+
+    def _verify(self, tree: DraftTree, params: SamplingParams) -> RoundResult:
+        """A plain round where there is nothing to verify."""
+        if not len(tree.tokens_N):
+            return plain_round(self.decoder, self._cache, self._batch, params, taps=self._taps)
+        depth = int(tree.depths_N.max())
+        return spec_round(self.decoder, self._cache, self._batch, tree, params, depth=depth, taps=self._taps)
 
     def _record(self, rows_T: Tensor, positions_T: Tensor, taps_TE: Tensor | None) -> None:
         for drafter in self._drafters:

@@ -4,10 +4,9 @@ newest token -> decoder over the KV cache -> logits -> keyed Gumbel arg-max -> t
 """
 
 import torch
-from torch import Tensor
 
 from tlt_core.model.decoder import Decoder
-from tlt_core.rollout.batch import Emitted, LiveBatch
+from tlt_core.rollout.batch import Emitted, LiveBatch, RoundResult
 from tlt_core.rollout.kv_cache import SlotCache
 from tlt_core.sampling import choose, row_keys
 from tlt_core.types import SamplingParams
@@ -16,13 +15,14 @@ from tlt_core.types import SamplingParams
 @torch.inference_mode()
 def plain_round(
     decoder: Decoder, cache: SlotCache, batch: LiveBatch, params: SamplingParams, *, taps: tuple[int, ...] = ()
-) -> tuple[Emitted, Tensor | None]:
+) -> RoundResult:
     """Sample the next token of every live row; the cache gets the newest token's keys and values.
 
-    Returns the tokens, and the tapped hidden states [B, E] of the newest tokens if asked for.  Commits nothing.
+    Commits nothing.
     """
     tokens_B, positions_B = batch.newest()
     hidden = decoder(tokens_B, positions_B, cache.decode_attend(positions_B, batch.longest), taps=taps)
     keys_B2 = row_keys(batch.streams_B[: len(batch)], positions_B + 1)
     tokens, logprobs = choose(decoder.logits(hidden.last_TD), keys_B2, params)
-    return Emitted(tokens[:, None], logprobs[:, None], torch.ones_like(tokens)), hidden.taps_TE
+    emitted = Emitted(tokens[:, None], logprobs[:, None], torch.ones_like(tokens))
+    return RoundResult(emitted, torch.arange(len(batch), device=tokens.device), positions_B, hidden.taps_TE)

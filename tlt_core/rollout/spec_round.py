@@ -20,27 +20,15 @@ chance that the guess is right (Daliri, Musco, Suresh, arXiv 2408.07978).
 Shapes: B live rows, N draft tokens, T = B + N, W nodes of the largest tree with its root, C cache positions.
 """
 
-from typing import NamedTuple
-
 import torch
-from torch import Tensor
 
 from kernels.spec_verify import accepted_path
 from tlt_core.model.decoder import Decoder
-from tlt_core.rollout.batch import Emitted, LiveBatch
+from tlt_core.rollout.batch import Emitted, LiveBatch, RoundResult
 from tlt_core.rollout.kv_cache import SlotCache, TreeLayout
 from tlt_core.sampling import choose, row_keys
 from tlt_core.speculation import DraftTree
 from tlt_core.types import SamplingParams
-
-
-class SpecResult(NamedTuple):
-    """What a round emits, and the tapped hidden states of the tokens that are now in the cache."""
-
-    emitted: Emitted
-    tapped_rows_T: Tensor  # int64
-    tapped_positions_T: Tensor  # int64
-    taps_TE: Tensor | None
 
 
 @torch.inference_mode()
@@ -53,7 +41,7 @@ def spec_round(
     *,
     depth: int,
     taps: tuple[int, ...] = (),
-) -> SpecResult:
+) -> RoundResult:
     """Verify a valid tree of at least one draft token (see `draft_check`).  `depth`: of its deepest token, at least.
 
     The batch is not changed: the caller commits.  The cache then holds what plain decoding would have put there, for
@@ -72,7 +60,7 @@ def spec_round(
     cache.keep_path(layout, nodes_BA, counts_B)
     emitted = Emitted(choice.tokens_N[nodes_BA], choice.logprobs_N[nodes_BA], counts_B)
     if hidden.taps_TE is None:
-        return SpecResult(emitted, counts_B[:0], counts_B[:0], None)
+        return RoundResult(emitted, counts_B[:0], counts_B[:0], None)
     on_path_BA = torch.arange(depth + 1, device=counts_B.device) < counts_B[:, None]
     nodes_T = nodes_BA[on_path_BA]
-    return SpecResult(emitted, layout.rows_T[nodes_T], layout.positions_T[nodes_T], hidden.taps_TE[nodes_T])
+    return RoundResult(emitted, layout.rows_T[nodes_T], layout.positions_T[nodes_T], hidden.taps_TE[nodes_T])

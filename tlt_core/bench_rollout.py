@@ -1,0 +1,101 @@
+"""Rollout engines side by side: the same requests decoded under several speculation policies, interleaved.
+
+One engine per configuration, all in this process on the same threads; repeat r runs every configuration once before
+repeat r + 1 begins, in turn from another first one, so that a busy machine hits all alike.  Tokens must be the same up
+to near-ties, which are counted.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from conf.schema import SpeculationConfig
+from tlt_core import adaptive
+from tlt_core.model.decoder import Decoder
+from tlt_core.rollout.engine import RolloutEngine, RoundTrace
+from tlt_core.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
+
+TAIL_LIVE = 4  # rounds with at most so many live requests are the tail
+
+
+class Workload(NamedTuple):
+    """What is decoded."""
+
+    name: str
+    decoder: Decoder
+    requests: Sequence[GenerationRequest]
+    params: SamplingParams
+    max_live: int
+
+
+class Measured(NamedTuple):
+    """One configuration's run over the workload."""
+
+    figures: dict[str, float]
+    rollouts: Mapping[NoiseKey, Rollout]
+
+
+def compare(
+    workload: Workload, configurations: Mapping[str, SpeculationConfig], *, repeats: int, seed: int
+) -> dict[str, list[Measured]]:
+    """Measurements of every configuration, by name, in the order of the repeats."""
+    results: dict[str, list[Measured]] = {name: [] for name in configurations}
+    names = list(configurations)
+    for repeat in range(repeats):
+        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+            results[name].append(run(workload, configurations[name], seed=seed))
+    return results
+
+
+def run(workload: Workload, cfg: SpeculationConfig, *, seed: int) -> Measured:
+    """A fresh engine, drafter and tuner: nothing is carried over from another run."""
+    longest = max(len(r.prompt_tokens) for r in workload.requests)
+    engine = RolloutEngine(
+        workload.decoder,
+        max_live=workload.max_live,
+        max_len=longest + workload.params.max_new_tokens,
+        speculation=adaptive.make_speculation(cfg, seed=seed),
+    )
+    adaptive.calibrate(engine)
+    waiting, finished = list(reversed(workload.requests)), {}
+    rounds: list[RoundTrace] = []
+
+    def pull(wanted: int) -> list[GenerationRequest]:
+        return [waiting.pop() for _ in range(min(wanted, len(waiting)))]
+
+    def on_finish(rollout: Rollout) -> None:
+        finished[rollout.key] = rollout
+
+    started_s = time.perf_counter()
+    engine.generate(pull, on_finish, workload.params, on_round=rounds.append)
+    seconds = time.perf_counter() - started_s
+    tokens = sum(len(r.completion) for r in finished.values())
+    tail = [r for r in rounds if r.report.live <= TAIL_LIVE]
+    live_rounds = sum(r.report.live for r in rounds)
+    active = [r for r in rounds if not r.report.strategy.is_off]
+    return Measured(
+        {
+            "seconds": seconds,
+            "tokens_per_s": tokens / seconds,
+            "tail_tokens_per_s": sum(r.tokens for r in tail) / max(sum(r.seconds for r in tail), 1e-9),
+            "tail_share": sum(r.seconds for r in tail) / seconds,
+            "tokens_per_request_round": tokens / live_rounds,
+            "accept_length": (
+                1.0 + sum(sum(r.report.accepted) for r in active) / sum(r.report.live for r in active)
+                if active
+                else 1.0
+            ),
+            "active_frac": len(active) / len(rounds),
+            "draft_share": sum(r.report.draft_s for r in rounds) / seconds,
+            "rounds": float(len(rounds)),
+            "tokens": float(tokens),
+        },
+        finished,
+    )
+
+
+def differing(reference: Mapping[NoiseKey, Rollout], other: Mapping[NoiseKey, Rollout]) -> float:
+    """Share of responses whose tokens differ."""
+    return sum(not torch.equal(r.tokens, other[key].tokens) for key, r in reference.items()) / len(reference)
