@@ -1,0 +1,153 @@
+"""EAGLE-3 as a drafter of the rollout engine: remembers hidden states, catches up when asked, drafts level by level.
+
+    record:   hidden states of known tokens -> a buffer                              (nothing is computed)
+    propose:  positions recorded since the last time -> one pass of the layer -> y of each row's last position
+              y -> logits -> best children (eagle3_tree) -> the children's tokens and y -> next level -> ...
+
+Position t reads the hidden state of token t and the token t + 1, so a row of n tokens is caught up to position n - 2,
+whose y predicts the token at index n.  However long speculation was off, the target has nothing to compute again.
+
+All rows draft together; a level is one pass of the layer over B tokens (chains) or B w tokens (trees).
+
+Shapes: B live rows, T positions of a catch-up, E tapped width, D hidden size, J draft vocabulary, w width.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tlt_core.drafter.eagle3_cache import DraftCache, DraftLevels
+from tlt_core.drafter.eagle3_files import export_weights, import_weights
+from tlt_core.drafter.eagle3_model import Eagle3Model, blank_eagle3
+from tlt_core.drafter.eagle3_tree import TreeBuilder, draft_noise, perturbed_scores
+from tlt_core.model.decoder import Decoder
+from tlt_core.model.packed import PackedLinear, can_pack
+from tlt_core.speculation import DraftTree, LiveView, Strategy
+from tlt_core.types import GenerationRequest
+
+
+class Eagle3Drafter:
+    """Implements `tlt_core.speculation.Drafter`.  Reads the decoder's embedding in place, never writes it.
+
+    drafter = Eagle3Drafter(load_eagle3(folder, decoder.config), decoder, max_live=32, max_len=1024)
+    """
+
+    name = "eagle3"
+
+    def __init__(
+        self, model: Eagle3Model, decoder: Decoder, *, max_live: int, max_len: int, error_scale: float = 1.0
+    ) -> None:
+        """Takes copies of the model's weights in the decoder's dtype.  error_scale: c of `eagle3_tree`, for trees."""
+        weight = decoder.head_weight
+        self.taps, self._error_scale = model.config.taps, error_scale
+        self._embedding = decoder.embed_tokens
+        self._net = blank_eagle3(model.config, dtype=weight.dtype, device=weight.device).requires_grad_(False)
+        self._packs = can_pack(decoder)
+        self._cache = DraftCache(
+            model.config, num_slots=max_live, max_len=max_len, dtype=weight.dtype, device=weight.device
+        )
+        # Memory is touched, and so taken, only as far as rows really grow.
+        shape = (max_live, max_len, len(self.taps) * model.config.layer.hidden_size)
+        self._taps_SCE = torch.zeros(shape, dtype=weight.dtype, device=weight.device)
+        self._slots = list(range(max_live))  # of each row in that buffer; moving a row exchanges slots
+        self._slots_B = torch.arange(max_live, device=weight.device)
+        self._done = [0] * max_live  # positions of each row that the cache holds
+        self.load_weights(export_weights(model))
+
+    @torch.inference_mode()
+    def load_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """Swap the weights, as `export_weights` or a checkpoint file names them; any floating dtype.
+
+        The draft vocabulary may change, its size may not.  Live rows are caught up anew when they next propose.
+        Raises ModelError, and changes nothing, when a tensor does not fit.
+        """
+        fitting = list(import_weights(self._net, weights))
+        for name, value in fitting:
+            module_name, _, _ = name.rpartition(".")
+            module = self._net.get_submodule(module_name)
+            if isinstance(module, PackedLinear):
+                module.set_weight(value)
+            elif isinstance(module, nn.Linear) and self._packs:
+                setattr(self._net, module_name, PackedLinear(value, None))
+            elif module_name:
+                self._net.get_parameter(name).copy_(value)
+            else:
+                self._net.get_buffer(name).copy_(value)
+        self._noise_ids_J = self._net.draft_ids_J.to(torch.int32)
+        self._done = [0] * len(self._done)
+        self._cache.clear()
+
+    def admit(self, row: int, request: GenerationRequest) -> None:
+        """A request begins in a row."""
+        self._done[row] = 0
+
+    @torch.inference_mode()
+    def record(self, rows_T: Tensor, positions_T: Tensor, taps_TE: Tensor) -> None:
+        """Keep hidden states; in any order, as long as no position is missing when `propose` is called."""
+        self._taps_SCE[self._slots_B[rows_T], positions_T] = taps_TE.to(self._taps_SCE.dtype)
+
+    @torch.inference_mode()
+    def move(self, source: int, target: int) -> None:
+        """The request in row `source` is now in row `target`, whose own request has ended."""
+        self._cache.move(source, target, self._done[source])
+        self._done[target], self._done[source] = self._done[source], 0
+        self._slots[source], self._slots[target] = self._slots[target], self._slots[source]
+        self._slots_B.copy_(torch.tensor(self._slots))
+
+    def release(self, row: int, tokens: Tensor) -> None:
+        """The request in `row` ended."""
+        self._done[row] = 0
+
+    @torch.inference_mode()
+    def propose(self, view: LiveView, strategy: Strategy) -> DraftTree:
+        """At most strategy.tokens draft tokens a row, none deeper than strategy.depth or than the row's room - 1."""
+        limits = [
+            min(strategy.depth, room - 1) if length > 1 else 0  # one token: there is no position to run yet
+            for length, room in zip(view.lengths, view.room, strict=True)
+        ]
+        depth = min(strategy.tokens, max(limits, default=0))
+        if depth < 1:
+            return DraftTree.empty()
+        width = min(strategy.width, strategy.tokens, len(self._noise_ids_J))
+        lengths_B = torch.tensor(list(view.lengths), device=self._slots_B.device)
+        noise_BLJ = draft_noise(view, lengths_B, self._noise_ids_J, depth=depth)
+        tree = TreeBuilder(len(limits), width=width, error_scale=self._error_scale)
+        y_ND = self._catch_up(view)
+        levels = self._cache.draft(_positions(view.lengths), levels=depth - 1, width=width)
+        for level in range(depth):
+            noise_BJ = None if noise_BLJ is None else noise_BLJ[:, level]
+            columns_BM = tree.add_level(perturbed_scores(self._net.logits(y_ND), noise_BJ, view.params))
+            if level + 1 < depth:
+                beam_Bw = tree.choose_beam()
+                tokens_Bw = self._net.draft_ids_J[columns_BM.gather(1, beam_Bw)]
+                y_ND = self._extend(tokens_Bw, y_ND, beam_Bw // width, levels)
+        limits_B = torch.tensor(limits, device=lengths_B.device)
+        return tree.finish(self._net.draft_ids_J, limits_B, tokens=strategy.tokens)
+
+    def _catch_up(self, view: LiveView) -> Tensor:
+        """Run what is recorded but not in the cache; y of each row's last position, [B, D].
+
+        The last position is run in any case: its y is needed.
+        """
+        ends = _positions(view.lengths)
+        starts = [max(0, min(done, end - 1)) for done, end in zip(self._done, ends, strict=False)]
+        todo = self._cache.catch_up(starts, ends)
+        taps_TE = self._taps_SCE[self._slots_B[todo.rows_T], todo.positions_T]
+        embeds_TD = self._embedding(view.tokens_BC[todo.rows_T, todo.positions_T + 1])
+        y_TD = self._net(embeds_TD, self._net.fuse(taps_TE), self._cache.rope_C21d[todo.positions_T], todo.attend)
+        self._done[: len(ends)] = ends
+        return y_TD[todo.last_B]
+
+    def _extend(self, tokens_Bw: Tensor, y_ND: Tensor, parents_Bw: Tensor, levels: DraftLevels) -> Tensor:
+        """y of drafted tokens, given the y of the level above and each token's parent in it; [B w, D] in row order."""
+        if tokens_Bw.shape[1] > 1:
+            index_BwD = parents_Bw[..., None].expand(-1, -1, y_ND.shape[1])
+            y_ND = y_ND.unflatten(0, (len(tokens_Bw), -1)).gather(1, index_BwD).flatten(0, 1)
+        embeds_ND = self._embedding(tokens_Bw.flatten())
+        return self._net(embeds_ND, y_ND, levels.rope(), levels.attend(parents_Bw))
+
+
+def _positions(lengths: Sequence[int]) -> list[int]:
+    """Positions that can be run: t needs the token at t + 1."""
+    return [length - 1 for length in lengths]

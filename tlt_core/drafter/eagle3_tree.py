@@ -1,0 +1,118 @@
+"""Which tokens a proposal holds: children by the target's own noise, trees by estimated hit rate.
+
+Children of a node, for the token at position p of its row: the drafter's best by
+
+    s_v = log q_v / T + g_v(p),     g: the noise with which the target will choose there (T = 0: by log q alone)
+
+so a drafter that knows the target's distribution ranks the target's own choice first, always.
+
+A tree keeps the nodes that are most likely to be entered by verification.  After coupling q_v says little about that:
+the noise is known, so the first child is far more likely right than its q.  What is not known is the drafter's error.
+Let the target's perturbed scores be the drafter's plus independent Gumbel errors of scale c; then by the Gumbel-max
+theorem the target chooses v with probability
+
+    hit(v) = softmax(s / c)_v        (T = 0 and c = 1: EAGLE-2's own criterion, the draft probability)
+
+which ranks children as s does, is confident where the leader is far ahead, and falls along a path: a node's value is
+the sum of log hit over the path, and a kept node's parent is kept too.  c is a property of the drafter; tokens do not
+depend on it, only how many of the guesses are right.
+
+Shapes: B rows, b nodes of a row that are expanded, w children of a node, M candidates of a row, N kept nodes of all
+rows, J draft vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.coupled_sample import gumbel_noise
+from tlt_core.sampling import policy_scores, row_keys
+from tlt_core.speculation import DraftTree, LiveView
+from tlt_core.types import SamplingParams
+
+
+def draft_noise(view: LiveView, lengths_B: Tensor, ids_J: Tensor, *, depth: int) -> Tensor | None:
+    """The target's noise at the next `depth` positions of every row on the draft vocabulary, [B, depth, J] float32.
+
+    None at temperature 0.  ids_J: int32 target ids.
+    """
+    if view.params.temperature == 0:
+        return None
+    positions_BL = lengths_B[:, None] + torch.arange(depth, device=lengths_B.device)
+    keys_BL2 = row_keys(view.streams_B[: len(lengths_B), None], positions_BL)
+    return gumbel_noise(keys_BL2.flatten(0, 1), ids_J).unflatten(0, (-1, depth))
+
+
+def perturbed_scores(logits_NJ: Tensor, noise_BJ: Tensor | None, params: SamplingParams) -> Tensor:
+    """s of the module docstring (up to a constant for each node), [B, b, J] float32, for N = B b nodes in row order."""
+    if noise_BJ is None:
+        return policy_scores(logits_NJ, params)[:, None]
+    return policy_scores(logits_NJ, params).unflatten(0, (len(noise_BJ), -1)) + noise_BJ[:, None]
+
+
+class TreeBuilder:
+    """Grows the candidates of a proposal level by level; width 1 makes chains, whose values nobody asks for."""
+
+    def __init__(self, rows: int, *, width: int, error_scale: float) -> None:
+        self._rows, self._width, self._scale = rows, width, error_scale
+        self._tokens: list[Tensor] = []  # [B, .] each, as are the next two
+        self._parents: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._count = 0
+        self._beam_Bb: Tensor | None = None  # candidates that are being expanded
+
+    def add_level(self, scores_BbJ: Tensor) -> Tensor:
+        """Children of the expanded nodes (at first: of the newest tokens).  Returns their columns in J, [B, b w]."""
+        scores_BbJ = scores_BbJ.view(self._rows, -1, scores_BbJ.shape[-1])
+        beam_Bb = self._beam_Bb
+        if self._width == 1:
+            columns_BM = scores_BbJ.argmax(dim=-1)
+        else:
+            scaled_BbJ = scores_BbJ if self._scale == 1 else scores_BbJ / self._scale
+            best = scaled_BbJ.topk(self._width, dim=-1)
+            columns_BM = best.indices.flatten(1)
+            values_Bbw = best.values - scaled_BbJ.logsumexp(-1, keepdim=True)
+            if beam_Bb is not None:
+                values_Bbw = values_Bbw + self._all(self._values).gather(1, beam_Bb)[..., None]
+            self._values.append(values_Bbw.flatten(1))
+        above = columns_BM.new_full((self._rows, 1), -1) if beam_Bb is None else beam_Bb
+        self._parents.append(above.repeat_interleave(self._width, dim=1))
+        self._tokens.append(columns_BM)
+        return columns_BM
+
+    def choose_beam(self) -> Tensor:
+        """Pick the nodes of the newest level to expand next; returns their index in it, [B, w]."""
+        newest = self._tokens[-1]
+        values_BM = self._values[-1] if self._values else newest  # of a chain: one node, whatever its value
+        picked_Bw = values_BM.topk(self._width, dim=1).indices
+        self._beam_Bb = picked_Bw + self._count
+        self._count += newest.shape[1]
+        return picked_Bw
+
+    def finish(self, draft_ids_J: Tensor, limits_B: Tensor, *, tokens: int) -> DraftTree:
+        """The best `tokens` candidates of each row, none deeper than the row's limit."""
+        sizes = [level.shape[1] for level in self._tokens]
+        depths_M = torch.arange(1, len(sizes) + 1, device=limits_B.device).repeat_interleave(
+            torch.tensor(sizes, device=limits_B.device), output_size=sum(sizes)
+        )
+        keep_BM = depths_M <= limits_B[:, None]
+        if self._width == 1:
+            keep_BM &= depths_M <= tokens
+        else:
+            values_BM = self._all(self._values)
+            keep_BM &= values_BM.isfinite()  # tokens that top-k or top-p excludes have no value
+            values_BM = values_BM.masked_fill(~keep_BM, -torch.inf)
+            # Stable: where a child's value rounds to its parent's, the parent comes first.
+            best = values_BM.sort(dim=1, descending=True, stable=True).indices[:, :tokens]
+            keep_BM &= torch.zeros_like(keep_BM).scatter_(1, best, True)
+        rows_N, columns_N = keep_BM.nonzero(as_tuple=True)
+        parents_N = self._all(self._parents)[rows_N, columns_N]
+        packed_BM = keep_BM.flatten().cumsum(0).view_as(keep_BM) - 1
+        return DraftTree(
+            tokens_N=draft_ids_J[self._all(self._tokens)[rows_N, columns_N]],
+            parents_N=torch.where(parents_N < 0, -1, packed_BM[rows_N, parents_N.clamp_min(0)]),
+            rows_N=rows_N,
+            depths_N=depths_M[columns_N],
+        )
+
+    def _all(self, levels: list[Tensor]) -> Tensor:
+        return torch.cat(levels, dim=1)
