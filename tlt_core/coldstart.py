@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from conf.schema import AlgorithmConfig, GymData, RolloutConfig, RunConfig, UpdateConfig
+from conf.schema import AlgorithmConfig, GymData, RolloutConfig, RunConfig, SpeculationConfig, UpdateConfig
 from tlt_core import data, solutions
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.worker import TrainerSpec, WorkerSpec
@@ -105,7 +105,9 @@ def _spec(cfg: RunConfig, model_dir: Path, num_steps: int) -> WorkerSpec:
     )
     return WorkerSpec(
         model_dir=model_dir.resolve(),
-        rollout=RolloutConfig(dtype=cfg.rollout.dtype, max_live_requests=1),
+        rollout=RolloutConfig(
+            dtype=cfg.rollout.dtype, max_live_requests=1, speculation=SpeculationConfig(policy="off")
+        ),
         max_len=1,  # this stage decodes nothing
         trainer=TrainerSpec(update, AlgorithmConfig(), num_steps, max_new_tokens=1, temperature=1.0),
         threads=cfg.cluster.threads_per_worker,

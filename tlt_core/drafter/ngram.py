@@ -86,12 +86,12 @@ class NgramDrafter:
     def __init__(
         self,
         *,
-        max_index_tokens: int = 1_000_000,
+        max_index_tokens: int = 500_000,
         min_match: int = 1,
         min_probability: float = 0.05,
         coupled: bool = True,
     ) -> None:
-        """max_index_tokens: bound over all prompts, at about 0.7 kB a token; prompts not seen for longest are forgotten
+        """max_index_tokens: bound over all prompts, at about 0.5 kB a token; prompts not seen for longest are forgotten
         first, those in flight never (they stop growing).  min_match: shortest text to recognise.  min_probability:
         nodes whose estimated chance of acceptance is lower are not drafted.  coupled: rank with the target's noise.
         Raises ValueError."""
@@ -167,6 +167,8 @@ class NgramDrafter:
         q: dict[int, float] = {}
         heads: dict[int, tuple[int, int]] = {}  # of the longest match that knows the token
         escape, blended = 1.0, 0
+        while state != ROOT and matched <= length[link[state]]:
+            state = link[state]  # split since this text, which is not indexed, came by
         while matched >= self._min_match and blended < _BLENDED_MATCHES and escape > _NEGLIGIBLE:
             after = next_[state]
             if after:

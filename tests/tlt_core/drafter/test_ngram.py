@@ -348,6 +348,20 @@ def test_estimate_by_hand():
     assert escape == pytest.approx(1 / 3 * 1 / 4)
 
 
+def test_estimate_for_a_text_whose_state_was_split_since():
+    """6 occurred in 5 6 only; after 8 6 9 came, 6 goes on with 7 or 9, whatever state it was in before."""
+    automaton = SuffixAutomaton()
+    for sequence in ((5, 6, 7), (8, 6, 9)):
+        if sequence == (8, 6, 9):
+            state, matched = automaton.step(ROOT, 0, 6)
+        end = ROOT
+        for token in sequence:
+            end = automaton.append(end, token)
+    found, _ = NgramDrafter().candidates(automaton, state, matched)
+    assert {candidate.token: candidate.matched for candidate in found} == {7: 2, 9: 2}
+    assert found[0].probability == found[1].probability
+
+
 @pytest.mark.parametrize("wrong", [{"min_match": 0}, {"max_index_tokens": -1}, {"min_probability": 1.0}])
 def test_wrong_options_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

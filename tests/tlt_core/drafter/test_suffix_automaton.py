@@ -112,6 +112,22 @@ def test_step_is_the_longest_suffix_that_occurs_while_the_index_grows(seed):
         assert matched == max(n for n in range(position + 1) if n == 0 or foreign[position - n : position] in final)
 
 
+def test_step_leaves_a_state_that_was_split():
+    """The text b stands in the state of {ab, b} until b gets one of its own, and bc one apart from abc's."""
+    automaton, ends = SuffixAutomaton(), {}
+    a, b, c, d, x, y = range(6)
+    for name in ((a, b, c), (x, b, d), (y, b, c)):
+        if name == (x, b, d):
+            state, matched = automaton.step(ROOT, 0, b)
+            assert (state, matched) == (find(automaton, (a, b)), 1)
+        end = ROOT
+        for token in name:
+            end = ends[name] = automaton.append(end, token)
+    assert automaton.step(state, matched, c) == (find(automaton, (b, c)), 2)
+    assert automaton.step(state, matched, d) == (find(automaton, (b, d)), 2)
+    assert find(automaton, (b, c)) != ends[a, b, c]
+
+
 def test_shared_beginnings_make_no_states_but_count():
     """Three visits of 1 2 3, one of them going on to 4."""
     automaton = SuffixAutomaton()
