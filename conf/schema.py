@@ -275,8 +275,9 @@ class AlgorithmConfig(Section):
 class StrategyConfig(Section):
     """One way to speculate, an arm of the tuner."""
 
-    drafter: Literal["ngram"] = "ngram"
-    """ngram: continuations seen after the same tokens, in the prompt, the response and its sibling responses."""
+    drafter: Literal["ngram", "eagle3"] = "ngram"
+    """ngram: continuations seen after the same tokens, in the prompt, the response and its sibling responses;
+    eagle3: a trained one-layer network on the target's hidden states (`tlt warmup` makes one)."""
     depth: int = Field(ge=1, le=64)
     """Longest path drafted below the newest token."""
     width: int = Field(1, ge=1, le=16)
@@ -288,7 +289,7 @@ class StrategyConfig(Section):
 class NgramConfig(Section):
     """The n-gram drafter."""
 
-    min_match: int = Field(2, ge=1)
+    min_match: int = Field(1, ge=1)
     """Tokens that must agree before a continuation is proposed."""
     max_index_tokens: int = Field(500_000, ge=1)
     """Bound of the index on one worker, in tokens of about 0.7 kB; the prompts used longest ago are dropped first."""
@@ -301,20 +302,23 @@ class SpeculationConfig(Section):
     """Who picks the strategy of a round.  cost_model: most expected tokens per second, by measured cost and each live
     request's acceptance; beg_mab: TLT's bucketed epsilon-greedy bandit; threshold: the menu's first strategy up to
     `max_live` requests, plain above; fixed: always the first strategy; off: plain decoding."""
-    menu: tuple[StrategyConfig, ...] = Field(
-        (
-            StrategyConfig(depth=3, tokens=3),
-            StrategyConfig(depth=7, tokens=7),
-            StrategyConfig(depth=15, tokens=15),
-            StrategyConfig(depth=4, width=2, tokens=8),
-        ),
-        min_length=1,
-    )
-    """Strategies to choose from, besides plain decoding."""
+    menu: tuple[StrategyConfig, ...] | None = Field(None, min_length=1)
+    """Strategies to choose from, besides plain decoding.  None: a few of each drafter that there is."""
+    drafter_path: str | None = None
+    """Folder of an EAGLE-3 drafter for this policy, as `tlt warmup` writes it.  None: the n-gram drafter alone."""
     max_live: int = Field(32, ge=1)
     """Live requests up to which `threshold` speculates."""
     ngram: NgramConfig = NgramConfig()
     """Settings of that drafter."""
+
+    @model_validator(mode="after")
+    def _drafters_exist(self) -> "SpeculationConfig":
+        if self.menu is not None and self.drafter_path is None and any(s.drafter == "eagle3" for s in self.menu):
+            raise ValueError(
+                "menu names the drafter eagle3, but drafter_path is not set: make one with 'tlt warmup' and give its "
+                "folder, or leave eagle3 out of the menu"
+            )
+        return self
 
 
 class RolloutConfig(Section):
@@ -344,6 +348,25 @@ class RolloutConfig(Section):
     """How rounds are sped up; `policy: off` decodes plainly."""
 
 
+class DrafterConfig(Section):
+    """The EAGLE-3 drafter's first training, off-line, on rollouts of the current policy (`tlt warmup`)."""
+
+    vocab_size: int = Field(4096, ge=64)
+    """Tokens that it may propose: those that the policy's rollouts use most."""
+    depth: int = Field(4, ge=1, le=16)
+    """Steps of the training-time test; best as deep as the deepest strategy."""
+    num_prompts: int = Field(32, ge=2)
+    """Training prompts that rollouts are made for (one in eight is held out to measure on)."""
+    num_samples: int = Field(4, ge=1)
+    """Rollouts per prompt."""
+    num_steps: int = Field(400, ge=1)
+    """Optimizer steps."""
+    tokens_per_step: int = Field(1024, ge=16)
+    """Tokens of one step; a longer sequence gets a step of its own."""
+    learning_rate: float = Field(1e-3, gt=0)
+    """AdamW; 20 steps of warm-up, then a linear decay to a tenth."""
+
+
 class EvaluationConfig(Section):
     """Validation during training."""
 
@@ -353,6 +376,8 @@ class EvaluationConfig(Section):
     """Validation prompts used (the first so many)."""
     num_samples: int = Field(0, ge=0)
     """Sampled responses per prompt for mean@k and pass@k, besides one greedy response.  0: greedy only."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Validation responses are cut here, so that a few long ones do not hold up the run.  None: as in rollout."""
 
 
 # ---------------------------------------------------------------------------------------------- reward
@@ -466,6 +491,8 @@ class RunConfig(Section):
     """Advantages and loss."""
     update: UpdateConfig = UpdateConfig()
     """Policy update."""
+    drafter: DrafterConfig = DrafterConfig()
+    """Training of the drafter."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Validation."""
     cluster: ClusterConfig = ClusterConfig()

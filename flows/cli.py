@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from conf.load import load
-from conf.schema import RunConfig
+from conf.load import ConfigError, load
+from conf.schema import RunConfig, SpeculationConfig
 from flows import _environment, _errors, _logging
 
 _DEMO = "conf/demo.yaml"
@@ -58,6 +58,12 @@ def _train(cfg: RunConfig, _: argparse.Namespace) -> None:
     print(f"policy: {policy}    figures, samples, metrics: {cfg.run_dir}    MLflow: tlt ui --uri {cfg.tracking.uri}")
 
 
+def _warmup(cfg: RunConfig, _: argparse.Namespace) -> None:
+    folder, metrics = _run(cfg, "flows.warmup:warmup")
+    _print_metrics(metrics)
+    print(f"drafter: {folder}    use it: rollout.speculation.drafter_path={folder}")
+
+
 def _evaluate(cfg: RunConfig, _: argparse.Namespace) -> None:
     _print_metrics(_run(cfg, "flows.evaluate:evaluate"))
 
@@ -71,7 +77,6 @@ def _bench(cfg: RunConfig, args: argparse.Namespace) -> None:
 
 
 def _generate(args: argparse.Namespace) -> None:
-    from conf.schema import SpeculationConfig
     from tlt_core.generate import generate_file
     from tlt_core.types import SamplingParams
 
@@ -87,10 +92,19 @@ def _generate(args: argparse.Namespace) -> None:
         dtype=args.dtype,
         batch_size=args.batch_size,
         num_workers=args.num_workers,
-        speculation=SpeculationConfig(policy="off" if args.speculation == "off" else "cost_model"),
+        speculation=_speculation(args.speculation),
         system_prompt=args.system_prompt,
     )
     print(f"{count} responses in {args.out}")
+
+
+def _speculation(choice: str) -> SpeculationConfig:
+    """The command-line option as configuration."""
+    if choice in ("off", "auto", "ngram"):
+        return SpeculationConfig(policy="off" if choice == "off" else "cost_model")
+    if not Path(choice).is_dir():
+        raise ConfigError(f"--speculation={choice}: choose off, auto, ngram, or the folder of an EAGLE-3 drafter")
+    return SpeculationConfig(drafter_path=choice)
 
 
 def _doctor(_: argparse.Namespace) -> None:
@@ -112,7 +126,14 @@ def _ui(args: argparse.Namespace) -> None:
     serve(uri=args.uri, host=args.host, port=args.port)
 
 
-_ON_CONFIG = {"prepare": _prepare, "coldstart": _coldstart, "train": _train, "evaluate": _evaluate, "bench": _bench}
+_ON_CONFIG = {
+    "prepare": _prepare,
+    "coldstart": _coldstart,
+    "train": _train,
+    "warmup": _warmup,
+    "evaluate": _evaluate,
+    "bench": _bench,
+}
 _OTHERS = {"generate": _generate, "doctor": _doctor, "ui": _ui}
 
 
@@ -155,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
         ("prepare", "fetch or make the model, make the data set"),
         ("coldstart", "supervised warm-up on worked solutions"),
         ("train", "the whole pipeline; started again, it resumes"),
+        ("warmup", "train a first drafter on the policy's own rollouts"),
         ("evaluate", "validate the newest checkpoint of a run"),
     ):
         _add_config(commands.add_parser(name, help=text, description=text))
@@ -193,9 +215,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument(
         "--speculation",
-        choices=["off", "auto", "ngram"],
         default="auto",
-        help="auto: as far as it pays, with what there is; ngram: the same with that drafter alone",
+        metavar="off|auto|ngram|FOLDER",
+        help="off: plain decoding; auto, ngram: with the n-gram drafter as far as it pays; FOLDER: with the EAGLE-3 "
+        "drafter there, too.  The tokens are the same",
     )
     parser.add_argument("--batch-size", type=int, default=16, help="responses decoded at once on a worker")
     parser.add_argument("--num-workers", type=int, default=1)

@@ -4,40 +4,63 @@ The tuner's costs are measured on the engine's own decoder before the first roun
 """
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from conf.schema import SpeculationConfig
+from tlt_core.drafter.eagle3 import Eagle3Drafter
+from tlt_core.drafter.eagle3_files import load_eagle3
 from tlt_core.drafter.ngram import NgramDrafter
+from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.speculation import Drafter, Strategy
 from tlt_core.tuner.policies import RecordedTuner, make_tuner
 
 _CALIBRATION_S = 3.0
+_NGRAM_MENU = (
+    Strategy("ngram", 3, 1, 3),
+    Strategy("ngram", 7, 1, 7),
+    Strategy("ngram", 15, 1, 15),
+    Strategy("ngram", 4, 2, 8),
+)
+_EAGLE3_MENU = (
+    Strategy("eagle3", 2, 1, 2),
+    Strategy("eagle3", 4, 1, 4),
+    Strategy("eagle3", 4, 3, 10),
+    Strategy("eagle3", 6, 2, 12),
+)
 
 
-def strategies(cfg: SpeculationConfig) -> tuple[Strategy, ...]:
-    """The menu as the engine knows it."""
-    return tuple(Strategy(s.drafter, s.depth, s.width, s.tokens) for s in cfg.menu)
+def menu_of(cfg: SpeculationConfig) -> tuple[Strategy, ...]:
+    """The configured strategies, or a few of each drafter that there is."""
+    if cfg.menu is not None:
+        return tuple(Strategy(s.drafter, s.depth, s.width, s.tokens) for s in cfg.menu)
+    return _NGRAM_MENU if cfg.drafter_path is None else _EAGLE3_MENU + _NGRAM_MENU
 
 
-def make_speculation(cfg: SpeculationConfig, *, seed: int) -> Speculation | None:
-    """None where the configuration says `off`."""
+def make_engine(decoder: Decoder, cfg: SpeculationConfig, *, max_live: int, max_len: int, seed: int) -> RolloutEngine:
+    """An engine that speculates as configured.  Raises ModelError when the drafter does not fit the decoder."""
     if cfg.policy == "off":
-        return None
-    menu = strategies(cfg)
+        return RolloutEngine(decoder, max_live=max_live, max_len=max_len)
+    menu = menu_of(cfg)
+    used = {strategy.drafter for strategy in menu}
     drafters: dict[str, Drafter] = {}
-    if any(s.drafter == "ngram" for s in menu):
+    if "ngram" in used:
         drafters["ngram"] = NgramDrafter(max_index_tokens=cfg.ngram.max_index_tokens, min_match=cfg.ngram.min_match)
-    return Speculation(drafters, make_tuner(cfg.policy, menu, max_live=cfg.max_live, seed=seed), menu)
+    if "eagle3" in used:
+        assert cfg.drafter_path is not None, "the configuration was checked"
+        network = load_eagle3(Path(cfg.drafter_path), decoder.config)
+        drafters["eagle3"] = Eagle3Drafter(network, decoder, max_live=max_live, max_len=max_len)
+    tuner = make_tuner(cfg.policy, menu, max_live=cfg.max_live, seed=seed)
+    return RolloutEngine(decoder, max_live=max_live, max_len=max_len, speculation=Speculation(drafters, tuner, menu))
 
 
 def calibrate(engine: RolloutEngine) -> None:
     """Time a few passes of the engine's decoder, for a tuner that wants to know.  The engine must be empty."""
     if engine.speculation is None or not isinstance(engine.speculation.tuner, RecordedTuner):
         return
-
     largest = max(s.tokens for s in engine.speculation.menu)
 
     def measure(live: int, tokens: int, context: int) -> float:

@@ -14,7 +14,7 @@ import torch
 from conf.schema import SpeculationConfig
 from tlt_core import adaptive
 from tlt_core.model.decoder import Decoder
-from tlt_core.rollout.engine import RolloutEngine, RoundTrace
+from tlt_core.rollout.engine import RoundTrace
 from tlt_core.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 
 TAIL_LIVE = 4  # rounds with at most so many live requests are the tail
@@ -52,11 +52,12 @@ def compare(
 def run(workload: Workload, cfg: SpeculationConfig, *, seed: int) -> Measured:
     """A fresh engine, drafter and tuner: nothing is carried over from another run."""
     longest = max(len(r.prompt_tokens) for r in workload.requests)
-    engine = RolloutEngine(
+    engine = adaptive.make_engine(
         workload.decoder,
+        cfg,
         max_live=workload.max_live,
         max_len=longest + workload.params.max_new_tokens,
-        speculation=adaptive.make_speculation(cfg, seed=seed),
+        seed=seed,
     )
     adaptive.calibrate(engine)
     waiting, finished = list(reversed(workload.requests)), {}

@@ -20,7 +20,6 @@ from tlt_core.cluster.worker import WorkerSpec
 from tlt_core.data import DataError, encode_prompt
 from tlt_core.file_questions import jsonl_rows
 from tlt_core.model.load import load_decoder, load_tokenizer, resolve, stop_token_ids
-from tlt_core.rollout.engine import RolloutEngine
 from tlt_core.store import write_atomically
 from tlt_core.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 
@@ -108,11 +107,12 @@ def _generate_here(
     on_progress: Callable[[int, int], None],
 ) -> list[Rollout]:
     decoder = load_decoder(spec.model_dir, dtype=getattr(torch, spec.rollout.dtype), device=spec.device)
-    engine = RolloutEngine(
+    engine = adaptive.make_engine(
         decoder,
+        spec.rollout.speculation,
         max_live=spec.rollout.max_live_requests,
         max_len=spec.max_len,
-        speculation=adaptive.make_speculation(spec.rollout.speculation, seed=spec.seed),
+        seed=spec.seed,
     )
     adaptive.calibrate(engine)
     waiting, finished = list(reversed(requests)), []

@@ -234,9 +234,11 @@ class Session:
         with self.metrics.timed("testing"):
             evaluation = self.cfg.evaluation
             prompts = self._validation[: evaluation.num_prompts]
-            metrics = self._validate(step, prompts, samples=1, params=replace(self._params, temperature=0.0))
+            limit = min(evaluation.max_new_tokens or self._params.max_new_tokens, self._params.max_new_tokens)
+            params = replace(self._params, max_new_tokens=limit)
+            metrics = self._validate(step, prompts, samples=1, params=replace(params, temperature=0.0))
             if evaluation.num_samples:
-                metrics |= self._validate(step, prompts, samples=evaluation.num_samples, params=self._params)
+                metrics |= self._validate(step, prompts, samples=evaluation.num_samples, params=params)
         self.metrics.log(metrics)
         self._last_best_metric = metrics.get(self.cfg.checkpoint.best_metric)
         return metrics

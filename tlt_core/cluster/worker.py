@@ -93,11 +93,12 @@ class Worker:
         spec = self._spec
         dtype = getattr(torch, spec.rollout.dtype)
         replica = load_decoder(spec.model_dir, dtype=dtype, device=spec.device)
-        self._engine = RolloutEngine(
+        self._engine = adaptive.make_engine(
             replica,
+            spec.rollout.speculation,
             max_live=spec.rollout.max_live_requests,
             max_len=spec.max_len,
-            speculation=adaptive.make_speculation(spec.rollout.speculation, seed=spec.seed + self._rank),
+            seed=spec.seed + self._rank,
         )
         self._policy_version = policy_version
         self._prepare_tuner(checkpoint)

@@ -1,0 +1,31 @@
+"""Flow: train the first drafter for a run's policy, or for the policy that the run starts from."""
+
+from pathlib import Path
+
+from prefect import flow
+
+from conf.schema import RunConfig
+from flows._config import as_config, run_name
+from flows._logging import run_log
+from flows._terminal import Terminal
+from tasks.coldstart import cold_start
+from tasks.prepare import prepare_data, prepare_model
+from tasks.warmup import warm_up_drafter
+from tlt_core import preflight
+
+
+@flow(name="warmup", flow_run_name=run_name)
+def warmup(config: RunConfig | str, overrides: list[str] | None = None) -> tuple[Path, dict[str, float]]:
+    """Folder of the drafter, `runs/NAME/drafter-eagle3`, and its metrics."""
+    cfg = as_config(config, overrides)
+    preflight.check_run(cfg)
+    with run_log(cfg.run_dir), Terminal() as show:
+        policy = prepare_model(cfg)
+        dataset = prepare_data(cfg, policy)
+        trained = cfg.run_dir / "policy"
+        if trained.is_dir():
+            policy = trained
+        elif cfg.coldstart.enabled:
+            policy = cold_start(cfg, policy, dataset, show.stage).model_dir
+        out_dir = cfg.run_dir / "drafter-eagle3"  # vLLM takes the method from the folder's name
+        return out_dir, warm_up_drafter(cfg, policy, dataset, out_dir, show.stage)

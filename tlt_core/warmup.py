@@ -1,0 +1,150 @@
+"""Warm-up: the first EAGLE-3 drafter, trained off-line on rollouts of the current policy.
+
+    policy -> rollouts of some training prompts -> draft vocabulary -> hidden states and probabilities -> training
+           -> acceptance on held-out prompts -> folder that vLLM and SGLang load
+
+One process, with the threads of the whole worker group.  In: the policy's folder and the data set.  Out: the drafter's
+folder with `drafter.json` (settings and metrics).
+"""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from conf.schema import RunConfig, SpeculationConfig
+from tlt_core import adaptive, data, provenance
+from tlt_core.drafter.eagle3_files import save_eagle3
+from tlt_core.drafter.eagle3_model import choose_draft_vocabulary, eagle3_from_target, tap_scales
+from tlt_core.drafter.eagle3_train import Eagle3Trainer, TrainMetrics, TrainSequence, TrainSettings, observe
+from tlt_core.grpo.batch import fill
+from tlt_core.model.decoder import Decoder
+from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
+from tlt_core.prompt_order import PromptOrder
+from tlt_core.store import write_atomically
+from tlt_core.types import GenerationRequest, NoiseKey, Prompt, Rollout, SamplingParams
+
+_NOISE_STEP = -(1 << 30)  # RL steps count from 1, validation below 0
+_OBSERVED_TOKENS = 2048  # in one pass of the target
+_HELD_OUT = 8  # one prompt in so many
+
+OnProgress = Callable[[str, int, int, float], None]
+
+
+def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progress: OnProgress) -> dict[str, float]:
+    """Train and write the drafter; returns its metrics.  `on_progress(phase, done, total, loss)`."""
+    torch.set_num_threads(cfg.cluster.num_workers * cfg.cluster.threads_per_worker)
+    began_s, own = time.perf_counter(), cfg.drafter
+    tokenizer = load_tokenizer(policy)
+    prompts = PromptOrder(data.load(data_dir, "train", tokenizer), seed=cfg.seed).take(own.num_prompts)
+    dtype = getattr(torch, cfg.rollout.dtype)
+    plain = load_decoder(policy, dtype=dtype, device="cpu")
+    rollouts = _sample(cfg, prompts, policy, stops=stop_token_ids(policy, tokenizer), on_progress=on_progress)
+    sampled_s = time.perf_counter() - began_s
+
+    counts_V = torch.cat([r.completion for r in rollouts]).long().bincount(minlength=plain.config.vocab_size)
+    size = min(own.vocab_size, plain.config.vocab_size)
+    ids_J = choose_draft_vocabulary(counts_V, size, always=stop_token_ids(policy, tokenizer))
+    sequences, scales = _observe(plain, rollouts, ids_J)
+    held_ids = {p.id for p in prompts[::_HELD_OUT]}
+    held = [s for s, r in zip(sequences, rollouts, strict=True) if r.key.prompt_id in held_ids]
+    kept = [s for s, r in zip(sequences, rollouts, strict=True) if r.key.prompt_id not in held_ids]
+
+    settings = TrainSettings(
+        learning_rate=own.learning_rate, total_steps=own.num_steps, depth=own.depth, compute_dtype=dtype
+    )
+    model = eagle3_from_target(plain, ids_J, scales=scales, seed=cfg.seed)
+    trainer = Eagle3Trainer(model, plain.embed_tokens.weight, settings)
+    first = trainer.measure(held)
+    last = _train(trainer, kept, cfg, on_progress)
+    final = trainer.measure(held)
+    save_eagle3(model, out_dir, dtype=dtype)
+    metrics = {
+        "drafter/warmup_rollouts": float(len(rollouts)),
+        "drafter/warmup_tokens": float(sum(len(s.tokens_L) for s in kept)),
+        "drafter/vocab_coverage": float(counts_V[ids_J].sum() / counts_V.sum()),
+        "drafter/loss_train": last.loss,
+        "drafter/loss_held_out_first": first.loss,
+        "drafter/loss_held_out": final.loss,
+        "timing_s/warmup_rollouts": sampled_s,
+        "timing_s/warmup": time.perf_counter() - began_s,
+    }
+    metrics |= {f"drafter/overlap_pos_{depth}": x for depth, x in enumerate(final.overlaps, start=1)}
+    report = {
+        "policy": str(policy),
+        "commit": provenance.commit(),
+        "settings": own.model_dump(mode="json"),
+        "metrics": metrics,
+    }
+    write_atomically(out_dir / "drafter.json", lambda partial: partial.write_text(json.dumps(report, indent=1)))
+    return metrics
+
+
+def _sample(
+    cfg: RunConfig, prompts: Sequence[Prompt], policy: Path, *, stops: tuple[int, ...], on_progress: OnProgress
+) -> list[Rollout]:
+    """Rollouts of the policy under the run's sampling settings, in a fixed order."""
+    rollout, own = cfg.rollout, cfg.drafter
+    decoder = load_decoder(policy, dtype=getattr(torch, rollout.dtype), device="cpu")
+    engine = adaptive.make_engine(
+        decoder,
+        SpeculationConfig(),
+        max_live=rollout.max_live_requests,
+        max_len=max(len(p.tokens) for p in prompts) + rollout.max_new_tokens,
+        seed=cfg.seed,
+    )
+    waiting = [
+        GenerationRequest(NoiseKey(cfg.seed, _NOISE_STEP, p.id, s), p.tokens)
+        for p in prompts
+        for s in range(own.num_samples)
+    ]
+    total, finished = len(waiting), []
+    waiting.reverse()
+
+    def pull(wanted: int) -> list[GenerationRequest]:
+        return [waiting.pop() for _ in range(min(wanted, len(waiting)))]
+
+    def on_finish(done: Rollout) -> None:
+        finished.append(done)
+        on_progress("drafter rollouts", len(finished), total, 0.0)
+
+    params = SamplingParams(
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=rollout.max_new_tokens,
+        stop_token_ids=stops,
+    )
+    engine.generate(pull, on_finish, params)
+    return sorted(finished, key=lambda r: r.key)
+
+
+def _observe(
+    plain: Decoder, rollouts: Sequence[Rollout], ids_J: torch.Tensor
+) -> tuple[list[TrainSequence], tuple[float, ...]]:
+    """What the target saw and expected over the rollouts, and the scales of its hidden states."""
+    probe = eagle3_from_target(plain, ids_J, scales=(1.0, 1.0, 1.0), seed=0)
+    dtype, sequences = plain.head_weight.dtype, []
+    for rows in fill(range(len(rollouts)), lambda row, _: len(rollouts[row].tokens), budget=_OBSERVED_TOKENS):
+        part = [rollouts[row] for row in rows]
+        firsts = [r.prompt_len for r in part]
+        sequences += observe(plain, [r.tokens for r in part], probe, firsts=firsts, dtype=dtype)
+    return sequences, tap_scales(torch.cat([s.taps_LE for s in sequences]))
+
+
+def _train(
+    trainer: Eagle3Trainer, sequences: Sequence[TrainSequence], cfg: RunConfig, on_progress: OnProgress
+) -> TrainMetrics:
+    """`num_steps` steps over shuffled passes of the sequences."""
+    own, done, epoch = cfg.drafter, 0, 0
+    while True:
+        order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(cfg.seed + epoch)).tolist()
+        for rows in fill(order, lambda row, _: len(sequences[row].tokens_L), budget=own.tokens_per_step):
+            metrics = trainer.step([sequences[row] for row in rows])
+            done += 1
+            on_progress("drafter warm-up", done, own.num_steps, metrics.loss)
+            if done == own.num_steps:
+                return metrics
+        epoch += 1
