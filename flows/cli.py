@@ -17,6 +17,7 @@ from conf.schema import RunConfig, SpeculationConfig
 from flows import _environment, _errors, _logging
 
 _DEMO = "conf/demo.yaml"
+_BENCHMARKS = {"step": "flows.benchmark:bench_step", "rollout": "flows.benchmark_rollout:bench_rollout"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -70,10 +71,11 @@ def _evaluate(cfg: RunConfig, _: argparse.Namespace) -> None:
 
 def _bench(cfg: RunConfig, args: argparse.Namespace) -> None:
     command = f"tlt {' '.join(sys.argv[1:])}"
-    report = _run(cfg, "flows.benchmark:bench_step", repeats=args.repeats, out=args.out, command=command)
+    out = args.out or Path("reports") / f"{args.benchmark}.json"
+    report = _run(cfg, _BENCHMARKS[args.benchmark], repeats=args.repeats, out=out, command=command)
     for verdict in report["verdicts"]:
         print(f"{'holds' if verdict['holds'] else 'FAILS'}: {verdict['claim']}: {verdict['value']:.3f}")
-    print(f"report: {args.out}")
+    print(f"report: {out}")
 
 
 def _generate(args: argparse.Namespace) -> None:
@@ -196,11 +198,15 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("benchmark", choices=["step"], help="step: the phases of a training step")
+    parser.add_argument(
+        "benchmark",
+        choices=list(_BENCHMARKS),
+        help="step: the phases of a training step; rollout: decoding under every speculation policy",
+    )
     parser.add_argument("config", nargs="?", default=_DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--repeats", type=int, default=3, help="steps measured (one more is run first)")
-    parser.add_argument("--out", type=Path, default=Path("reports/step.json"))
+    parser.add_argument("--repeats", type=int, default=3, help="times that everything is measured")
+    parser.add_argument("--out", type=Path, help="default: reports/BENCHMARK.json")
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,130 @@
+"""`tlt bench rollout`: what speculation brings on this machine, under every policy, on four kinds of work.
+
+    rl      rollouts of the run's policy (after the cold start, or trained), as one worker decodes them
+    tail    its few longest responses among short ones
+    short   its shorter half: no tail
+    raw     the start model before the cold start, at the same temperature: high entropy, nothing to guess
+
+Same requests and noise for every configuration, one engine after the other in turn, on one worker's threads.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from prefect import flow
+
+from conf.schema import RunConfig, SpeculationConfig, StrategyConfig
+from flows._terminal import Terminal
+from flows.benchmark import summarise, write_report
+from tasks.coldstart import cold_start
+from tasks.prepare import prepare_data, prepare_model
+from tlt_core import data
+from tlt_core.adaptive import menu_of
+from tlt_core.bench_rollout import Measured, Workload, compare, differing, run
+from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
+from tlt_core.prompt_order import PromptOrder
+from tlt_core.types import GenerationRequest, NoiseKey, Prompt, SamplingParams
+
+_RAW_TOKENS = 96  # responses of the raw model ramble on
+_RAW_REQUESTS = 16
+_LONGEST, _AMONG = 4, 16  # requests of the tail workload
+_CLAIMS = {  # figure of the adaptive engine over plain decoding, and its bound
+    "rl": (("tail_tokens_per_s", 2.0), ("tokens_per_s", 1.0)),
+    "tail": (("tokens_per_s", 1.7),),
+    "short": (("tokens_per_s", 0.97),),
+    "raw": (("tokens_per_s", 0.97),),
+}
+_OF_BEST = 0.97
+
+
+@flow(name="bench-rollout")
+def bench_rollout(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
+    """Measure, judge, write the report; returns it."""
+    torch.set_num_threads(cfg.cluster.threads_per_worker)
+    with Terminal() as show:
+        start = prepare_model(cfg)
+        dataset = prepare_data(cfg, start)
+        policy = cfg.run_dir / "policy"
+        if not policy.is_dir():
+            policy = cold_start(cfg, start, dataset, show.stage).model_dir if cfg.coldstart.enabled else start
+    rows, verdicts = [], []
+    for workload in _workloads(cfg, start, policy, Path(dataset.path)):
+        measured = compare(workload, configurations(cfg.rollout.speculation), repeats=repeats, seed=cfg.seed)
+        rows += _rows(workload, measured)
+        verdicts += _verdicts(workload.name, measured)
+    return write_report(out, command=command, repeats=repeats, rows=rows, verdicts=verdicts)
+
+
+def configurations(base: SpeculationConfig) -> dict[str, SpeculationConfig]:
+    """Plain, every adaptive policy, and each strategy of the menu alone."""
+    menu = [StrategyConfig(drafter=s.drafter, depth=s.depth, width=s.width, tokens=s.tokens) for s in menu_of(base)]
+    named = {kind: base.model_copy(update={"policy": kind}) for kind in ("off", "cost_model", "beg_mab")}
+    named["threshold"] = base.model_copy(update={"policy": "threshold", "max_live": 4})
+    for arm, strategy in zip(menu_of(base), menu, strict=True):
+        named[f"fixed {arm}"] = base.model_copy(update={"policy": "fixed", "menu": (strategy,)})
+    return named
+
+
+def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path) -> Sequence[Workload]:
+    tokenizer, dtype = load_tokenizer(policy), getattr(torch, cfg.rollout.dtype)
+    prompts = PromptOrder(data.load(data_dir, "train", tokenizer), seed=cfg.seed).take(cfg.rollout.num_prompts)
+    share = prompts[:: cfg.cluster.num_workers]
+    params = SamplingParams(
+        temperature=cfg.rollout.temperature,
+        top_p=cfg.rollout.top_p,
+        top_k=cfg.rollout.top_k,
+        max_new_tokens=cfg.rollout.max_new_tokens,
+        stop_token_ids=stop_token_ids(policy, tokenizer),
+    )
+    decoder = load_decoder(policy, dtype=dtype, device="cpu")
+    requests = _requests(share, cfg.rollout.num_samples, seed=cfg.seed)
+    rl = Workload("rl", decoder, requests, params, cfg.rollout.max_live_requests)
+    plain = run(rl, SpeculationConfig(policy="off"), seed=cfg.seed).rollouts
+    ordered = sorted(requests, key=lambda r: len(plain[r.key].completion))
+    raw_params = SamplingParams(params.temperature, params.top_p, params.top_k, _RAW_TOKENS, params.stop_token_ids)
+    raw = load_decoder(start, dtype=dtype, device="cpu")
+    return (
+        rl,
+        rl._replace(name="tail", requests=ordered[: _AMONG - _LONGEST] + ordered[-_LONGEST:]),
+        rl._replace(name="short", requests=ordered[: len(ordered) // 2]),
+        Workload("raw", raw, _requests(share, 1, seed=cfg.seed)[:_RAW_REQUESTS], raw_params, _RAW_REQUESTS),
+    )
+
+
+def _requests(prompts: Sequence[Prompt], samples: int, *, seed: int) -> list[GenerationRequest]:
+    return [GenerationRequest(NoiseKey(seed, 1, p.id, s), p.tokens) for p in prompts for s in range(samples)]
+
+
+def _rows(workload: Workload, measured: Mapping[str, Sequence[Measured]]) -> list[dict[str, Any]]:
+    """One a configuration; `ratio` is tokens per second over plain decoding's in the same repeat."""
+    plain, rows = measured["off"], []
+    for name, runs in measured.items():
+        for mine, other in zip(runs, plain, strict=True):
+            mine.figures["ratio"] = mine.figures["tokens_per_s"] / other.figures["tokens_per_s"]
+            mine.figures["differing"] = differing(other.rollouts, mine.rollouts)
+        figures = [m.figures for m in runs]
+        rows.append({"workload": workload.name, "configuration": name, **summarise(figures, list(figures[0]))})
+    return rows
+
+
+def _verdicts(workload: str, measured: Mapping[str, Sequence[Measured]]) -> list[dict[str, Any]]:
+    adaptive, plain = measured["cost_model"], measured["off"]
+    verdicts = []
+    for figure, bound in _CLAIMS[workload]:
+        ratios = [a.figures[figure] / p.figures[figure] for a, p in zip(adaptive, plain, strict=True)]
+        verdicts.append(_verdict(f"{workload}: adaptive over plain, {figure}", ratios, bound))
+    best = max(
+        (runs for name, runs in measured.items() if name == "off" or name.startswith("fixed")),
+        key=lambda runs: statistics.median(m.figures["tokens_per_s"] for m in runs),
+    )
+    ratios = [a.figures["tokens_per_s"] / b.figures["tokens_per_s"] for a, b in zip(adaptive, best, strict=True)]
+    return [*verdicts, _verdict(f"{workload}: adaptive over the best fixed strategy, tokens_per_s", ratios, _OF_BEST)]
+
+
+def _verdict(claim: str, ratios: Sequence[float], bound: float) -> dict[str, Any]:
+    value = statistics.median(ratios)
+    spread = [min(ratios), max(ratios)]
+    return {"claim": claim, "value": value, "spread": spread, "bound": bound, "holds": value >= bound}
