@@ -88,7 +88,7 @@ def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path) -> Seq
     raw = load_decoder(start, dtype=dtype, device="cpu")
     return (
         rl,
-        rl._replace(name="tail", requests=ordered[: _AMONG - _LONGEST] + ordered[-_LONGEST:]),
+        rl._replace(name="tail", requests=ordered[:-_LONGEST][: _AMONG - _LONGEST] + ordered[-_LONGEST:]),
         rl._replace(name="short", requests=ordered[: len(ordered) // 2]),
         Workload("raw", raw, _requests(share, 1, seed=cfg.seed)[:_RAW_REQUESTS], raw_params, _RAW_REQUESTS),
     )
