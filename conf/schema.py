@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 Dtype = Literal["bfloat16", "float32"]
 
@@ -310,6 +310,12 @@ class SpeculationConfig(Section):
     """Live requests up to which `threshold` speculates."""
     ngram: NgramConfig = NgramConfig()
     """Settings of that drafter."""
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        """YAML reads a bare `off` as false."""
+        return "off" if value is False else value
 
     @model_validator(mode="after")
     def _drafters_exist(self) -> "SpeculationConfig":

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from conf.load import load
 from conf.schema import SpeculationConfig, StrategyConfig
 from tlt_core import adaptive
 from tlt_core.drafter.eagle3_files import save_eagle3
@@ -117,3 +118,8 @@ def test_the_tuner_goes_on_where_it_was(decoder):
     fresh.speculation.tuner.load_state_dict(state)
     assert fresh.speculation.tuner.state_dict() == state
     assert adaptive.snapshot(fresh)["rounds"] == adaptive.snapshot(engine)["rounds"] > 0
+
+
+def test_a_bare_off_switches_speculation_off():
+    """YAML reads it as false."""
+    assert load("conf/smoke.yaml", ["rollout.speculation.policy=off"]).rollout.speculation.policy == "off"
