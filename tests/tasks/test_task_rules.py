@@ -34,6 +34,7 @@ def test_the_stations_are_there() -> None:
         "evaluate-{step}",
         "track-{step}",
         "export-policy",
+        "warm-up-drafter",
     } == named
 
 
