@@ -110,7 +110,7 @@ def _rectangle(left: float, right: float, height: float) -> list[tuple[float, fl
 
 
 def reward_curve(points: Sequence[tuple[int, float]], accuracy: Sequence[tuple[int, float]], *, path: Path) -> None:
-    """Mean reward of the rollouts, and validation accuracy where it was measured, over the steps."""
+    """Mean reward of the rollouts, and greedy validation reward where it was measured, over the steps."""
     figure, axes = _figure(height=3.0)
     axes.plot(
         [s for s, _ in points], [r for _, r in points], marker="o", color="#3b75af", label="mean reward, training"
@@ -122,7 +122,7 @@ def reward_curve(points: Sequence[tuple[int, float]], accuracy: Sequence[tuple[i
             marker="s",
             linestyle="--",
             color="#ee8636",
-            label="greedy accuracy, validation",
+            label="greedy reward, validation",
         )
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
