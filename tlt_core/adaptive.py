@@ -40,8 +40,13 @@ def menu_of(cfg: SpeculationConfig) -> tuple[Strategy, ...]:
     return _NGRAM_MENU if cfg.drafter_path is None else _EAGLE3_MENU + _NGRAM_MENU
 
 
-def make_engine(decoder: Decoder, cfg: SpeculationConfig, *, max_live: int, max_len: int, seed: int) -> RolloutEngine:
-    """An engine that speculates as configured.  Raises ModelError when the drafter does not fit the decoder."""
+def make_engine(
+    decoder: Decoder, cfg: SpeculationConfig, *, max_live: int, max_len: int, seed: int, capture: bool = False
+) -> RolloutEngine:
+    """An engine that speculates as configured.  Raises ModelError when the drafter does not fit the decoder.
+
+    capture: keep what an EAGLE-3 drafter learns from; without such a drafter there is nothing to keep.
+    """
     if cfg.policy == "off":
         return RolloutEngine(decoder, max_live=max_live, max_len=max_len)
     menu = menu_of(cfg)
@@ -54,7 +59,13 @@ def make_engine(decoder: Decoder, cfg: SpeculationConfig, *, max_live: int, max_
         network = load_eagle3(Path(cfg.drafter_path), decoder.config)
         drafters["eagle3"] = Eagle3Drafter(network, decoder, max_live=max_live, max_len=max_len)
     tuner = make_tuner(cfg.policy, menu, max_live=cfg.max_live, seed=seed)
-    return RolloutEngine(decoder, max_live=max_live, max_len=max_len, speculation=Speculation(drafters, tuner, menu))
+    return RolloutEngine(
+        decoder,
+        max_live=max_live,
+        max_len=max_len,
+        speculation=Speculation(drafters, tuner, menu),
+        capture_taps=drafters["eagle3"].taps if capture and "eagle3" in drafters else (),
+    )
 
 
 def calibrate(engine: RolloutEngine) -> None:

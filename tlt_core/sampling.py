@@ -24,6 +24,7 @@ class Choice(NamedTuple):
 
     tokens_N: Tensor  # int64
     logprobs_N: Tensor  # float32, under the sampling policy
+    lognorms_N: Tensor  # float32, logsumexp of its z
 
 
 def stream_key(key: NoiseKey) -> int:
@@ -80,4 +81,12 @@ def choose(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice
     else:
         ids = torch.arange(z.shape[-1], dtype=torch.int32, device=z.device)
         tokens = coupled_argmax(z, keys_N2, ids)
-    return Choice(tokens, z.gather(-1, tokens[:, None]).squeeze(-1) - z.logsumexp(dim=-1))
+    lognorms_N = z.logsumexp(dim=-1)
+    return Choice(tokens, z.gather(-1, tokens[:, None]).squeeze(-1) - lognorms_N, lognorms_N)
+
+
+def lognorms(logits_NV: Tensor, choice: Choice, params: SamplingParams) -> Tensor:
+    """Log-normalisers of softmax(logits), at temperature 1 and without filters, [N] float32."""
+    if params.temperature in (0.0, 1.0) and params.top_k == 0 and params.top_p == 1:
+        return choice.lognorms_N
+    return logits_NV.float().logsumexp(dim=-1)

@@ -32,6 +32,8 @@ class RoundResult(NamedTuple):
     tapped_rows_T: Tensor  # int64
     tapped_positions_T: Tensor  # int64
     taps_TE: Tensor | None  # None: none were asked for
+    last_TD: Tensor  # after the final norm
+    lognorms_T: Tensor  # float32, of the distributions that were sampled from there, see `sampling.lognorms`
 
 
 class Finished(NamedTuple):

@@ -19,6 +19,7 @@ from torch import Tensor
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.packed import can_pack, pack_linears
 from tlt_core.rollout.batch import Emitted, Finished, LiveBatch, RoundResult
+from tlt_core.rollout.capture import Capture, Captured
 from tlt_core.rollout.draft_check import GuardedDrafting
 from tlt_core.rollout.kv_cache import SlotCache
 from tlt_core.rollout.plain_round import plain_round
@@ -52,9 +53,16 @@ class RolloutEngine:
     """Owns a decoder replica and its KV cache on one device."""
 
     def __init__(
-        self, decoder: Decoder, *, max_live: int, max_len: int, speculation: Speculation | None = None
+        self,
+        decoder: Decoder,
+        *,
+        max_live: int,
+        max_len: int,
+        speculation: Speculation | None = None,
+        capture_taps: tuple[int, ...] = (),
     ) -> None:
-        """speculation: None for plain decoding.  Raises ValueError when two drafters want different taps."""
+        """speculation: None for plain decoding.  capture_taps: hidden states that `generate` can hand out with each
+        finished response.  Raises ValueError when two of those who want hidden states want different ones."""
         weight = decoder.head_weight
         self.decoder = decoder
         # Pre-arranged weights take a plain step on CPU from 22 to 12 ms (SmolLM2-135M, bf16); logits stay bitwise.
@@ -63,7 +71,19 @@ class RolloutEngine:
         self.speculation = speculation
         menu = () if speculation is None else speculation.menu
         self._drafters = () if speculation is None else tuple(speculation.drafters.values())
-        self._taps = _common_taps(self._drafters)
+        self._taps = _common_taps(self._drafters, capture_taps)
+        self._capture = (
+            Capture(
+                decoder.config,
+                taps=capture_taps,
+                max_live=max_live,
+                max_len=max_len,
+                dtype=weight.dtype,
+                device=weight.device,
+            )
+            if capture_taps
+            else None
+        )
         self._guard = GuardedDrafting(decoder.config.vocab_size)
         self._cache = SlotCache(
             decoder.config,
@@ -85,10 +105,14 @@ class RolloutEngine:
         params: SamplingParams,
         *,
         on_round: Callable[[RoundTrace], None] = lambda _: None,
+        on_captured: Callable[[Captured], None] | None = None,
         policy_version: int = 0,
         worker: int = 0,
     ) -> None:
-        """Decode until `pull` has nothing to give and every request has ended.  `pull(n)` returns up to n requests."""
+        """Decode until `pull` has nothing to give and every request has ended.  `pull(n)` returns up to n requests.
+
+        on_captured: gets the hidden states of each response that ends; only where `capture_taps` were given.
+        """
         batch = self._batch
         while True:
             if len(batch) < self.max_live:
@@ -98,6 +122,8 @@ class RolloutEngine:
             finished = self._round(params, on_round)
             for done in reversed(finished):  # from the last row on, so that moves do not touch rows still to go
                 rollout = batch.rollout(done, policy_version=policy_version, worker=worker)
+                if on_captured is not None and self._capture is not None:
+                    on_captured(self._capture.finish(done.row, rollout))
                 self._release(done.row, rollout.tokens)
                 on_finish(rollout)
 
@@ -174,6 +200,8 @@ class RolloutEngine:
         """Verify, and hand tapped hidden states to the drafters."""
         result = self._verify(tree, params)
         self._record(result.tapped_rows_T, result.tapped_positions_T, result.taps_TE)
+        if self._capture is not None:
+            self._capture.record(result)
         return result.emitted
 
     def _verify(self, tree: DraftTree, params: SamplingParams) -> RoundResult:
@@ -224,7 +252,10 @@ class RolloutEngine:
             if hidden.taps_TE is not None:
                 part = slice(int(offsets_S1[index]), int(offsets_S1[index + 1]))
                 for row in rows:
-                    self._record(torch.full_like(positions_T[part], row), positions_T[part], hidden.taps_TE[part])
+                    rows_T = torch.full_like(positions_T[part], row)
+                    self._record(rows_T, positions_T[part], hidden.taps_TE[part])
+                    if self._capture is not None:
+                        self._capture.record_prompt(rows_T, positions_T[part], hidden.taps_TE[part])
 
     def _release(self, row: int, tokens: Tensor) -> None:
         last = len(self._batch) - 1
@@ -238,12 +269,14 @@ class RolloutEngine:
             drafter.release(row, tokens)
         if last != row:
             self._cache.move(last, row, length)
+            if self._capture is not None:
+                self._capture.move(last, row)
             for drafter in self._drafters:
                 drafter.move(last, row)
 
 
-def _common_taps(drafters: Iterable[Drafter]) -> tuple[int, ...]:
-    wanted = {drafter.taps for drafter in drafters if drafter.taps}
+def _common_taps(drafters: Iterable[Drafter], captured: tuple[int, ...]) -> tuple[int, ...]:
+    wanted = {taps for taps in (captured, *(drafter.taps for drafter in drafters)) if taps}
     if len(wanted) > 1:
-        raise ValueError(f"drafters want different hidden states ({sorted(wanted)}): use drafters of one kind")
+        raise ValueError(f"different hidden states are wanted ({sorted(wanted)}): use drafters of one kind")
     return next(iter(wanted), ())

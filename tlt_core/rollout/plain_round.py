@@ -8,7 +8,7 @@ import torch
 from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.batch import Emitted, LiveBatch, RoundResult
 from tlt_core.rollout.kv_cache import SlotCache
-from tlt_core.sampling import choose, row_keys
+from tlt_core.sampling import choose, lognorms, row_keys
 from tlt_core.types import SamplingParams
 
 
@@ -23,6 +23,15 @@ def plain_round(
     tokens_B, positions_B = batch.newest()
     hidden = decoder(tokens_B, positions_B, cache.decode_attend(positions_B, batch.longest), taps=taps)
     keys_B2 = row_keys(batch.streams_B[: len(batch)], positions_B + 1)
-    tokens, logprobs = choose(decoder.logits(hidden.last_TD), keys_B2, params)
-    emitted = Emitted(tokens[:, None], logprobs[:, None], torch.ones_like(tokens))
-    return RoundResult(emitted, torch.arange(len(batch), device=tokens.device), positions_B, hidden.taps_TE)
+    logits_BV = decoder.logits(hidden.last_TD)
+    choice = choose(logits_BV, keys_B2, params)
+    tokens = choice.tokens_N
+    emitted = Emitted(tokens[:, None], choice.logprobs_N[:, None], torch.ones_like(tokens))
+    return RoundResult(
+        emitted,
+        torch.arange(len(batch), device=tokens.device),
+        positions_B,
+        hidden.taps_TE,
+        hidden.last_TD,
+        choice.lognorms_N if hidden.taps_TE is None else lognorms(logits_BV, choice, params),
+    )

@@ -26,7 +26,7 @@ from kernels.spec_verify import accepted_path
 from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.batch import Emitted, LiveBatch, RoundResult
 from tlt_core.rollout.kv_cache import SlotCache, TreeLayout
-from tlt_core.sampling import choose, row_keys
+from tlt_core.sampling import choose, lognorms, row_keys
 from tlt_core.speculation import DraftTree
 from tlt_core.types import SamplingParams
 
@@ -53,14 +53,22 @@ def spec_round(
     tokens_T = torch.cat([newest_B, tree.tokens_N])
     hidden = decoder(tokens_T, layout.positions_T, cache.verify_attend(layout), taps=taps)
     keys_T2 = row_keys(batch.streams_B[:live][layout.rows_T], layout.positions_T + 1)
-    choice = choose(decoder.logits(hidden.last_TD), keys_T2, params)
+    logits_TV = decoder.logits(hidden.last_TD)
+    choice = choose(logits_TV, keys_T2, params)
     nodes_BA, counts_B = accepted_path(
         choice.tokens_N, tree.tokens_N, tree.parents_N, tree.rows_N, num_rows=live, depth=depth
     )
     cache.keep_path(layout, nodes_BA, counts_B)
     emitted = Emitted(choice.tokens_N[nodes_BA], choice.logprobs_N[nodes_BA], counts_B)
     if hidden.taps_TE is None:
-        return RoundResult(emitted, counts_B[:0], counts_B[:0], None)
+        return RoundResult(emitted, counts_B[:0], counts_B[:0], None, hidden.last_TD[:0], choice.lognorms_N[:0])
     on_path_BA = torch.arange(depth + 1, device=counts_B.device) < counts_B[:, None]
     nodes_T = nodes_BA[on_path_BA]
-    return RoundResult(emitted, layout.rows_T[nodes_T], layout.positions_T[nodes_T], hidden.taps_TE[nodes_T])
+    return RoundResult(
+        emitted,
+        layout.rows_T[nodes_T],
+        layout.positions_T[nodes_T],
+        hidden.taps_TE[nodes_T],
+        hidden.last_TD[nodes_T],
+        lognorms(logits_TV, choice, params)[nodes_T],
+    )

@@ -1,0 +1,114 @@
+"""Captured hidden states and distributions are those that a plain transformers forward gives, position by position."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from conf.schema import SpeculationConfig, StrategyConfig
+from tlt_core import adaptive
+from tlt_core.drafter.eagle3_files import save_eagle3
+from tlt_core.drafter.eagle3_model import eagle3_from_target
+from tlt_core.model.load import load_decoder
+from tlt_core.sampling import stream_key
+from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
+
+VOCAB, MAX_LEN, EOS = 64, 80, 2
+CHAIN = StrategyConfig(drafter="eagle3", depth=3, width=1, tokens=3)
+TREE = StrategyConfig(drafter="eagle3", depth=4, width=3, tokens=9)
+NGRAM = StrategyConfig(drafter="ngram", depth=4, width=2, tokens=6)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        eos_token_id=EOS,
+    )
+    path = tmp_path_factory.mktemp("capture")
+    LlamaForCausalLM(config).save_pretrained(path / "model")
+    decoder = load_decoder(path / "model", dtype=torch.float32)
+    model = eagle3_from_target(decoder, torch.arange(VOCAB), scales=(1.0, 1.0, 1.0), seed=0)
+    save_eagle3(model, path / "d-eagle3", dtype=torch.float32)
+    return path
+
+
+def captured(folders, params, **speculation):
+    """(Captured, Rollout) of every response, and the taps; two phases on one engine, the second one is returned."""
+    decoder = load_decoder(folders / "model", dtype=torch.float32)
+    cfg = SpeculationConfig(drafter_path=str(folders / "d-eagle3"), **speculation)
+    engine = adaptive.make_engine(decoder, cfg, max_live=4, max_len=MAX_LEN, seed=0, capture=True)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, VOCAB, (n,), generator=generator).to(torch.int32) for n in (1, 4, 9)]
+    strategies = set()
+    for step in (1, 2):
+        waiting = [GenerationRequest(NoiseKey(0, step, p, s), t) for p, t in enumerate(prompts) for s in range(4)]
+        finished, seen = {}, []
+
+        def pull(wanted, waiting=waiting):
+            taken, waiting[:] = waiting[:wanted], waiting[wanted:]
+            return taken
+
+        engine.generate(
+            pull,
+            lambda r, finished=finished: finished.__setitem__(r.key, r),
+            params,
+            on_round=lambda trace: strategies.add(trace.report.strategy),
+            on_captured=seen.append,
+            policy_version=step,
+        )
+    return [(c, finished[c.key]) for c in seen], engine.speculation.drafters["eagle3"].taps, strategies
+
+
+WAYS = {
+    "mostly plain": {"policy": "threshold", "max_live": 1, "menu": (CHAIN,)},
+    "chain": {"policy": "fixed", "menu": (CHAIN, NGRAM)},
+    "tree": {"policy": "fixed", "menu": (TREE,)},
+    "switching": {"policy": "beg_mab", "menu": (TREE, CHAIN, NGRAM)},
+}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("way", WAYS)
+def test_captured_states_are_those_of_transformers(folders, way, temperature):
+    speculation = WAYS[way]
+    pairs, taps, strategies = captured(folders, SamplingParams(temperature, max_new_tokens=40), **speculation)
+    if way == "switching":
+        assert len(strategies) > 2, "the way was meant to change strategies in mid-flight"
+    theirs = AutoModelForCausalLM.from_pretrained(folders / "model", dtype=torch.float32)
+    assert len(pairs) == 12
+    for item, rollout in pairs:
+        tokens, length = rollout.tokens.long(), len(rollout.tokens)
+        assert torch.equal(item.tokens_L, rollout.tokens)
+        assert (item.first, item.stream, item.policy_version) == (rollout.prompt_len, stream_key(item.key), 2)
+        with torch.no_grad():
+            out = theirs(tokens[None], output_hidden_states=True)
+        wanted = torch.cat([out.hidden_states[tap][0, : length - 1] for tap in taps], dim=-1)
+        torch.testing.assert_close(item.taps_LE, wanted, rtol=1e-3, atol=1e-3)
+        assert len(item.last_PD) == len(item.lognorms_P) == length - item.first
+        wanted_P = out.logits[0, item.first - 1 : length - 1].log_softmax(-1)
+        head = theirs.lm_head.weight.detach()
+        torch.testing.assert_close(item.last_PD @ head.T - item.lognorms_P[:, None], wanted_P, rtol=1e-3, atol=1e-3)
+        if temperature == 1.0:  # the sampled token's own entry is its log-probability
+            own = wanted_P.gather(1, tokens[item.first :, None]).squeeze(1)
+            torch.testing.assert_close(own, rollout.logprobs, rtol=1e-3, atol=1e-3)
+
+
+def test_nothing_is_captured_unless_asked_for(folders):
+    decoder = load_decoder(folders / "model", dtype=torch.float32)
+    engine = adaptive.make_engine(decoder, SpeculationConfig(), max_live=4, max_len=MAX_LEN, seed=0, capture=True)
+    request, seen = [GenerationRequest(NoiseKey(0, 1, 0, 0), torch.tensor([5], dtype=torch.int32))], []
+    engine.generate(
+        lambda n: [request.pop()] if request else [],
+        lambda r: None,
+        SamplingParams(max_new_tokens=5),
+        on_captured=seen.append,
+    )
+    assert seen == []
