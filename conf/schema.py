@@ -354,9 +354,52 @@ class RolloutConfig(Section):
     """How rounds are sped up; `policy: off` decodes plainly."""
 
 
-class DrafterConfig(Section):
-    """The EAGLE-3 drafter's first training, off-line, on rollouts of the current policy (`tlt warmup`)."""
+class SpotConfig(Section):
+    """Training of the drafter on workers that have run out of work, until rollout has ended everywhere."""
 
+    enabled: bool = True
+    """Use idle time.  Without an EAGLE-3 drafter in the rollout there is nothing to train."""
+    interval: int = Field(1, ge=1)
+    """Train and publish in every so-manieth RL step."""
+    min_idle_s: float = Field(0.1, ge=0)
+    """Idle time that passes before training begins."""
+    max_steps: int = Field(0, ge=0)
+    """Optimizer steps of all workers in one rollout; 0: as many as the idle time holds."""
+    after_rollout_s: float = Field(0.0, ge=0)
+    """Training after rollout has ended, on every worker: for a single worker, which is never idle.  Costs step time."""
+    micro_step_s: float = Field(0.15, gt=0)
+    """Longest piece of work between two looks at whether rollout has ended."""
+    rows_per_step: int = Field(256, ge=1)
+    """Tokens of one optimizer step, from as many pieces of work as needed."""
+    window_rows: int = Field(128, ge=1)
+    """Longer responses are trained on in parts of at most so many tokens, each with its whole context."""
+    learning_rate: float = Field(5e-4, gt=0)
+    """AdamW; 20 steps of warm-up, then constant."""
+    max_buffer_mb: int = Field(1024, ge=1)
+    """Hidden states kept on each worker, in files; the oldest go first."""
+    max_ram_mb: int = Field(256, ge=1)
+    """Part of them kept in memory."""
+    max_sequences: int = Field(4096, ge=1)
+    """Responses kept on each worker."""
+    length_bias: float = Field(0.5, ge=0)
+    """A response of n tokens gets n^(1 + this) of the training: the tail is made of the long ones."""
+    recency: float = Field(0.5, gt=0, le=1)
+    """... times this, for each RL step since."""
+    canary_tokens: int = Field(512, ge=1)
+    """Held-back tokens on which a candidate must draft at least as well as the drafter in use."""
+    max_rejections: int = Field(3, ge=1)
+    """Candidates refused one after the other before training starts again from the drafter in use."""
+
+
+class DrafterConfig(Section):
+    """The EAGLE-3 drafter: its first training, off-line, on rollouts of the current policy (`tlt warmup`), and its
+    training in idle time."""
+
+    warmup: bool = False
+    """`train` makes a first drafter after the cold start, where `rollout.speculation.drafter_path` names none and
+    speculation is not off."""
+    spot: SpotConfig = SpotConfig()
+    """Training in idle time."""
     vocab_size: int = Field(4096, ge=64)
     """Tokens that it may propose: those that the policy's rollouts use most."""
     depth: int = Field(4, ge=1, le=16)
