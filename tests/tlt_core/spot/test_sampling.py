@@ -1,0 +1,188 @@
+"""The law of `tlt_core/spot/sampling`: shares, bounded gaps, joins and leaves, resume."""
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tlt_core.spot.sampling import Candidate, WindowRef, WindowSampler
+
+
+def rows_of(windows: list[WindowRef]) -> Counter[str]:
+    rows: Counter[str] = Counter()
+    for window in windows:
+        rows[window.id] += window.end - window.start
+    return rows
+
+
+def draw(sampler: WindowSampler, *, rows: int, max_rows: int = 64) -> list[WindowRef]:
+    windows: list[WindowRef] = []
+    while sum(w.end - w.start for w in windows) < rows:
+        windows += sampler.next(max_rows)
+    return windows
+
+
+def test_shares_follow_the_law():
+    """Of the step before, an equally long one gets half; four times the rows get eight times the share."""
+    sampler = WindowSampler(window_rows=16)
+    sampler.refresh(
+        [
+            Candidate("long", 400, step=3),
+            Candidate("short", 100, step=3),
+            Candidate("old", 400, step=2),
+            Candidate("ancient", 400, step=-100),  # counts as six steps old
+        ],
+        step=3,
+    )
+    weights = {"long": 8000.0, "short": 1000.0, "old": 4000.0, "ancient": 125.0}
+    rows = rows_of(draw(sampler, rows=200_000))
+    for name, weight in weights.items():
+        share = rows[name] / rows.total()
+        assert share == pytest.approx(weight / 13125, rel=0.02), name
+
+
+def test_picks_by_hand():
+    """Weights 4 and 1 (no bias): a window of 4 rows and one of 1 row are due equally often."""
+    sampler = WindowSampler(window_rows=4, length_bias=0.0)
+    sampler.refresh([Candidate("b", 1, step=0), Candidate("a", 4, step=0)], step=0)
+    assert sampler.next(5) == [WindowRef("a", 0, 4), WindowRef("b", 0, 1)]
+    assert sampler.next(100) == [WindowRef("a", 0, 4), WindowRef("b", 0, 1)]  # ends where one would come twice
+    assert sampler.next(3) == [WindowRef("a", 0, 3)]  # too large: in parts
+    assert sampler.next(3) == [WindowRef("b", 0, 1), WindowRef("a", 3, 4)]  # due at 2 and 2.75
+
+
+def test_windows_are_nearly_equal_and_cover_everything():
+    sampler = WindowSampler(window_rows=10)
+    sampler.refresh([Candidate("a", 32, step=0)], step=0)
+    assert sampler.next(1000) == [
+        WindowRef("a", 0, 8),
+        WindowRef("a", 8, 16),
+        WindowRef("a", 16, 24),
+        WindowRef("a", 24, 32),
+    ]
+
+
+def test_nothing_to_train_on():
+    sampler = WindowSampler(window_rows=10)
+    assert sampler.next(10) == []
+    sampler.refresh([Candidate("a", 5, step=0)], step=0)
+    sampler.refresh([], step=0)
+    assert sampler.next(10) == []
+    with pytest.raises(ValueError, match="sequence a has 0 rows"):
+        sampler.refresh([Candidate("a", 0, step=0)], step=0)
+
+
+def test_a_new_sequence_neither_waits_nor_catches_up():
+    sampler = WindowSampler(window_rows=10, length_bias=0.0)
+    old = [Candidate("a", 100, step=0), Candidate("b", 100, step=0)]
+    sampler.refresh(old, step=0)
+    draw(sampler, rows=10_000)
+    sampler.refresh([*old, Candidate("new", 100, step=0)], step=0)
+    assert "new" in rows_of(sampler.next(30))
+    rows = rows_of(draw(sampler, rows=3000))
+    assert all(abs(rows[name] - 1000) <= 20 for name in ("a", "b", "new")), rows
+
+
+lengths = st.integers(1, 300)
+candidates = st.builds(
+    lambda number, rows, step: Candidate(f"s{number}", rows, step), st.integers(0, 12), lengths, st.integers(0, 4)
+)
+pools = st.lists(candidates, min_size=1, max_size=10, unique_by=lambda c: c.id)
+samplers = st.builds(
+    WindowSampler,
+    window_rows=st.integers(1, 80),
+    length_bias=st.sampled_from([0.0, 0.5, 1.0]),
+    recency=st.sampled_from([0.3, 0.5, 1.0]),
+    oldest_age=st.integers(0, 3),
+)
+
+
+def weight(sampler: WindowSampler, name: str, step: int) -> float:
+    return sampler._weight(sampler._flows[name], step)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sampler=samplers, pool=pools, max_rows=st.integers(1, 200))
+def test_no_window_is_starved(sampler, pool, max_rows):
+    """Every window comes again within the stated number of rows, also the first time."""
+    sampler.refresh(pool, step=4)
+    bounds = {c.id: sampler.rows_between_visits(c.id) for c in pool}
+    trained, last_visit = 0, {}
+    target = 3 * max(bounds.values())
+    while trained < min(target, 30_000):
+        for window in sampler.next(max_rows):
+            for row in (window.start, window.end - 1):
+                gap = trained - last_visit.get((window.id, row), 0)
+                assert gap <= bounds[window.id] + 1e-6
+            trained += window.end - window.start
+            last_visit |= {(window.id, window.start): trained, (window.id, window.end - 1): trained}
+    for candidate in pool:
+        if trained > bounds[candidate.id]:
+            assert (candidate.id, 0) in last_visit
+            assert (candidate.id, candidate.rows - 1) in last_visit
+
+
+@settings(max_examples=60, deadline=None)
+@given(sampler=samplers, pool=pools, max_rows=st.integers(1, 200))
+def test_law_holds_at_every_moment(sampler, pool, max_rows):
+    sampler.refresh(pool, step=4)
+    weights = {c.id: weight(sampler, c.id, 4) for c in pool}
+    window = {c.id: min(c.rows, sampler._window_rows) for c in pool}
+    rows: Counter[str] = Counter({c.id: 0 for c in pool})
+    for _ in range(200):
+        rows.update(rows_of(sampler.next(max_rows)))
+        normalised = {name: rows[name] / weights[name] for name in rows}
+        for i in rows:
+            for j in rows:
+                slack = window[i] / weights[i] + window[j] / weights[j]
+                assert abs(normalised[i] - normalised[j]) <= slack * (1 + 1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), sampler=samplers, keeper=lengths)
+def test_joins_and_leaves_starve_nobody(data, sampler, keeper):
+    """One sequence stays while others come and go and steps pass; its windows keep coming within the bound."""
+    stays, step = Candidate("stays", keeper, 0), 0
+    worst, largest, since, seen = 0.0, {}, {}, 0
+    for turn in range(12):
+        step += data.draw(st.integers(0, 1))
+        others = [c._replace(id=f"{c.id}.{c.rows}.{c.step}") for c in data.draw(pools)]
+        sampler.refresh([stays, *others], step)
+        worst = max(worst, sum(weight(sampler, n, step) for n in sampler._flows) / weight(sampler, "stays", step))
+        largest |= {c.id: min(c.rows, sampler._window_rows) for c in (stays, *others)}
+        visits = 12 if turn < 11 else 2000
+        for _ in range(visits):
+            for window in sampler.next(100):
+                seen += window.end - window.start
+                if window.id == "stays":
+                    gap = seen - since.get(window.start, 0)
+                    # A sequence that left and came back pays its largest window once more: 12 turns at most.
+                    assert gap <= keeper * worst + 12 * sum(largest.values()) + 1e-6
+                    since[window.start] = seen
+    assert since
+
+
+@settings(max_examples=40, deadline=None)
+@given(sampler=samplers, pool=pools, cut=st.integers(0, 30))
+def test_resume_gives_the_same_picks(sampler, pool, cut):
+    sampler.refresh(pool[:-1], step=3)
+    sampler.next(77)
+    sampler.refresh(pool, step=4)
+    for _ in range(cut):
+        sampler.next(77)
+    resumed = WindowSampler(
+        window_rows=sampler._window_rows,
+        length_bias=sampler._length_bias,
+        recency=sampler._recency,
+        oldest_age=sampler._oldest_age,
+    )
+    resumed.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    resumed.refresh(list(reversed(pool)), step=4)
+    for turn in range(40):
+        if turn == 20:
+            newer = [*pool, Candidate("newer", 50, 5)]
+            sampler.refresh(newer, step=5)
+            resumed.refresh(newer, step=5)
+        assert resumed.next(77) == sampler.next(77)

@@ -1,0 +1,61 @@
+"""How much of the rollout phase's idle time was used: `bubble/*`.
+
+idle window of a worker: from its last response (or from the last request it got in between) to the end of rollout
+                         everywhere;  IDLE and TRAINING time inside
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+from tlt_core.types import WorkerSpan, WorkerState
+
+_LONG_S = 0.5  # shorter windows are not worth a micro-step and do not count in the ratio
+
+
+def bubble(
+    spans: Sequence[WorkerSpan],
+    *,
+    over_s: float,
+    preempt_s: Sequence[float] = (),
+    idle_by_reason_s: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """Metrics of one phase, see `coordinator.PhaseReport` for the arguments.
+
+    `bubble/idle_s` and `bubble/harvested_s`: worker seconds without requests, and those of them that trained.
+    `bubble/harvested_ratio`: trained share of the idle windows longer than 0.5 s, absent without such windows.
+    `bubble/overlap_headroom_s`: what those windows still had to give.
+    `bubble/preempt_ms_p95`: from the end of rollout until a training worker had stopped; absent when none trained.
+    `bubble/untrained_s/REASON`: idle worker seconds without training, by what stood in the way.
+    """
+    windows = _idle_windows(spans, over_s)
+    long = [(idle, trained) for idle, trained in windows if idle > _LONG_S]
+    long_idle, long_trained = (sum(column) for column in zip(*long, strict=True)) if long else (0.0, 0.0)
+    metrics = {
+        "bubble/idle_s": sum(idle for idle, _ in windows),
+        "bubble/harvested_s": sum(trained for _, trained in windows),
+        "bubble/overlap_headroom_s": long_idle - long_trained,
+    }
+    if long:
+        metrics["bubble/harvested_ratio"] = long_trained / long_idle
+    if preempt_s:
+        rank = math.ceil(0.95 * len(preempt_s)) - 1
+        metrics["bubble/preempt_ms_p95"] = 1000 * sorted(preempt_s)[rank]
+    untrained = {reason: s for reason, s in (idle_by_reason_s or {}).items() if reason != "training"}
+    return metrics | {f"bubble/untrained_s/{reason}": seconds for reason, seconds in untrained.items()}
+
+
+def _idle_windows(spans: Sequence[WorkerSpan], over_s: float) -> list[tuple[float, float]]:
+    """Seconds, and seconds of training, of each stretch in which a worker had no request."""
+    windows: list[tuple[float, float]] = []
+    worker = None
+    for span in sorted(spans, key=lambda s: (s.worker, s.start_s, s.end_s)):
+        seconds = max(min(span.end_s, over_s) - span.start_s, 0.0)
+        if span.state not in (WorkerState.IDLE, WorkerState.TRAINING):
+            worker = None
+            continue
+        if span.worker != worker:
+            windows.append((0.0, 0.0))
+        worker = span.worker
+        idle, trained = windows[-1]
+        windows[-1] = (idle + seconds, trained + (seconds if span.state == WorkerState.TRAINING else 0.0))
+    return windows

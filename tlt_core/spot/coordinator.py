@@ -1,0 +1,267 @@
+"""Who trains the drafter, and when: the state machine over all workers of a rollout phase.
+
+                     WorkerIdle            Progress -> TRAIN
+              BUSY ------------> IDLE -----------------------> TRAINING
+               ^                  | ^                            | |
+               +-- WorkerBusy ----+ +---- Progress -> WAIT, STOP-+ |
+               +----------------------- WorkerBusy ----------------+
+
+consumes: events.  waits: never, and no worker for another.  produces: an order for the worker that reported.
+
+No clock, no I/O: `at_s` of all events comes from one clock.  A worker that is not busy reports `Progress` between
+micro-steps (TRAIN) or after a short sleep (WAIT) and leaves the phase on STOP.  One TRAIN allows one micro-step, so the
+phase's `max_steps` is exact, and a worker that is lost takes no more with it than the step it was in.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from tlt_core.types import WorkerSpan, WorkerState
+
+
+class PhaseBegan(NamedTuple):
+    """A rollout phase begins; every worker is there and busy."""
+
+    step: int  # RL step
+    at_s: float
+
+
+class WorkerIdle(NamedTuple):
+    """A worker has no request left."""
+
+    worker: int
+    at_s: float
+    has_data: bool = True  # its buffer holds something to train on
+
+
+class Progress(NamedTuple):
+    """A worker that is not busy asks what to do."""
+
+    worker: int
+    steps_done: int  # micro-steps finished in this phase so far
+    at_s: float
+    has_data: bool = True
+
+
+class WorkerBusy(NamedTuple):
+    """A worker got requests again."""
+
+    worker: int
+    at_s: float
+
+
+class WorkerLost(NamedTuple):
+    """A worker died or left."""
+
+    worker: int
+    at_s: float
+
+
+class RolloutOver(NamedTuple):
+    """Every request of the phase has finished: idle time ends here."""
+
+    at_s: float
+
+
+Event = PhaseBegan | WorkerIdle | Progress | WorkerBusy | WorkerLost | RolloutOver
+
+
+class Action(Enum):
+    """What a worker shall do."""
+
+    TRAIN = "train"  # one micro-step, then report
+    WAIT = "wait"  # nothing; report again soon
+    STOP = "stop"  # leave the phase
+
+
+class Order(NamedTuple):
+    """Answer to a worker.  Order(Action.WAIT, "min_idle")"""
+
+    action: Action
+    reason: str  # one of REASONS
+
+
+REASONS = ("training", "min_idle", "no_data", "max_steps", "interval", "disabled", "busy", "rollout_over", "lost")
+
+
+@dataclass(frozen=True, slots=True)
+class SpotSettings:
+    """When idle workers may train."""
+
+    enabled: bool = True
+    min_idle_s: float = 0.2  # of a worker's idle window before it trains: work may still come
+    max_steps: int = 0  # micro-steps of all workers in one phase; 0: no bound
+    interval: int = 1  # train in every n-th RL step
+
+    def __post_init__(self) -> None:
+        if self.min_idle_s < 0 or self.max_steps < 0 or self.interval < 1:
+            raise ValueError(
+                f"min_idle_s {self.min_idle_s} < 0, max_steps {self.max_steps} < 0 or interval {self.interval} < 1"
+            )
+
+
+class PhaseReport(NamedTuple):
+    """What a phase was like, for the timeline and the metrics."""
+
+    spans: tuple[WorkerSpan, ...]  # contiguous for each worker, from PhaseBegan on
+    over_s: float  # when rollout had ended everywhere
+    preempt_s: tuple[float, ...]  # of each worker that trained then: until it reported
+    steps: int  # micro-steps of all workers
+    idle_by_reason_s: Mapping[str, float]  # worker seconds without requests up to `over_s`: trained, or why not
+
+
+@dataclass(slots=True)
+class _Worker:
+    """A worker that takes part in the phase."""
+
+    state: WorkerState
+    since_s: float  # of the state
+    idle_s: float = 0.0  # when its idle window began
+    counted_s: float = 0.0  # up to here its idle time has a reason
+    reason: str = "min_idle"  # of the idle time since then
+    steps_done: int = 0
+    granted: int = 0  # steps ordered and not reported
+
+
+@dataclass(slots=True)
+class _Phase:
+    """Everything that a new phase resets."""
+
+    step: int
+    workers: dict[int, _Worker]
+    over_s: float | None = None
+    spans: list[WorkerSpan] = field(default_factory=list)
+    preempting: set[int] = field(default_factory=set)  # trained when rollout ended, not heard of since
+    preempt_s: list[float] = field(default_factory=list)
+    lost_steps: int = 0  # done by workers that were lost since
+    idle_by_reason_s: dict[str, float] = field(default_factory=dict)
+
+
+class Coordinator:
+    """`handle` each event in the order of its arrival; `report` when the phase has ended."""
+
+    def __init__(self, num_workers: int, settings: SpotSettings) -> None:
+        self._num_workers, self._settings = num_workers, settings
+        self._phase = _Phase(step=0, workers={}, over_s=0.0)  # before the first phase nobody is asked for anything
+
+    def handle(self, event: Event) -> Order | None:
+        """Advance; an order for the worker that reported, None when no worker asked."""
+        match event:
+            case PhaseBegan(step, at_s):
+                workers = {w: _Worker(WorkerState.BUSY, at_s) for w in range(self._num_workers)}
+                self._phase = _Phase(step, workers)
+            case RolloutOver(at_s):
+                self._end_rollout(at_s)
+            case WorkerLost(worker, at_s):
+                self._lose(worker, at_s)
+            case _:
+                return self._answer(event)
+        return None
+
+    def state(self, worker: int) -> WorkerState | None:
+        """None: the worker was lost, or no phase has begun."""
+        known = self._phase.workers.get(worker)
+        return None if known is None else known.state
+
+    @property
+    def steps(self) -> int:
+        """Micro-steps reported in this phase, all workers together."""
+        return self._phase.lost_steps + sum(w.steps_done for w in self._phase.workers.values())
+
+    def report(self, at_s: float) -> PhaseReport:
+        """The phase up to `at_s`.  Changes nothing."""
+        phase = self._phase
+        over_s = at_s if phase.over_s is None else phase.over_s
+        open_spans = [
+            WorkerSpan(number, w.state, w.since_s, max(at_s, w.since_s)) for number, w in phase.workers.items()
+        ]
+        reasons = dict(phase.idle_by_reason_s)
+        for w in phase.workers.values():
+            _add_idle(reasons, w, over_s)
+        spans = sorted([*phase.spans, *open_spans], key=lambda span: (span.worker, span.start_s, span.end_s))
+        return PhaseReport(tuple(spans), over_s, tuple(phase.preempt_s), self.steps, reasons)
+
+    def _answer(self, event: WorkerIdle | Progress | WorkerBusy) -> Order:
+        phase, worker = self._phase, self._phase.workers.get(event.worker)
+        if worker is None:
+            return Order(Action.STOP, "lost" if phase.over_s is None else "rollout_over")
+        at_s = max(event.at_s, worker.since_s, worker.counted_s)  # clocks may step back; spans do not
+        self._count(worker, at_s)
+        if event.worker in phase.preempting:
+            assert phase.over_s is not None, "set together"
+            phase.preempting.remove(event.worker)
+            phase.preempt_s.append(max(at_s - phase.over_s, 0.0))
+        worker.granted = 0
+        if isinstance(event, Progress):
+            worker.steps_done = max(worker.steps_done, event.steps_done)
+        elif isinstance(event, WorkerBusy):
+            self._enter(event.worker, WorkerState.BUSY, at_s)
+        elif worker.state == WorkerState.BUSY:
+            self._enter(event.worker, WorkerState.IDLE, at_s)
+            worker.idle_s = at_s
+        order = self._decide(worker, at_s, has_data=isinstance(event, WorkerBusy) or event.has_data)
+        if order.action == Action.TRAIN:
+            worker.granted = 1
+            self._enter(event.worker, WorkerState.TRAINING, at_s)
+        elif worker.state == WorkerState.TRAINING:
+            self._enter(event.worker, WorkerState.IDLE, at_s)
+        worker.reason = order.reason
+        return order
+
+    def _decide(self, worker: _Worker, at_s: float, *, has_data: bool) -> Order:
+        settings, phase = self._settings, self._phase
+        if phase.over_s is not None:
+            return Order(Action.STOP, "rollout_over")
+        pending = self.steps + sum(w.granted for w in phase.workers.values())
+        obstacles = {
+            "busy": worker.state == WorkerState.BUSY,
+            "disabled": not settings.enabled,
+            "interval": phase.step % settings.interval != 0,
+            "max_steps": 0 < settings.max_steps <= pending,
+            "min_idle": worker.state == WorkerState.IDLE and at_s - worker.idle_s < settings.min_idle_s,
+            "no_data": not has_data,
+        }
+        reason = next((name for name, holds in obstacles.items() if holds), None)
+        return Order(Action.TRAIN, "training") if reason is None else Order(Action.WAIT, reason)
+
+    def _end_rollout(self, at_s: float) -> None:
+        phase = self._phase
+        if phase.over_s is not None:
+            return
+        for worker in phase.workers.values():
+            self._count(worker, at_s)
+        phase.preempting = {n for n, w in phase.workers.items() if w.state == WorkerState.TRAINING}
+        phase.over_s = at_s
+
+    def _lose(self, number: int, at_s: float) -> None:
+        phase, worker = self._phase, self._phase.workers.get(number)
+        if worker is None:
+            return
+        at_s = max(at_s, worker.since_s)
+        self._count(worker, at_s)
+        phase.spans.append(WorkerSpan(number, worker.state, worker.since_s, at_s))
+        phase.preempting.discard(number)
+        phase.lost_steps += worker.steps_done
+        del phase.workers[number]
+
+    def _enter(self, number: int, state: WorkerState, at_s: float) -> None:
+        """Change a worker's state, which leaves one span behind; nothing when it is in that state already."""
+        worker = self._phase.workers[number]
+        if worker.state == state:
+            return
+        self._phase.spans.append(WorkerSpan(number, worker.state, worker.since_s, at_s))
+        worker.state, worker.since_s, worker.counted_s = state, at_s, at_s
+
+    def _count(self, worker: _Worker, at_s: float) -> None:
+        """Give the worker's idle time up to `at_s`, or up to the end of rollout, its reason."""
+        over_s = self._phase.over_s
+        _add_idle(self._phase.idle_by_reason_s, worker, at_s if over_s is None else min(at_s, over_s))
+        worker.counted_s = max(worker.counted_s, at_s)
+
+
+def _add_idle(reasons: dict[str, float], worker: _Worker, until_s: float) -> None:
+    """Add the idle time of a worker that has not been counted yet."""
+    if worker.state != WorkerState.BUSY and until_s > worker.counted_s:
+        reasons[worker.reason] = reasons.get(worker.reason, 0.0) + until_s - worker.counted_s
