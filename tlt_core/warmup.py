@@ -18,11 +18,13 @@ from conf.schema import RunConfig, SpeculationConfig
 from tlt_core import adaptive, data, provenance
 from tlt_core.drafter.eagle3_files import save_eagle3
 from tlt_core.drafter.eagle3_model import choose_draft_vocabulary, eagle3_from_target, tap_scales
-from tlt_core.drafter.eagle3_train import Eagle3Trainer, TrainMetrics, TrainSequence, TrainSettings, observe
+from tlt_core.drafter.eagle3_sequence import TrainSequence, observe
+from tlt_core.drafter.eagle3_train import Eagle3Trainer, TrainMetrics, TrainSettings
 from tlt_core.grpo.batch import fill
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
 from tlt_core.prompt_order import PromptOrder
+from tlt_core.sampling import stream_key
 from tlt_core.store import write_atomically
 from tlt_core.types import GenerationRequest, NoiseKey, Prompt, Rollout, SamplingParams
 
@@ -129,8 +131,14 @@ def _observe(
     dtype, sequences = plain.head_weight.dtype, []
     for rows in fill(range(len(rollouts)), lambda row, _: len(rollouts[row].tokens), budget=_OBSERVED_TOKENS):
         part = [rollouts[row] for row in rows]
-        firsts = [r.prompt_len for r in part]
-        sequences += observe(plain, [r.tokens for r in part], probe, firsts=firsts, dtype=dtype)
+        sequences += observe(
+            plain,
+            [r.tokens for r in part],
+            probe,
+            firsts=[r.prompt_len for r in part],
+            dtype=dtype,
+            streams=[stream_key(r.key) for r in part],
+        )
     return sequences, tap_scales(torch.cat([s.taps_LE for s in sequences]))
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.swiglu import swiglu
@@ -96,17 +97,36 @@ class Eagle3Model(nn.Module):
 
     def forward(self, embeds_TD: Tensor, hidden_TD: Tensor, rope_T21d: Tensor, attend: Attend) -> Tensor:
         """y of the module docstring, [T, D].  hidden: g, or y of the position before.  rope: from `rope_table`."""
-        x = torch.cat([self.input_norm(embeds_TD), self.hidden_norm(hidden_TD)], dim=-1)
         queries, keys, values = self.heads
-        qk, v_TKd = self.qkv_proj(x).unflatten(-1, (-1, self.head_dim)).split((queries + keys, values), dim=1)
-        rotated = torch.addcmul(qk * rope_T21d[:, 0], qk.roll(self.head_dim // 2, -1), rope_T21d[:, 1])
-        q_THd, k_TKd = rotated.split((queries, keys), dim=1)
+        x = self.qkv_proj(self._attention_input(embeds_TD, hidden_TD)).unflatten(-1, (-1, self.head_dim))
+        qk, v_TKd = x.split((queries + keys, values), dim=1)
+        q_THd, k_TKd = _rotate(qk, rope_T21d).split((queries, keys), dim=1)
         r_TD = hidden_TD + self.o_proj(attend(q_THd, k_TKd, v_TKd).flatten(-2))
         return r_TD + self.down_proj(swiglu(self.gate_up_proj(self.post_norm(r_TD))))
+
+    def keys_values(self, embeds_TD: Tensor, hidden_TD: Tensor, rope_T21d: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` gives `attend` as keys and values, [T, K, d] each, and nothing else of it; differentiable.
+
+        For plain weights, see `model/packed.py`.
+        """
+        queries, keys, values = self.heads
+        weight = self.qkv_proj.weight[queries * self.head_dim :]
+        x = F.linear(self._attention_input(embeds_TD, hidden_TD), weight).unflatten(-1, (-1, self.head_dim))
+        k_TKd, v_TKd = x.split((keys, values), dim=1)
+        return _rotate(k_TKd, rope_T21d), v_TKd
 
     def logits(self, y_TD: Tensor) -> Tensor:
         """[T, J], in the weights' dtype."""
         return self.lm_head(self.norm(y_TD))
+
+    def _attention_input(self, embeds_TD: Tensor, hidden_TD: Tensor) -> Tensor:
+        return torch.cat([self.input_norm(embeds_TD), self.hidden_norm(hidden_TD)], dim=-1)
+
+
+def _rotate(x_THd: Tensor, rope_T21d: Tensor) -> Tensor:
+    """Rotary embedding in half-split layout."""
+    half = x_THd.shape[-1] // 2
+    return torch.addcmul(x_THd * rope_T21d[:, 0], x_THd.roll(half, -1), rope_T21d[:, 1])
 
 
 def rope_table(config: Eagle3Config, length: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,0 +1,112 @@
+"""Windows: their losses and gradients add up to the sequence's, and they are cut where they should be."""
+
+import pytest
+import torch
+
+from tests.tlt_core.drafter.eagle3_reference import lively_model
+from tests.tlt_core.drafter.training_texts import IDS, lively_decoder, texts
+from tlt_core.drafter.eagle3_sequence import observe
+from tlt_core.drafter.eagle3_train import Eagle3Trainer, TrainSettings
+from tlt_core.drafter.eagle3_windows import TrainPack, Window, cut
+
+SETTINGS = TrainSettings(depth=4)
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_config):
+    return lively_decoder(tiny_config)
+
+
+@pytest.fixture
+def model(tiny_config):
+    return lively_model(tiny_config, IDS)
+
+
+@pytest.fixture
+def sequences(decoder, model):
+    return observe(decoder, texts((40, 23, 31)), model, firsts=[7, 1, 12], dtype=torch.float32)
+
+
+def gradient(model, decoder, passes):
+    """Summed loss, rows and gradients of some passes of windows."""
+    trainer = Eagle3Trainer(model, decoder.embed_tokens.weight, SETTINGS)
+    metrics = [trainer.accumulate(windows) for windows in passes]
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return sum(m.loss * m.rows for m in metrics), sum(m.rows for m in metrics), grads
+
+
+def whole(sequence):
+    return Window(sequence, sequence.earliest, len(sequence.tokens_L) - 2)
+
+
+def close(found, expected):
+    assert found[1] == expected[1]
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    for name, value in expected[2].items():
+        difference = (found[2][name] - value).abs().max() / value.abs().max()
+        assert float(difference) < 1e-4, name  # fp32; measured 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 5, 7, 100])
+def test_windows_add_up_to_the_sequence(decoder, model, sequences, rows):
+    """Loss and gradient, with windows shorter than the depth too."""
+    for sequence in sequences:
+        windows = cut(sequence, rows=rows)
+        assert sum(w.rows for w in windows) == sequence.rows
+        assert len(windows) == -(-sequence.rows // rows)
+        close(gradient(model, decoder, [[w] for w in windows]), gradient(model, decoder, [[whole(sequence)]]))
+
+
+def test_windows_of_several_sequences_in_one_pass(decoder, model, sequences):
+    """Interleaved, and two of one sequence together."""
+    pieces = [w for s in sequences for w in cut(s, rows=9)]
+    expected = gradient(model, decoder, [[whole(s) for s in sequences]])
+    close(gradient(model, decoder, [pieces[::2], pieces[1::2]]), expected)
+    close(gradient(model, decoder, [pieces[::-1]]), expected)
+
+
+def test_prompt_rows_in_a_window_do_not_count(decoder, model, sequences):
+    """A window may begin anywhere, at the first row too."""
+    sequence = sequences[0]
+    assert (sequence.earliest, Window(sequence, 0, 9).rows, Window(sequence, 0, 5).rows) == (5, 4, 0)
+    found = gradient(model, decoder, [[Window(sequence, 0, 9), Window(sequence, 9, 38)]])
+    close(found, gradient(model, decoder, [[whole(sequence)]]))
+    close(gradient(model, decoder, [[Window(sequence, 0, 5), Window(sequence, 0, 38)]]), found)
+
+
+def test_a_window_does_not_see_later_positions_or_neighbours(decoder, model, sequences):
+    """To the bit: loss and every gradient."""
+    first = sequences[0]
+    tokens, taps, probs = first.tokens_L.clone(), first.taps_LE.clone(), first.probs_PJ.clone()
+    tokens[21:] = (tokens[21:] + 1) % 64  # row 19 reads token 20 and predicts token 21
+    taps[20:] += 1
+    probs[21 - 6 :] = 0  # of token 22 on
+    changed = first._replace(tokens_L=tokens, taps_LE=taps, probs_PJ=probs)
+    before = gradient(model, decoder, [[Window(first, 12, 20)]])
+    after = gradient(model, decoder, [[Window(changed, 12, 20)]])
+    assert before[0] == after[0]
+    assert all(torch.equal(before[2][name], after[2][name]) for name in before[2])
+    # A neighbour adds its own gradient and changes nothing of ours: its loss is taken out by its distributions.
+    silent = [s._replace(probs_PJ=torch.zeros_like(s.probs_PJ)) for s in (sequences[1], changed)]
+    other = silent[0]._replace(taps_LE=silent[0].taps_LE * 2, tokens_L=(silent[0].tokens_L + 3) % 64)
+    packs = [[whole(s), Window(first, 12, 20), whole(silent[1])] for s in (silent[0], other)]
+    one, two = (gradient(model, decoder, [pack]) for pack in packs)
+    assert one[0] == two[0] == pytest.approx(before[0], rel=1e-6)
+    assert all(torch.equal(one[2][name], two[2][name]) for name in one[2])
+
+
+def test_only_context_rows_are_added(sequences):
+    """The pass over a window: its rows, depth - 1 rows of halo, and all before as context; no halo before drafting."""
+    train = TrainPack.of(
+        [Window(sequences[0], 20, 25), Window(sequences[0], 7, 9)], depth=4, device=torch.device("cpu")
+    )
+    assert (train.pack.context, train.pack.queries) == ([17, 5], [8, 4])
+    assert train.pack.positions_R.tolist() == [*range(17), *range(5), *range(17, 25), *range(5, 9)]
+    assert [len(train.counted_N(k)) for k in range(4)] == [5 + 2, 5 + 2, 5 + 2, 5 + 1]
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, 3), (3, 3), (5, 39)])
+def test_impossible_windows(sequences, start, end):
+    with pytest.raises(ValueError, match="of a sequence of 40 tokens: it has 38"):
+        Window(sequences[0], start, end)

@@ -1,0 +1,104 @@
+"""The drafter with its own outputs as inputs, teacher-forced: the "training-time test" of EAGLE-3 (arXiv 2503.01840).
+
+Depth 1 is the drafter on the target's hidden states.  At depth k + 1, position p takes the drafter's own y of depth k
+at p - 1 in the place of the fused hidden state, and sees what it would see when drafting k tokens ahead of position
+p - k:
+
+    keys of depth 1 at positions <= p - k;  then of depth j + 1 at position p - k + j, for j = 1 .. k (itself last)
+
+Drafted tokens are the true ones (teacher forcing): along an accepted path this is what drafting computes.
+
+Shapes: R rows of the pack, of which C context and T query rows (see `eagle3_windows`); N queries of one block, E keys
+that a block sees, D hidden size, H query heads, K key/value heads, G = H / K, d head size, k depths before.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kernels.packed_attention import packed_causal_attention
+from tlt_core.drafter.eagle3_model import Eagle3Model, rope_table
+from tlt_core.drafter.eagle3_windows import Pack
+
+_BLOCK = 256  # queries whose scores are computed at once: what lies above a block's diagonal is computed in vain
+
+
+def drafted_depths(
+    model: Eagle3Model, embeds_RD: Tensor, pack: Pack, *, depth: int, detached: bool = False
+) -> Iterator[Tensor]:
+    """y of depth 1 .. depth at the query rows, [T, D] each.
+
+    Depth k + 1 is meaningful where k rows of the same span come before.  embeds: of `pack.tokens_R`.  detached: no
+    gradient from a depth's input into the depth before.
+    """
+    hidden_RD = model.fuse(pack.taps_RE.to(embeds_RD.dtype))
+    longest = max(span.end for span in pack.spans)
+    table = rope_table(model.config, longest, dtype=hidden_RD.dtype, device=hidden_RD.device)  # autocast's dtype
+    sizes = [sum(pack.context), sum(pack.queries)]
+    (context_CD, embeds_TD), (fused_CD, hidden_TD), (rope_C21d, rope_T21d) = (
+        x.split(sizes) for x in (embeds_RD, hidden_RD, table[pack.positions_R])
+    )
+    attend = _DepthAttention(pack, *model.keys_values(context_CD, fused_CD, rope_C21d))
+    for _ in range(depth):
+        y_TD = model(embeds_TD, hidden_TD, rope_T21d, attend)
+        yield y_TD
+        hidden_TD = y_TD.roll(1, dims=0)  # across a span's start: into a row that means nothing from then on
+        hidden_TD = hidden_TD.detach() if detached else hidden_TD
+
+
+class _DepthAttention:
+    """Attention of one depth after the other."""
+
+    def __init__(self, pack: Pack, context_k_CKd: Tensor, context_v_CKd: Tensor) -> None:
+        self._pack, self._context = pack, (context_k_CKd, context_v_CKd)
+        self._bounds = pack.query_offsets_S1, pack.key_offsets_S1
+        self._shared: tuple[Tensor, Tensor] | None = None  # of depth 1, [R, K, d], span by span
+        self._own: tuple[list[Tensor], list[Tensor]] = [], []  # of each later depth, [T, K, d]
+
+    def __call__(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        if self._shared is None:
+            keys, values = self._context
+            self._shared = self._pack.in_order(keys, k_TKd), self._pack.in_order(values, v_TKd)
+            queries, key_offsets = self._bounds
+            return packed_causal_attention(q_THd, *self._shared, queries, key_offsets_S1=key_offsets)
+        self._own[0].append(k_TKd)
+        self._own[1].append(v_TKd)
+        return self._later(q_THd, self._shared, len(self._own[0]))
+
+    def _later(self, q_THd: Tensor, shared: tuple[Tensor, Tensor], k: int) -> Tensor:
+        """Depth k + 1: the keys of depth 1 up to k positions back, then one key of each later depth."""
+        num_kv, d = shared[0].shape[1:]
+        # Row p reads depth j + 1 at p - (k - j).
+        own_TKkd, own_values_TKkd = (
+            torch.stack([x.roll(k - j, dims=0) for j, x in enumerate(xs, start=1)], dim=2) for xs in self._own
+        )
+        q_TKGd = (q_THd * d**-0.5).unflatten(1, (num_kv, -1))
+        ends = [span.end for span in self._pack.spans]
+        # split, not slices: the backward of each slice would fill a gradient of the whole pack.
+        by_query = (x.split(self._pack.queries) for x in (q_TKGd, own_TKkd, own_values_TKkd))
+        by_key = (x.split(ends) for x in shared)
+        out = []
+        for span, *queries, keys, values in zip(self._pack.spans, *by_query, *by_key, strict=True):
+            blocks = zip(*(x.split(_BLOCK) for x in queries), strict=True)
+            for index, (q, own, own_values) in enumerate(blocks):
+                first = span.start + index * _BLOCK
+                seen = slice(0, max(first + len(q) - k, 0))
+                out.append(_block(q, keys[seen], values[seen], own, own_values, first=first - k))
+        return torch.cat(out)
+
+
+def _block(
+    q_NKGd: Tensor, keys_EKd: Tensor, values_EKd: Tensor, own_NKkd: Tensor, own_values_NKkd: Tensor, *, first: int
+) -> Tensor:
+    """Query n sees the keys up to `first` + n, and its own; [N, H, d]."""
+    q_KGNd = q_NKGd.permute(1, 2, 0, 3)
+    shared = torch.matmul(q_KGNd, keys_EKd.permute(1, 2, 0)[:, None])  # [K, G, N, E]
+    hidden_NE = torch.ones(shared.shape[-2:], dtype=torch.bool, device=q_NKGd.device).triu(first + 1)
+    shared = shared.masked_fill(hidden_NE, -torch.inf)
+    own = torch.einsum("kgnd,nkjd->kgnj", q_KGNd, own_NKkd)
+    weights = torch.cat([shared, own], dim=-1).softmax(-1).to(q_NKGd.dtype)
+    seen, recent = weights.split([shared.shape[-1], own.shape[-1]], dim=-1)
+    out = torch.matmul(seen, values_EKd.transpose(0, 1)[:, None])
+    out = out + torch.einsum("kgnj,nkjd->kgnd", recent, own_values_NKkd)
+    return out.permute(2, 0, 1, 3).flatten(1, 2)
