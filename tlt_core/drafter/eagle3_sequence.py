@@ -7,18 +7,49 @@ and predicts token p + 2 against the target's distribution at position p + 1.  T
 that have something to read, are trained: p = max(first - 2, 0) .. L - 3.
 
 Shapes: L tokens of one sequence, P = L - first sampled tokens, T positions of a pass, E tapped width, H query heads, K
-key/value heads, d head size, J draft vocabulary.
+key/value heads, d head size, D hidden size, J draft vocabulary, N positions that are read.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.packed_attention import packed_causal_attention
 from tlt_core.drafter.eagle3_model import Eagle3Model
 from tlt_core.model.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class HeadProbs:
+    """The target's probabilities on the draft vocabulary, [P, J], computed when they are read: `probs[2:5]`.
+
+    What rollout leaves behind is D + 1 numbers a token where the probabilities are J: log p(v) = W_v h - lognorm.
+    """
+
+    last_PD: Tensor  # h, hidden states after the final norm
+    lognorms_P: Tensor  # float32, over the whole vocabulary
+    head_JD: Tensor  # rows of the LM head that those hidden states met, in its dtype
+
+    def __post_init__(self) -> None:
+        assert len(self.last_PD) == len(self.lognorms_P), "a log-normaliser for each position"
+
+    def __len__(self) -> int:
+        return len(self.last_PD)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        """Float32, on the head's device.  Logits are rounded to the head's dtype, as they were when sampled from."""
+        head_JD = self.head_JD
+        logits_NJ = F.linear(self.last_PD[rows].to(head_JD.device, head_JD.dtype), head_JD).float()
+        return logits_NJ.sub_(self.lognorms_P[rows, None].to(head_JD.device)).exp_()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the positions; the head is shared."""
+        return self.last_PD.nbytes + self.lognorms_P.nbytes
 
 
 class TrainSequence(NamedTuple):
@@ -30,7 +61,7 @@ class TrainSequence(NamedTuple):
 
     tokens_L: Tensor  # int64
     taps_LE: Tensor  # hidden states of positions 0 .. L - 2 at least: the target never runs the last token
-    probs_PJ: Tensor  # row i: the target's probabilities (temperature 1) at position first - 1 + i, not renormalised
+    probs_PJ: Tensor | HeadProbs  # row i: the target's (at temperature 1) at position first - 1 + i, not renormalised
     first: int  # index of the first sampled token (the length of the prompt), at least 1
     stream: int = 0  # base of the noise that it was sampled with, see `sampling.stream_key`
 

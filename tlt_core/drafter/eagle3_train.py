@@ -125,11 +125,11 @@ class Eagle3Trainer:
         """Summed loss, and metrics."""
         settings = self.settings
         train = TrainPack.of(windows, depth=settings.depth, device=self.model.fc.weight.device)
+        probs_TJ = train.pack.probs_TJ()
         losses, overlaps, counts = [], [], []
         half = settings.compute_dtype == torch.bfloat16
         with torch.autocast(train.pack.device.type, torch.bfloat16, enabled=half):
             embeds_RD = F.embedding(train.pack.tokens_R, self._embedding_VD).float()
-            probs_TJ = train.pack.probs_TJ()
             for k, y_TD in enumerate(drafted_depths(self.model, embeds_RD, train.pack, depth=settings.depth)):
                 rows_N = train.counted_N(k)
                 result = draft_loss(self.model.logits(y_TD[rows_N]), probs_TJ[rows_N])

@@ -6,7 +6,8 @@ import torch
 from kernels.packed_attention import packed_causal_attention
 from tests.tlt_core.drafter.eagle3_reference import lively_model
 from tests.tlt_core.drafter.training_texts import IDS, lively_decoder, texts
-from tlt_core.drafter.eagle3_sequence import TrainSequence, observe
+from tlt_core.drafter.eagle3_sequence import HeadProbs, TrainSequence, observe
+from tlt_core.drafter.eagle3_train import Eagle3Trainer, TrainSettings
 
 
 def test_observe_is_the_target(tiny_config):
@@ -40,3 +41,24 @@ def test_trained_rows(length, first, earliest, rows):
 
 def test_two_tokens_are_not_enough():
     assert TrainSequence(torch.arange(2), torch.zeros(1, 6), torch.zeros(1, 4), 1).rows == 0
+
+
+def test_probabilities_from_the_head(tiny_config):
+    """What rollout leaves behind restores the same distributions, to the rounding of one product."""
+    decoder, model = lively_decoder(tiny_config), lively_model(tiny_config, IDS)
+    tokens = texts((12,))[0]
+    (seen,) = observe(decoder, [tokens], model, firsts=[4], dtype=torch.float32)
+
+    def attend(layer, q, k, v):
+        return packed_causal_attention(q, k, v, torch.tensor([0, 11]))
+
+    with torch.inference_mode():
+        last = decoder(tokens[:-1], torch.arange(11), attend).last_TD[3:]
+        lognorms = decoder.logits(last).logsumexp(-1)
+    probs = HeadProbs(last, lognorms, decoder.head_weight.detach()[IDS])
+    assert (len(probs), probs.nbytes) == (8, 8 * 32 * 4 + 8 * 4)
+    torch.testing.assert_close(probs[2:6], seen.probs_PJ[2:6], atol=1e-6, rtol=1e-5)
+    trainer = Eagle3Trainer(model, decoder.embed_tokens.weight, TrainSettings())
+    lazy, eager = trainer.measure([seen._replace(probs_PJ=probs)]), trainer.measure([seen])
+    assert lazy.loss == pytest.approx(eager.loss, rel=1e-5)
+    assert lazy.rows == eager.rows == 8
