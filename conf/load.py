@@ -1,5 +1,8 @@
 """YAML file plus `section.key=value` overrides -> `RunConfig`, with errors a person can act on.
 
+    base: demo.yaml        # the file that this one changes, beside it; may have a base itself
+    name: ablation         # sections are merged key by key; lists, and a section of another `kind`, are replaced
+
 Imports stdlib, pydantic and PyYAML only.  Every problem raises `ConfigError`, whose text names the key, the value
 and the remedy.
 """
@@ -19,12 +22,46 @@ class ConfigError(ValueError):
     """A configuration that cannot be run.  The text names key, value and remedy."""
 
 
+_BASE = "base"  # of a file, not of the configuration
+
+
 def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
-    """Read a YAML file, apply `section.key=value` overrides, validate.  Raises ConfigError."""
-    tree = read_yaml(Path(path))
+    """Read a YAML file and its bases, apply `section.key=value` overrides, validate.  Raises ConfigError."""
+    tree = read_with_bases(Path(path))
     for override in overrides:
         apply_override(tree, override)
     return validate(tree, source=str(path))
+
+
+def read_with_bases(path: Path, *, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The file on top of its `base`, if it names one (relative to the file).  heirs: files that led here.
+
+    Raises ConfigError as `read_yaml` does, and when bases go round in a circle.
+    """
+    chain = (*heirs, path)
+    if path.resolve() in {heir.resolve() for heir in heirs}:
+        raise ConfigError(f"Configuration files are each other's base: {' -> '.join(map(str, chain))}; remove one.")
+    try:
+        tree = read_yaml(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error} It is the base of {heirs[-1]}." if heirs else str(error)) from None
+    if _BASE not in tree:
+        return tree
+    base = tree.pop(_BASE)
+    if not isinstance(base, str):
+        raise ConfigError(f"Configuration file {path}: base must name a file, e.g. base: demo.yaml (value {base!r}).")
+    return _merged(read_with_bases(path.parent / base, heirs=chain), tree)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """`above` on top of `below`."""
+    if "kind" in above and above["kind"] != below.get("kind"):
+        return above  # another alternative: the settings of the one below mean nothing to it
+    result = dict(below)
+    for key, value in above.items():
+        old = below.get(key)
+        result[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return result
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -83,7 +120,9 @@ def _explain(error: Any) -> str:
     path = [str(p) for p in error["loc"]]
     key, value = _public_path(path), error["input"]
     if error["type"] == "extra_forbidden":
-        known = _fields_at(path[:-1])
+        if path == [_BASE]:
+            return f"{key}: only a file can name its base, an override cannot (value {value!r})"
+        known = _fields_at(path[:-1]) + ([_BASE] if len(path) == 1 else [])
         close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
         meant = f"; did you mean {close[0]!r}?" if close else f"; known keys here: {', '.join(sorted(known))}"
         return f"{key}: unknown key (value {value!r}){meant}"

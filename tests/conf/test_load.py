@@ -1,5 +1,6 @@
 """Configuration: every file loads, every mistake is named with its remedy, and nothing heavy is imported."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,8 @@ def test_every_file_loads(path: Path) -> None:
 
 
 def test_there_is_a_file_for_every_situation() -> None:
-    assert {"demo", "smoke", "single_gpu", "multi_gpu"} <= {p.stem for p in FILES}
+    ablations = {"ablation_no_spec", "ablation_static_spec", "ablation_no_spot"}
+    assert {"demo", "smoke", "single_gpu", "multi_gpu"} | ablations <= {p.stem for p in FILES}
 
 
 def test_every_run_has_a_folder_of_its_own() -> None:
@@ -117,6 +119,80 @@ def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         load(SMOKE, ["num_steps=0", "seed=-1", "cluster.num_workers=0"])
     assert all(key in str(caught.value) for key in ("num_steps", "seed", "cluster.num_workers"))
+
+
+def _differences(left: dict[str, object], right: dict[str, object], at: str = "") -> dict[str, object]:
+    """Dotted keys whose values differ, with the right one's."""
+    found: dict[str, object] = {}
+    for key in left.keys() | right.keys():
+        a, b = left.get(key), right.get(key)
+        if isinstance(a, dict) and isinstance(b, dict):
+            found |= _differences(a, b, f"{at}{key}.")
+        elif a != b:
+            found[f"{at}{key}"] = b
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stem", "changed"),
+    [
+        ("ablation_no_spec", {"rollout.speculation.policy": "off"}),
+        ("ablation_static_spec", {"rollout.speculation.policy": "fixed", "drafter.spot.enabled": False}),
+        ("ablation_no_spot", {"drafter.spot.enabled": False}),
+    ],
+)
+def test_an_ablation_is_the_demo_with_one_thing_taken_away(stem: str, changed: dict[str, object]) -> None:
+    demo, ablation = (load(f"conf/{name}.yaml").model_dump(mode="json") for name in ("demo", stem))
+    assert _differences(demo, ablation) == {"name": stem} | changed
+
+
+def test_a_file_changes_its_base_key_by_key(tmp_path: Path) -> None:
+    shutil.copy(SMOKE, tmp_path / "bottom.yaml")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "middle.yaml").write_text(
+        "base: bottom.yaml\nname: middle\nseed: 3\nrollout: {num_samples: 6}\n"
+        "data: {tasks: [{name: chain_sum}]}\nupdate: {backend: {kind: deepspeed, zero_stage: 1}}\n"
+    )
+    (tmp_path / "sub" / "top.yaml").write_text(
+        "base: ../middle.yaml\nname: top\nrollout: {top_k: 5}\nupdate: {backend: {kind: torch}}\n"
+    )
+    cfg, smoke = load(tmp_path / "sub" / "top.yaml", ["rollout.num_prompts=3"]), load(SMOKE)
+    assert (cfg.name, cfg.seed) == ("top", 3)
+    assert (cfg.rollout.num_prompts, cfg.rollout.num_samples, cfg.rollout.top_k) == (3, 6, 5)
+    assert cfg.rollout.max_new_tokens == smoke.rollout.max_new_tokens
+    assert [t.name for t in cfg.data.tasks] == ["chain_sum"]  # a list is replaced as a whole
+    assert cfg.data.num_train == smoke.data.num_train
+    assert cfg.update.backend.kind == "torch"  # zero_stage belongs to the other kind
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("base: b.yaml", r"each other's base: .*a\.yaml -> .*b\.yaml -> .*a\.yaml"),
+        ("base: a.yaml", r"each other's base: .*a\.yaml -> .*a\.yaml"),
+        ("base: there/is/none.yaml", r"none\.yaml does not exist.* It is the base of .*a\.yaml"),
+        ("base: [b.yaml]", r"base must name a file.*\['b\.yaml'\]"),
+        ("bsae: b.yaml", "did you mean 'base'"),
+        ("rollout: {base: b.yaml}", r"rollout\.base: unknown key"),
+    ],
+)
+def test_a_base_that_cannot_be_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "a.yaml").write_text(text + "\n")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    with pytest.raises(ConfigError, match=said):
+        load(tmp_path / "a.yaml")
+
+
+def test_a_wrong_key_of_a_base_is_named(tmp_path: Path) -> None:
+    (tmp_path / "b.yaml").write_text(Path(SMOKE).read_text() + "checkpoint: {evry_steps: 2}\n")
+    (tmp_path / "a.yaml").write_text("base: b.yaml\n")
+    with pytest.raises(ConfigError, match=r"checkpoint\.evry_steps.*did you mean 'every_steps'"):
+        load(tmp_path / "a.yaml")
+
+
+def test_an_override_cannot_name_a_base() -> None:
+    with pytest.raises(ConfigError, match="only a file can name its base"):
+        load(SMOKE, ["base=demo.yaml"])
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
