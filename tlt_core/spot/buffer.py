@@ -9,8 +9,8 @@ long responses come last.
 
 Bounds after every `add`: `max_sequences`; `max_bytes` of sequences; of them in memory `max_ram_bytes` and two sequences
 more.  To keep the last one, a step that is larger than half of `max_ram_bytes` is written in parts before it is over,
-and `add` waits when the disk falls behind by as much.  A file outlives part of its sequences, so the disk may hold
-twice `max_bytes`.
+and `add` waits when the disk falls behind by as much.  A file outlives part of its sequences, so there is more on disk:
+up to twice `max_bytes` where a step fits into it.
 """
 
 from collections.abc import Mapping

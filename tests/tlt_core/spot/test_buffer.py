@@ -1,0 +1,363 @@
+"""The buffer keeps its bounds, the right sequences, and every bit of them."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tlt_core.spot.stored import HIDDEN, TAPS, bytes_of, digest, make
+from tlt_core.spot.buffer import SequenceBuffer, held_back
+from tlt_core.spot.writer import BackgroundWriter
+
+ROOMY = {"max_bytes": 10**9, "max_ram_bytes": 10**9, "max_sequences": 10**6}
+
+
+@pytest.fixture
+def writer():
+    writer = BackgroundWriter()
+    yield writer
+    writer.close()
+
+
+HELD = [6, 29, 33, 38, 43, 49, 51]  # of the first 60 prompts
+
+
+def ids(sequences) -> list[str]:
+    return [s.id for s in sequences]
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def digests(buffer: SequenceBuffer) -> dict[str, str]:
+    return {s.id: digest(s) for s in buffer.sequences()}
+
+
+@pytest.mark.parametrize("limits", [(30_000, 4_000, 500), (10**6, 6_000, 25), (8_000, 10**6, 12), (2_500, 10, 9)])
+@pytest.mark.parametrize("spills", [True, False])
+def test_bounds_hold_after_every_add(tmp_path, writer, limits, spills):
+    max_bytes, max_ram_bytes, max_sequences = limits
+    buffer = SequenceBuffer(
+        tmp_path, max_bytes=max_bytes, max_ram_bytes=max_ram_bytes, max_sequences=max_sequences, writer=writer
+    )
+    lengths, draw, sizes = {}, random.Random(0), []
+    for step in range(5):
+        for prompt in range(30):
+            length = draw.randint(5, 60)
+            sequence = make(step, prompt, length=length)
+            lengths[sequence.id] = length
+            sizes.append(bytes_of(length))
+            assert sequence.nbytes == sizes[-1]
+            buffer.add(sequence)
+            kept = ids(buffer.sequences())
+            assert len(buffer) == len(kept) <= max_sequences
+            assert buffer.tokens == sum(lengths[i] for i in kept)
+            assert buffer.nbytes == sum(bytes_of(lengths[i]) for i in kept) <= max_bytes
+            assert buffer.ram_bytes <= min(max_ram_bytes + 2 * max(sizes), buffer.nbytes)
+        if spills:
+            buffer.spill(step)
+    assert digests(buffer) == {i: digest(remade(i, lengths[i])) for i in kept}
+
+
+def remade(name: str, length: int):
+    _, step, prompt, sample = map(int, name.split("."))
+    return make(step, prompt, sample, length=length)
+
+
+def test_oldest_steps_go_first_and_the_shortest_of_them(tmp_path):
+    buffer = SequenceBuffer(tmp_path, max_bytes=10**9, max_ram_bytes=10**9, max_sequences=4)
+    for sequence in (
+        make(3, 0, length=20),
+        make(1, 1, length=9),
+        make(1, 2, length=30),
+        make(1, 3, length=12),
+        make(3, 4, length=10),  # evicts the shortest of step 1
+    ):
+        assert buffer.add(sequence)
+    assert ids(buffer.sequences()) == ["5.3.0.0", "5.1.2.0", "5.1.3.0", "5.3.4.0"]
+    buffer.add(make(3, 5, length=11))
+    assert ids(buffer.sequences()) == ["5.3.0.0", "5.1.2.0", "5.3.4.0", "5.3.5.0"]
+    # The longest of the step before stays (one in three of four); what is too short for the bounds never comes in.
+    assert not buffer.add(make(3, 6, length=8))
+    assert ids(buffer.sequences()) == ["5.3.0.0", "5.1.2.0", "5.3.4.0", "5.3.5.0"]
+    buffer.add(make(4, 7, length=10))  # of step 3 the longest stays; step 1 is now older than the step before
+    assert ids(buffer.sequences()) == ["5.3.0.0", "5.3.4.0", "5.3.5.0", "5.4.7.0"]
+
+
+def test_the_long_ones_of_the_last_step_survive_the_new_step(tmp_path):
+    """However much comes in, the last step's longest ones stay, within a third of each bound."""
+    buffer = SequenceBuffer(tmp_path, max_bytes=9 * bytes_of(50), max_ram_bytes=10**9, max_sequences=1000)
+    for prompt in range(9):
+        buffer.add(make(1, prompt, length=50 - prompt))
+    for prompt in range(40):
+        buffer.add(make(2, prompt, length=50))
+    assert ids(s for s in buffer.sequences() if s.step == 1) == ["5.1.0.0", "5.1.1.0", "5.1.2.0"]
+    assert len(buffer) == 9
+
+
+def test_a_sequence_that_is_too_large_is_not_kept(tmp_path):
+    buffer = SequenceBuffer(tmp_path, max_bytes=bytes_of(30), max_ram_bytes=10**9, max_sequences=10)
+    assert buffer.add(make(1, 0, length=30))
+    assert not buffer.add(make(1, 1, length=31)) or len(buffer) == 1
+    assert buffer.nbytes <= bytes_of(30)
+
+
+def test_the_same_response_again_replaces_the_first(tmp_path, writer):
+    buffer = SequenceBuffer(tmp_path, **ROOMY, writer=writer)
+    buffer.add(make(1, 0, length=20))
+    buffer.spill(1)
+    writer.wait()
+    buffer.add(make(1, 0, length=25))
+    assert (len(buffer), buffer.tokens, buffer.nbytes) == (1, 25, bytes_of(25))
+    assert buffer.index() == {"files": []}
+    assert files(tmp_path) == []
+
+
+FRESH = """
+import json, sys
+from pathlib import Path
+from tests.tlt_core.spot.stored import digest
+from tlt_core.spot.buffer import SequenceBuffer
+folder, index = Path(sys.argv[1]), json.loads(sys.argv[2])
+buffer = SequenceBuffer.open(folder, index, max_bytes=10**9, max_ram_bytes=1, max_sequences=1000)
+print(json.dumps({s.id: digest(s) for s in buffer.sequences()}))
+"""
+
+
+@pytest.mark.parametrize("max_ram_bytes", [1, 10**9])
+def test_every_bit_survives_spill_and_reopen(tmp_path, writer, max_ram_bytes):
+    """Also in another process, in bfloat16 and float32, whether or not memory was short."""
+    buffer = SequenceBuffer(tmp_path, max_bytes=10**9, max_ram_bytes=max_ram_bytes, max_sequences=1000, writer=writer)
+    expected = {}
+    for step, dtype in ((1, torch.bfloat16), (2, torch.float32)):
+        for prompt in range(6):
+            sequence = make(step, prompt, length=7 + 5 * prompt, dtype=dtype)
+            expected[sequence.id] = digest(sequence)
+            buffer.add(sequence)
+        buffer.spill(step)
+    index = json.dumps(buffer.index())
+    writer.wait()
+    buffer.add(make(3, 0))  # takes notice
+    assert buffer.ram_bytes <= max(max_ram_bytes + bytes_of(10), 0)
+    assert {i: d for i, d in digests(buffer).items() if i in expected} == expected
+    reopened = SequenceBuffer.open(tmp_path, json.loads(index), **ROOMY)
+    assert (reopened.ram_bytes, reopened.nbytes) == (
+        0,
+        sum(bytes_of(7 + 5 * p, itemsize=i) for p in range(6) for i in (2, 4)),
+    )
+    assert digests(reopened) == expected
+    fresh = subprocess.run(
+        [sys.executable, "-c", FRESH, str(tmp_path), index], capture_output=True, text=True, check=True, cwd=Path.cwd()
+    )
+    assert json.loads(fresh.stdout) == expected
+
+
+def test_a_step_that_fits_into_memory_is_one_file(tmp_path, writer):
+    buffer = SequenceBuffer(tmp_path, **ROOMY, writer=writer)
+    for prompt in range(5):
+        buffer.add(make(12, prompt))
+    buffer.spill(12)
+    writer.wait()
+    assert files(tmp_path) == ["seqs_000012.safetensors"]
+    buffer.spill(12)  # nothing new
+    writer.wait()
+    assert files(tmp_path) == ["seqs_000012.safetensors"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's map of the process")
+def test_spilled_sequences_leave_memory(tmp_path, writer):
+    buffer = SequenceBuffer(
+        tmp_path, max_bytes=10**9, max_ram_bytes=3 * bytes_of(500), max_sequences=1000, writer=writer
+    )
+    for step in range(3):
+        buffer.add(make(step, 0, length=500))
+        buffer.add(make(step, 1, length=500))
+        buffer.spill(step)
+        writer.wait()
+    buffer.add(make(3, 0, length=500))
+    assert buffer.ram_bytes == 3 * bytes_of(500)
+    assert buffer.nbytes == 7 * bytes_of(500)
+    maps = Path("/proc/self/maps").read_text()
+    assert "seqs_000000.safetensors" in maps
+    assert "seqs_000002.safetensors" not in maps  # the newest step stays in memory while that suffices
+
+
+def test_files_go_with_their_last_sequence(tmp_path, writer):
+    buffer = SequenceBuffer(tmp_path, max_bytes=10**9, max_ram_bytes=10**9, max_sequences=6, writer=writer)
+    seen = []
+    for step in range(5):
+        for prompt in range(4):
+            buffer.add(make(step, prompt))
+        buffer.spill(step)
+        writer.wait()
+        seen.append([int(name[5:11]) for name in files(tmp_path)])
+    assert seen == [[0], [0, 1], [1, 2], [2, 3], [3, 4]]
+
+
+def test_a_file_evicted_while_it_is_written_is_deleted(tmp_path, writer):
+    buffer = SequenceBuffer(tmp_path, max_bytes=10**9, max_ram_bytes=10**9, max_sequences=2, writer=writer)
+    for step in range(20):
+        buffer.add(make(step, 0, length=2000))
+        buffer.add(make(step, 1, length=2000))
+        buffer.spill(step)
+    writer.wait()
+    index = buffer.index()
+    assert files(tmp_path) == [entry["name"] for entry in index["files"]] == ["seqs_000019.safetensors"]
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "other", "size", "garbage", "sequence"])
+def test_damaged_files_are_left_out_by_name(tmp_path, writer, caplog, damage):
+    buffer = SequenceBuffer(tmp_path, **ROOMY, writer=writer)
+    for step in (1, 2, 3):
+        for prompt in range(3):
+            buffer.add(make(step, prompt, length=30))
+        buffer.spill(step)
+    index = json.loads(json.dumps(buffer.index()))
+    writer.wait()
+    broken = tmp_path / "seqs_000002.safetensors"
+    if damage == "missing":
+        broken.unlink()
+    elif damage == "truncated":
+        broken.write_bytes(broken.read_bytes()[:-1])
+    elif damage == "other":
+        broken.write_bytes((tmp_path / "seqs_000003.safetensors").read_bytes())
+    elif damage == "size":
+        index["files"][1]["bytes"] += 1
+    elif damage == "garbage":
+        broken.write_bytes(b"\x05" * 3000)
+    else:
+        index["files"][1]["sequences"].append("5.2.99.0")
+    reopened = SequenceBuffer.open(tmp_path, index, **ROOMY)
+    assert {s.step for s in reopened.sequences()} == {1, 3}
+    assert len(reopened) == 6
+    assert str(broken) in caplog.text
+    assert "3 sequences" in caplog.text or "4 sequences" in caplog.text
+
+
+def test_open_clears_what_later_steps_left(tmp_path, writer):
+    buffer = SequenceBuffer(tmp_path, **ROOMY, writer=writer)
+    buffer.add(make(1, 0))
+    buffer.spill(1)
+    index = buffer.index()
+    buffer.add(make(2, 0))
+    buffer.spill(2)
+    writer.wait()
+    (tmp_path / ".seqs_000003.safetensors.partial-77").write_bytes(b"half")
+    (tmp_path / "canary.json").write_text("{}")
+    reopened = SequenceBuffer.open(tmp_path, index, **ROOMY)
+    assert ids(reopened.sequences()) == ["5.1.0.0"]
+    assert files(tmp_path) == ["canary.json", "seqs_000001.safetensors"]
+
+
+def test_reopened_bounds_may_be_narrower(tmp_path, writer):
+    buffer = SequenceBuffer(tmp_path, **ROOMY, writer=writer)
+    for step in (1, 2):
+        for prompt in range(4):
+            buffer.add(make(step, prompt))
+        buffer.spill(step)
+    writer.wait()
+    reopened = SequenceBuffer.open(tmp_path, buffer.index(), max_bytes=10**9, max_ram_bytes=1, max_sequences=3)
+    assert {s.step for s in reopened.sequences()} == {1, 2}
+    assert len(reopened) == 3
+
+
+def test_without_a_disk_memory_is_bounded_by_eviction(tmp_path, writer, caplog):
+    """A file stands where the folder should be.  Rollout goes on, and so does spilling once the folder works."""
+    folder = tmp_path / "spot"
+    folder.write_text("in the way")
+    limit = 10 * bytes_of(20)
+    buffer = SequenceBuffer(folder, max_bytes=10**9, max_ram_bytes=limit, max_sequences=1000, writer=writer)
+    for step in range(4):
+        for prompt in range(8):
+            buffer.add(make(step, prompt, length=20))
+            assert buffer.ram_bytes <= limit + 2 * bytes_of(20)
+        buffer.spill(step)
+    writer.wait()
+    assert buffer.index() == {"files": []}
+    assert buffer.nbytes <= limit
+    assert "seqs_000000.safetensors" in caplog.text
+    folder.unlink()
+    buffer.add(make(9, 0, length=20))
+    buffer.spill(9)
+    writer.wait()
+    assert "5.9.0.0" in [name for entry in buffer.index()["files"] for name in entry["sequences"]]
+
+
+def test_a_file_that_vanishes_costs_nothing_that_is_in_memory(tmp_path, writer, caplog):
+    buffer = SequenceBuffer(
+        tmp_path, max_bytes=10**9, max_ram_bytes=6 * bytes_of(20), max_sequences=1000, writer=writer
+    )
+    buffer.add(make(1, 0, length=20))
+    buffer.add(make(1, 1, length=20))
+    buffer.spill(1)
+    writer.wait()
+    (tmp_path / "seqs_000001.safetensors").unlink()
+    for prompt in range(5):
+        buffer.add(make(2, prompt, length=20))
+    assert "seqs_000001.safetensors" in caplog.text
+    assert buffer.ram_bytes <= 6 * bytes_of(20)
+    assert all(digest(s) == digest(remade(s.id, 20)) for s in buffer.sequences())
+
+
+def test_held_back_prompts(tmp_path):
+    """Fixed for ever: a changed hash would mix training and canary across a restart."""
+    assert [p for p in range(60) if held_back(p)] == HELD
+    assert sum(held_back(p) for p in range(80_000)) == pytest.approx(10_000, rel=0.03)
+    assert sum(held_back(p, every=3) for p in range(30_000)) == pytest.approx(10_000, rel=0.03)
+    buffer = SequenceBuffer(tmp_path, **ROOMY)
+    for step in (1, 2):
+        for prompt in (HELD[0], HELD[0] + 1, HELD[1]):
+            for sample in range(2):
+                buffer.add(make(step, prompt, sample, length=10 + prompt))
+    assert {s.key.prompt_id for s in buffer.trainable()} == {HELD[0] + 1}
+    assert len(buffer.trainable()) == 4
+    newest = [f"5.2.{HELD[0]}.0", f"5.2.{HELD[0]}.1"]
+    room = 2 * (10 + HELD[0])
+    assert ids(buffer.recent_held(room)) == newest
+    assert ids(buffer.recent_held(room - 1)) == newest[:1]
+    assert {s.key.prompt_id for s in buffer.recent_held(10**6)} == {HELD[0], HELD[1]}
+    assert [s.step for s in buffer.recent_held(10**6)] == [2, 2, 2, 2, 1, 1, 1, 1]
+
+
+def test_large_memory_behind_a_view_is_not_kept(tmp_path):
+    """What the engine hands over may be a view of its own buffers, and made in inference mode."""
+    with torch.inference_mode():
+        whole = torch.zeros(100_000, TAPS, dtype=torch.bfloat16)
+        sequence = make(length=10)
+        object.__setattr__(sequence, "taps_LE", whole[:9])
+        object.__setattr__(sequence, "last_PD", torch.zeros(6, HIDDEN, dtype=torch.bfloat16))
+        buffer = SequenceBuffer(tmp_path, **ROOMY)
+        buffer.add(sequence)
+    (kept,) = buffer.sequences()
+    assert kept.taps_LE.untyped_storage().nbytes() == 9 * TAPS * 2
+    weight = torch.ones(TAPS, 1, dtype=torch.bfloat16, requires_grad=True)
+    (kept.taps_LE @ weight).sum().backward()  # autograd may keep it
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens_L": torch.zeros(10, dtype=torch.int64)}, "tokens are torch.int64"),
+        ({"first": 10}, "10 prompt tokens of 10"),
+        ({"first": 5}, "not one distribution each of 5"),
+        ({"taps_LE": torch.zeros(8, TAPS)}, "8 hidden states of 10 tokens"),
+        ({"taps_LE": torch.zeros(9, TAPS)}, "two dtypes"),
+        ({"lognorms_P": torch.zeros(6, dtype=torch.float64)}, "log-normalisers are torch.float64"),
+        ({"tokens_L": torch.zeros(10, dtype=torch.int32, device="meta")}, "not on the CPU"),
+    ],
+)
+def test_a_sequence_that_makes_no_sense_is_refused(change, message):
+    good = make(length=10)
+    fields = {name: getattr(good, name) for name in good.__slots__}
+    with pytest.raises(ValueError, match=message):
+        type(good)(**{**fields, **change})
+
+
+def test_settings_that_make_no_sense_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="max_sequences 0"):
+        SequenceBuffer(tmp_path, max_bytes=1, max_ram_bytes=1, max_sequences=0)
