@@ -364,7 +364,7 @@ class SpotConfig(Section):
     min_idle_s: float = Field(0.1, ge=0)
     """Idle time that passes before training begins."""
     max_steps: int = Field(0, ge=0)
-    """Optimizer steps of all workers in one rollout; 0: as many as the idle time holds."""
+    """Pieces of work (`micro_step_s` each, at most) of all workers in one rollout; 0: as many as the idle time holds."""
     after_rollout_s: float = Field(0.0, ge=0)
     """Training after rollout has ended, on every worker: for a single worker, which is never idle.  Costs step time."""
     micro_step_s: float = Field(0.15, gt=0)
@@ -560,6 +560,17 @@ class RunConfig(Section):
     def rollouts_per_step(self) -> int:
         """Responses sampled in one step (before dynamic sampling)."""
         return self.rollout.num_prompts * self.rollout.num_samples
+
+    @property
+    def needs_first_drafter(self) -> bool:
+        """Does `train` warm a drafter up?"""
+        speculation = self.rollout.speculation
+        return self.drafter.warmup and speculation.policy != "off" and speculation.drafter_path is None
+
+    def with_drafter(self, folder: Path) -> "RunConfig":
+        """The same run, drafting with that EAGLE-3 drafter at the start."""
+        speculation = self.rollout.speculation.model_copy(update={"drafter_path": str(folder)})
+        return self.model_copy(update={"rollout": self.rollout.model_copy(update={"speculation": speculation})})
 
     @model_validator(mode="after")
     def _possible_together(self) -> "RunConfig":

@@ -1,6 +1,7 @@
 """Flow: reinforcement learning with verifiable rewards.  One flow run is one attempt at a run.
 
     for each step:  rollout -> reward -> policy update -> publish -> evaluate -> checkpoint -> track
+                      '-> idle workers train the drafter -> publish drafter
 
 Starting the same configuration again resumes it, so a retry is a restart.  Nothing numerical is decided here.
 """
@@ -16,6 +17,7 @@ from flows._logging import run_log
 from flows._terminal import Terminal
 from tasks.checkpoint import checkpoint
 from tasks.coldstart import cold_start
+from tasks.drafter import publish_drafter
 from tasks.evaluate import evaluate
 from tasks.export import export_policy
 from tasks.prepare import prepare_data, prepare_model
@@ -24,6 +26,7 @@ from tasks.reward import resample, reward
 from tasks.rollout import rollout
 from tasks.track import Tracker, track
 from tasks.update import update_policy
+from tasks.warmup import warm_up_drafter
 from tlt_core import preflight, provenance
 from tlt_core.session import Session
 from tlt_core.store import Ref
@@ -41,6 +44,11 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
         warm_up: dict[str, float] = {}
         if cfg.coldstart.enabled:
             policy, warm_up = cold_start(cfg, policy, dataset, show.stage)
+        if cfg.needs_first_drafter:
+            folder = cfg.run_dir / "drafter-eagle3"  # vLLM takes the method from the folder's name
+            if not folder.is_dir():
+                warm_up = {**warm_up, **warm_up_drafter(cfg, policy, dataset, folder, show.stage)}
+            cfg = cfg.with_drafter(folder)
         with (
             Session.resume_or_init(cfg, data_dir=Path(dataset.path), start_model=policy, on_progress=show) as session,
             Tracker(session, dataset=dataset) as tracker,
@@ -81,7 +89,9 @@ def iterate(session: Session, tracker: Tracker, warm_up: dict[str, float], show:
 
 def sample(session: Session, step: int) -> Ref:
     """Scored groups of one step; further rounds where dynamic sampling asks for them."""
-    scored = reward(session, step, rollout(session, step))
+    rollouts = rollout(session, step)
+    publish_drafter(session, step)
+    scored = reward(session, step, rollouts)
     while scored.wants_more:
         scored = resample(session, step, scored.ref)
     return scored.ref

@@ -88,6 +88,12 @@ def calibrate(engine: RolloutEngine) -> None:
     )
 
 
+def notify_change(engine: RolloutEngine, drafter: str | None = None) -> None:
+    """A new version of a drafter, or of the policy (None), is in the engine: what the tuner learnt weighs less."""
+    if engine.speculation is not None and isinstance(engine.speculation.tuner, RecordedTuner):
+        engine.speculation.tuner.notify_change(drafter)
+
+
 def snapshot(engine: RolloutEngine) -> dict[str, Any]:
     """What the tuner knows of itself; empty without one."""
     if engine.speculation is None or not isinstance(engine.speculation.tuner, RecordedTuner):

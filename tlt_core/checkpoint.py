@@ -35,6 +35,7 @@ class DriverState:
     resume_attempt: int
     fingerprint: str  # of the parts of the configuration that may not change between attempts
     best_metric: float | None  # value that ranks this checkpoint
+    drafter_version: int = 0  # publishes so far
     metrics: dict[str, float] = field(
         default_factory=dict
     )  # the step's, for an attempt that ended before it wrote them down

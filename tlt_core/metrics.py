@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from tlt_core.types import FinishReason, RolloutBatch, ScoredBatch, ScoreStatus, WorkerSpan, WorkerState
+from tlt_core.types import FinishReason, RolloutBatch, ScoredBatch, ScoreStatus, WorkerSpan
 
 
 class StepMetrics:
@@ -103,14 +103,3 @@ def validation_metrics(scores_PS: Tensor, tasks: Sequence[str], *, greedy: bool)
             metrics[f"{prefix}/mean_at_{samples}"] = chosen.mean().item()
             metrics[f"{prefix}/pass_at_{samples}"] = (chosen > 0).any(dim=1).double().mean().item()
     return metrics
-
-
-def bubble_metrics(spans: Sequence[WorkerSpan]) -> dict[str, float]:
-    """Idle and harvested worker seconds of the rollout phase (`bubble/*`)."""
-    total = {state: sum(s.end_s - s.start_s for s in spans if s.state == state) for state in WorkerState}
-    idle, harvested, busy = total[WorkerState.IDLE], total[WorkerState.TRAINING], total[WorkerState.BUSY]
-    return {
-        "bubble/idle_s": idle + harvested,
-        "bubble/harvested_s": harvested,
-        "bubble/idle_ratio": (idle + harvested) / max(idle + harvested + busy, 1e-9),
-    }

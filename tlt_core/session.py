@@ -1,6 +1,6 @@
 """The driver's side of one training run: what the tasks of an iteration call.
 
-    generate -> score -> update -> publish -> evaluate -> save_checkpoint        (one RL step)
+    generate -> publish_drafter -> score -> update -> publish -> evaluate -> save_checkpoint        (one RL step)
 
 Owns the worker group and the scorer, decides which prompts a step takes, and gathers the step's metrics.  Holds no
 model.  A fresh `Session` continues from the newest valid checkpoint, so starting again and resuming are one thing.
@@ -23,14 +23,17 @@ from tlt_core import checkpoint, data
 from tlt_core.cluster.dispatcher import Drained
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.worker import TrainerSpec, WorkerSpec
+from tlt_core.drafter_release import bubble_metrics, decide, results_of, spot_metrics
 from tlt_core.grpo import advantage, batch
 from tlt_core.grpo.reward import Scorer
-from tlt_core.metrics import StepMetrics, bubble_metrics, rollout_metrics, score_metrics, validation_metrics
+from tlt_core.metrics import StepMetrics, rollout_metrics, score_metrics, validation_metrics
 from tlt_core.model.load import load_tokenizer, stop_token_ids
 from tlt_core.progress import Progress, sample_rows
 from tlt_core.prompt_order import PromptOrder
 from tlt_core.rollout.engine import RoundTrace
 from tlt_core.spec_metrics import spec_metrics
+from tlt_core.spot.coordinator import PhaseReport, SpotSettings
+from tlt_core.spot_training import SpotResult
 from tlt_core.types import (
     GenerationRequest,
     NoiseKey,
@@ -79,6 +82,9 @@ class Session:
         )
         self._order = PromptOrder(self._train, seed=cfg.seed)
         self._policy_version = 0
+        self._drafter_version = 0
+        self._trained: list[SpotResult] = []  # by the workers, in the latest rollout
+        self._phases: list[PhaseReport] = []  # of the step's rollouts
         self._last_best_metric: float | None = None
         self._resample_rounds = 0
         self._step = 0
@@ -106,6 +112,7 @@ class Session:
             session.resumed_metrics = state.metrics
             session._order.cursor = state.data_cursor
             session._policy_version = state.policy_version
+            session._drafter_version = state.drafter_version
             log.info("resuming from %s (attempt %d)", newest, session.resume_attempt)
         session._group.load(newest, session._policy_version)
         return session
@@ -132,6 +139,7 @@ class Session:
         shutil.rmtree(self.step_dir(step), ignore_errors=True)
         self.metrics = StepMetrics()
         self._resample_rounds = 0
+        self._phases = []
         self._step = step
         self.metrics.log({"training/global_step": step, "training/epoch": self._order.epoch})
 
@@ -139,6 +147,28 @@ class Session:
         """Sample the step's groups; finished responses go to the scorer while others are still being decoded."""
         prompts = self._order.take(self.cfg.rollout.num_prompts)
         return self._sample(step, prompts, phase="rollout")
+
+    def publish_drafter(self, step: int) -> str:
+        """What idle workers have taught the drafter goes into every engine, unless it drafts worse; returns what was
+        decided.  Nothing where no drafter is trained."""
+        trained, self._trained = self._trained, []
+        if len(trained) < self._group.num_workers:  # none is trained, or a worker was lost
+            return "no drafter is trained" if not trained else "a worker was lost"
+        with self.metrics.timed("publish_drafter"):
+            decision = decide(trained)
+            published = []
+            if any(decision.shares):
+                version = self._drafter_version + 1
+                published = self._group.publish_drafter(decision.shares, version=version, verify=decision.verify)
+                if len(set(published)) > 1:
+                    raise RuntimeError(f"workers disagree about drafter {version} ({published}): stop and report this")
+                self._drafter_version += published[0].accepted
+            elif decision.refused:
+                self._group.refuse_drafter()
+        refused = decision.refused or any(not p.accepted for p in published)
+        log.log(logging.INFO if refused else logging.DEBUG, "drafter: %s", decision.reason)
+        self.metrics.log(spot_metrics(trained, decision=decision, published=published, version=self._drafter_version))
+        return decision.reason
 
     def score(self, step: int, rollouts: RolloutBatch) -> ScoredBatch:
         """Wait for the outstanding scores; shape rewards, compute group-relative advantages."""
@@ -268,6 +298,7 @@ class Session:
                 step=step,
                 data_cursor=self._order.cursor,
                 policy_version=self._policy_version,
+                drafter_version=self._drafter_version,
                 tracker_run_id=self.tracker_run_id,
                 resume_attempt=self.resume_attempt,
                 fingerprint=self._fingerprint,
@@ -285,6 +316,13 @@ class Session:
         self._group.export(out_dir.resolve(), tokenizer_from=self.start_model, dtype=self.cfg.rollout.dtype)
         return out_dir
 
+    def export_drafter(self, out_dir: Path) -> Path | None:
+        """The drafter in use as a folder that vLLM and SGLang load; None where none is trained."""
+        if not self._trains_drafter:
+            return None
+        self._group.export_drafter(out_dir.resolve())
+        return out_dir
+
     def sample_texts(self, scored: ScoredBatch, count: int) -> list[dict[str, Any]]:
         """`count` responses spread over the batch, as rows for people to read."""
         return sample_rows(scored, count, prompts=self._by_id, decode=self._text)
@@ -298,8 +336,20 @@ class Session:
             rollouts = self._decode(requests, self._params, phase=phase, step=step)
         seconds = time.perf_counter() - started_s
         self.metrics.log(rollout_metrics(rollouts, seconds=seconds, num_workers=self._group.num_workers))
-        self.metrics.log(bubble_metrics(self.metrics.spans))
+        self.metrics.log(bubble_metrics(self._phases))
         return rollouts
+
+    @property
+    def _trains_drafter(self) -> bool:
+        speculation = self.cfg.rollout.speculation
+        menu = speculation.menu
+        wanted = menu is None or any(s.drafter == "eagle3" for s in menu)
+        return (
+            self.cfg.drafter.spot.enabled
+            and speculation.policy != "off"
+            and speculation.drafter_path is not None
+            and wanted
+        )
 
     def _decode(
         self,
@@ -321,13 +371,26 @@ class Session:
             rate = drained.tokens / (time.perf_counter() - started_s)
             self._report(phase, len(finished), total, drained, rate)
 
-        reports = self._group.generate(groups, params, dispatch=self.cfg.rollout.dispatch, on_progress=on_progress)
-        if params.temperature > 0 and phase != "evaluate":
-            for report in reports:
-                self.metrics.spans.extend(report.spans)
+        is_training = phase != "evaluate"
+        reports, workers = self._group.generate(
+            groups,
+            params,
+            dispatch=self.cfg.rollout.dispatch,
+            on_progress=on_progress,
+            step=step,
+            spot=self._spot_settings() if is_training and self._trains_drafter else None,
+        )
+        if is_training:
+            self.metrics.spans.extend(workers.spans)
+            self._phases.append(workers)
             self.rounds = [report.rounds for report in reports]
             self.metrics.log(spec_metrics(reports))
+            self._trained = results_of(reports)
         return RolloutBatch.pack(finished)
+
+    def _spot_settings(self) -> SpotSettings:
+        spot = self.cfg.drafter.spot
+        return SpotSettings(min_idle_s=spot.min_idle_s, max_steps=spot.max_steps, interval=spot.interval)
 
     def _report(self, phase: str, done: int, total: int, drained: Drained | None = None, rate: float = 0.0) -> None:
         live = drained.live if drained is not None else (0,) * self._group.num_workers
@@ -370,6 +433,8 @@ class Session:
             threads=cfg.cluster.threads_per_worker,
             device="cuda" if cfg.cluster.gpus_per_worker else "cpu",
             seed=cfg.seed,
+            drafter=cfg.drafter,
+            spot_dir=(cfg.run_dir / "spot").resolve() if self._trains_drafter else None,
         )
 
 

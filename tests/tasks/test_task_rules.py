@@ -30,6 +30,7 @@ def test_the_stations_are_there() -> None:
         "resample-{step}",
         "policy-update-{step}",
         "publish-{step}",
+        "publish-drafter-{step}",
         "checkpoint-{step}",
         "evaluate-{step}",
         "track-{step}",

@@ -23,8 +23,8 @@ def test_figures_by_hand():
     )
     other = (trace(OFF, [0], [0], [0]),)
     reports = [
-        GenerateReport((), rounds, {"speedup_est": 1.5}, 2),
-        GenerateReport((), other, {"speedup_est": 0.5}, 0),
+        GenerateReport(rounds, {"speedup_est": 1.5}, 2),
+        GenerateReport(other, {"speedup_est": 0.5}, 0),
     ]
     metrics = spec_metrics(reports)
     assert metrics["rollout/spec_accept_length"] == pytest.approx((4 + 1 + 2) / 3)
@@ -41,4 +41,4 @@ def test_figures_by_hand():
 
 
 def test_nothing_to_say_without_speculation():
-    assert spec_metrics([GenerateReport((), (trace(OFF, [0], [0], [0]),), {}, 0)]) == {}
+    assert spec_metrics([GenerateReport((trace(OFF, [0], [0], [0]),), {}, 0)]) == {}

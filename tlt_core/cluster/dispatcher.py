@@ -1,18 +1,31 @@
 """Hands out requests to workers and gathers what they finish.  A plain class; the group runs it as a Ray actor.
 
-    driver  --begin(groups)-->  Dispatcher  <--pull / push / report--  workers
+    driver  --begin(groups)-->  Dispatcher  <--pull / push / report / ask--  workers
     driver  <--drain()--------
 
-consumes: groups of requests, finished rollouts.  waits: never.  produces: requests, finished rollouts, `over`.
+consumes: groups of requests, finished rollouts, what idle workers report.  waits: never.  produces: requests, finished
+rollouts, orders for idle workers (train the drafter, wait, stop: `spot/coordinator`).
 
 `pull`: one queue, and nobody gets more than a fair share of what is still outstanding, so that requests go to the
 worker that is free.  `static`: whole groups are dealt up front, as classic data parallel does.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from tlt_core.spot.coordinator import (
+    Coordinator,
+    Order,
+    PhaseBegan,
+    PhaseReport,
+    Progress,
+    RolloutOver,
+    SpotSettings,
+    WorkerIdle,
+    WorkerLost,
+)
 from tlt_core.types import GenerationRequest, Rollout
 
 
@@ -35,9 +48,17 @@ class Dispatcher:
     """State of one generation phase at a time."""
 
     def begin(
-        self, groups: Sequence[Sequence[GenerationRequest]], *, num_workers: int, dispatch: Literal["pull", "static"]
+        self,
+        groups: Sequence[Sequence[GenerationRequest]],
+        *,
+        num_workers: int,
+        dispatch: Literal["pull", "static"],
+        step: int = 0,
+        spot: SpotSettings = SpotSettings(enabled=False),  # noqa: B008 (immutable)
     ) -> None:
-        """Start a phase.  `groups[i]` are the requests of one prompt."""
+        """Start a phase of RL step `step`.  `groups[i]` are the requests of one prompt.  spot: who may train when."""
+        self._coordinator = Coordinator(num_workers, spot)
+        self._coordinator.handle(PhaseBegan(step, time.time()))
         self._num_workers = num_workers
         self._live = [0] * num_workers
         self._tokens = [0] * num_workers
@@ -65,10 +86,27 @@ class Dispatcher:
         self._finished.append(rollout)
         self._live[worker] -= 1
         self._outstanding -= 1
+        if self._outstanding == 0:
+            self._coordinator.handle(RolloutOver(time.time()))
 
     def report(self, worker: int, tokens: int) -> None:
         """A worker has emitted so many tokens in this phase."""
         self._tokens[worker] = tokens
+
+    def ask(self, event: WorkerIdle | Progress) -> Order:
+        """A worker without requests reports; it is told what to do until the phase is over."""
+        order = self._coordinator.handle(event)
+        assert order is not None, "a report is answered"
+        return order
+
+    def lost(self, worker: int) -> bool:
+        """A worker died.  True when the phase goes on without it: it held no request and had none to come."""
+        self._coordinator.handle(WorkerLost(worker, time.time()))
+        return self._live[worker] == 0 and (self._shared or not self._queues[worker])
+
+    def phase(self) -> PhaseReport:
+        """What every worker did in the phase so far."""
+        return self._coordinator.report(time.time())
 
     def over(self) -> bool:
         """Has every request of the phase finished?"""

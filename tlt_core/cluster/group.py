@@ -14,15 +14,16 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from conf.schema import ClusterConfig
 from tlt_core.cluster.dispatcher import Dispatcher, Drained
-from tlt_core.cluster.worker import GenerateReport, UpdateReport, Worker, WorkerSpec
+from tlt_core.cluster.worker import DrafterPublished, GenerateReport, UpdateReport, Worker, WorkerSpec
 from tlt_core.grpo.batch import TrainBatch
+from tlt_core.spot.coordinator import PhaseReport, SpotSettings
 from tlt_core.types import GenerationRequest, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,13 @@ _WATCH_S = 0.1  # how often finished rollouts are gathered and workers watched
 
 class WorkerDied(RuntimeError):
     """A worker failed.  The text holds its own traceback; the run can be resumed from its newest checkpoint."""
+
+
+class Generated(NamedTuple):
+    """What the workers did in a generation phase."""
+
+    reports: list[GenerateReport]  # by rank; a worker that died when it had nothing left to decode is missing
+    phase: PhaseReport
 
 
 class WorkerGroup:
@@ -94,17 +102,59 @@ class WorkerGroup:
         *,
         dispatch: str,
         on_progress: Callable[[Drained], None],
-    ) -> list[GenerateReport]:
-        """Sample every request; `on_progress` gets what finished since its last call, several times a second."""
-        begun = self._dispatcher.begin.remote(groups, num_workers=self.num_workers, dispatch=dispatch)
+        step: int = 0,
+        spot: SpotSettings | None = None,
+    ) -> Generated:
+        """Sample every request; `on_progress` gets what finished since its last call, several times a second.
+
+        spot: idle workers train the drafter under these settings; None: they wait.  A worker that dies when it has
+        nothing left to decode does not end the phase: the next one fails.
+        """
+        settings = SpotSettings(enabled=False) if spot is None else spot
+        begun = self._dispatcher.begin.remote(
+            groups, num_workers=self.num_workers, dispatch=dispatch, step=step, spot=settings
+        )
         self._get([begun])
-        running = [w.generate.remote(self._dispatcher, params) for w in self._workers]
-        pending = list(running)
+        running = {
+            w.generate.remote(self._dispatcher, params, step, spot is not None): rank
+            for rank, w in enumerate(self._workers)
+        }
+        pending, reports = list(running), dict[int, GenerateReport]()
         while pending:
-            _, pending = ray.wait(pending, num_returns=len(pending), timeout=_WATCH_S)
-            self._raise_failed([r for r in running if r not in pending])
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=_WATCH_S)
+            for call in done:
+                report = self._report_of(call, running[call])
+                if report is not None:
+                    reports[running[call]] = report
             on_progress(self._get([self._dispatcher.drain.remote()])[0])
-        return self._get(running)
+        phase = self._get([self._dispatcher.phase.remote()])[0]
+        return Generated([reports[rank] for rank in sorted(reports)], phase)
+
+    def _report_of(self, call: Any, rank: int) -> GenerateReport | None:
+        """None: the worker died idle, and the phase goes on."""
+        try:
+            report: GenerateReport = ray.get(call)
+        except ActorDiedError as error:
+            if not self._get([self._dispatcher.lost.remote(rank)])[0]:
+                self._get([call])
+            log.warning("worker %d died while it had nothing to decode; rollout goes on (%s)", rank, error)
+            return None
+        except RayError:
+            self._get([call])
+            raise
+        return report
+
+    def publish_drafter(self, shares: Sequence[float], *, version: int, verify: bool) -> list[DrafterPublished]:
+        """The workers' candidates, weighted by `shares`, into all drafters."""
+        return self._call_all("publish_drafter", [(share, version, verify) for share in shares])
+
+    def refuse_drafter(self) -> None:
+        """The workers' candidates are dropped."""
+        self._call_all("refuse_drafter", [()] * self.num_workers)
+
+    def export_drafter(self, out_dir: Path) -> None:
+        """The drafter in use as a folder that vLLM and SGLang load; every worker has the same."""
+        self._get([self._workers[0].export_drafter.remote(out_dir)])
 
     def update(self, shares: Sequence[Sequence[TrainBatch]]) -> list[UpdateReport]:
         """Optimizer steps: `shares[i][w]` is worker w's part of optimizer step i."""

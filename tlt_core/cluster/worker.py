@@ -1,15 +1,15 @@
 """One worker: a rollout replica and a shard of the policy update on one processor.
 
 Run by the group as a Ray actor.  Each method is one phase; the millisecond decisions inside a phase (what to do while
-idle) are made here.  States are time-stamped as `WorkerSpan`s, from which the timeline is drawn:
+idle) are made here and in the dispatcher.  States are time-stamped as `WorkerSpan`s, for the timeline:
 
-    generate:  BUSY until own requests are done, then IDLE until rollout has ended on every worker
+    generate:  BUSY until own requests are done, then IDLE or TRAINING until rollout has ended on every worker
     update:    UPDATING
 """
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,18 +17,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conf.schema import AlgorithmConfig, RolloutConfig, UpdateConfig
+from conf.schema import AlgorithmConfig, DrafterConfig, RolloutConfig, SpeculationConfig, UpdateConfig
 from tlt_core import adaptive
+from tlt_core.drafter.eagle3 import Eagle3Drafter
+from tlt_core.drafter.eagle3_files import export_weights, load_eagle3, save_eagle3
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.policy import FrozenPolicy
 from tlt_core.grpo.update import PolicyTrainer
 from tlt_core.host_memory import keep_freed_memory
 from tlt_core.model.load import load_decoder, save_hf
 from tlt_core.rollout.engine import RolloutEngine, RoundTrace
+from tlt_core.spot.coordinator import Action, Order, Progress, WorkerIdle
+from tlt_core.spot_training import SpotResult, SpotTraining
 from tlt_core.types import GenerationRequest, Rollout, SamplingParams, WorkerSpan, WorkerState
 
 _POLL_S = 0.02  # how often an idle worker asks whether rollout has ended
 _TUNER_FILE = "tuner_{}.json"  # by rank
+_DRAFTER_DIR = "drafter-eagle3"  # of a checkpoint: the drafter in use
 _REPORT_S = 0.5  # how often a busy worker reports its token count
 
 
@@ -52,15 +57,26 @@ class WorkerSpec(NamedTuple):
     threads: int
     device: str
     seed: int = 0  # of the tuner's explorations
+    drafter: DrafterConfig = DrafterConfig()
+    spot_dir: Path | None = None  # where hidden states and the drafter's training state are kept; None: no training
 
 
 class GenerateReport(NamedTuple):
     """What one worker did in a generation phase."""
 
-    spans: tuple[WorkerSpan, ...]
     rounds: tuple[RoundTrace, ...]
     tuner: dict[str, Any]  # what it knows of itself, see `RecordedTuner.snapshot`; empty without speculation
     drafter_failures: int  # proposals that could not be used, since the start
+    spot: SpotResult | None = None  # None: this worker trains no drafter
+
+
+class DrafterPublished(NamedTuple):
+    """What one worker made of a drafter candidate.  All workers agree."""
+
+    accepted: bool
+    candidate_length: float  # acceptance lengths on all workers' canaries; 0: known before
+    used_length: float
+    checksum: int  # of the drafter now in use
 
 
 class UpdateReport(NamedTuple):
@@ -81,6 +97,7 @@ class Worker:
         self._engine: RolloutEngine | None = None
         self._trainer: PolicyTrainer | None = None
         self._reference: FrozenPolicy | None = None
+        self._spot: SpotTraining | None = None
         self._policy_version = 0
 
     def join(self, init_method: str) -> None:
@@ -95,13 +112,15 @@ class Worker:
         replica = load_decoder(spec.model_dir, dtype=dtype, device=spec.device)
         self._engine = adaptive.make_engine(
             replica,
-            spec.rollout.speculation,
+            _newest_drafter(spec.rollout.speculation, checkpoint),
             max_live=spec.rollout.max_live_requests,
             max_len=spec.max_len,
             seed=spec.seed + self._rank,
+            capture=spec.spot_dir is not None,
         )
         self._policy_version = policy_version
         self._prepare_tuner(checkpoint)
+        self._prepare_spot(checkpoint)
         if spec.trainer is None:
             return
         self._trainer = self._make_trainer(spec.trainer, dtype)
@@ -125,6 +144,25 @@ class Worker:
         else:
             adaptive.calibrate(self._engine)
 
+    def _prepare_spot(self, checkpoint: Path | None) -> None:
+        """Training in idle time goes on where the newest saved state left it."""
+        spec, engine = self._spec, self._engine
+        assert engine is not None, "built by load()"
+        path = _newest_drafter(spec.rollout.speculation, checkpoint).drafter_path
+        drafter = None if engine.speculation is None else engine.speculation.drafters.get("eagle3")
+        if spec.spot_dir is None or path is None or not isinstance(drafter, Eagle3Drafter):
+            return
+        self._drafter = drafter
+        self._spot = SpotTraining(
+            spec.drafter.spot,
+            model=load_eagle3(Path(path), engine.decoder.config),
+            decoder=engine.decoder,
+            depth=spec.drafter.depth,
+            temperature=spec.rollout.temperature,
+            folder=spec.spot_dir / f"worker_{self._rank}",
+            resume=checkpoint is not None,
+        )
+
     def _make_trainer(self, spec: TrainerSpec, dtype: torch.dtype) -> PolicyTrainer:
         return PolicyTrainer(
             load_decoder(self._spec.model_dir, dtype=dtype, device=self._spec.device),
@@ -138,11 +176,14 @@ class Worker:
             device=self._device,
         )
 
-    def generate(self, dispatcher: Any, params: SamplingParams) -> GenerateReport:
-        """Decode what the dispatcher hands out, then stay idle until rollout has ended everywhere."""
+    def generate(self, dispatcher: Any, params: SamplingParams, step: int, train_drafter: bool) -> GenerateReport:
+        """Decode what the dispatcher hands out; then train the drafter, or wait, until rollout has ended everywhere.
+
+        train_drafter: this phase's responses are kept to train on.
+        """
         import ray  # the dispatcher is a Ray actor handle; the class itself runs without Ray in tests
 
-        engine = self._engine
+        engine, spot = self._engine, self._spot if train_drafter else None
         assert engine is not None, "load() comes first"
         pushed: list[Any] = []
         rounds: list[RoundTrace] = []
@@ -166,26 +207,45 @@ class Worker:
                 dispatcher.report.remote(self._rank, tokens)
                 reported_s = time.monotonic()
 
-        busy_s = time.time()
+        if spot is not None:
+            spot.begin(step, self._policy_version)
         while not exhausted:  # a fair share may be empty for a moment while others hold more than theirs
             engine.generate(
                 pull,
                 on_finish,
                 params,
                 on_round=on_round,
+                on_captured=None if spot is None else spot.collect,
                 policy_version=self._policy_version,
                 worker=self._rank,
             )
-        idle_s = time.time()
+        idle = WorkerIdle(self._rank, time.time())
         ray.get(pushed)
         dispatcher.report.remote(self._rank, tokens)
-        while not ray.get(dispatcher.over.remote()):
-            time.sleep(_POLL_S)
-        spans = (
-            WorkerSpan(self._rank, WorkerState.BUSY, busy_s, idle_s),
-            WorkerSpan(self._rank, WorkerState.IDLE, idle_s, time.time()),
+        self._use_idle_time(idle, lambda event: ray.get(dispatcher.ask.remote(event)), spot)
+        failures = sum(engine.drafter_failures.values())
+        return GenerateReport(
+            tuple(rounds), adaptive.snapshot(engine), failures, None if spot is None else spot.result()
         )
-        return GenerateReport(spans, tuple(rounds), adaptive.snapshot(engine), sum(engine.drafter_failures.values()))
+
+    def _use_idle_time(
+        self, idle: WorkerIdle, ask: Callable[[WorkerIdle | Progress], Order], spot: SpotTraining | None
+    ) -> None:
+        """Until the order to stop: train piece by piece when told to, else wait."""
+        order, done = ask(idle), 0
+        while order.action is not Action.STOP:
+            has_data = spot is not None and spot.has_data
+            if spot is not None and has_data and order.action is Action.TRAIN:
+                spot.micro_step()
+                done += 1
+            else:
+                time.sleep(_POLL_S)
+            order = ask(Progress(self._rank, done, time.time(), has_data))
+        if spot is not None:
+            until_s = time.monotonic() + self._spec.drafter.spot.after_rollout_s
+            while spot.has_data and time.monotonic() < until_s:
+                spot.micro_step()
+            spot.end()
 
     def update(self, steps: Sequence[TrainBatch]) -> UpdateReport:
         """One RL step's optimizer steps, on this worker's share of each."""
@@ -213,10 +273,56 @@ class Worker:
         self._engine.load_weights(self._trainer.weights())
         self._policy_version = policy_version
 
+    def publish_drafter(self, share: float, version: int, verify: bool) -> DrafterPublished:
+        """Sum the workers' candidates, each times its share, and draft with the result from now on.
+
+        A collective: every worker is called.  verify: the sum is nobody's own candidate, so it is measured on all
+        canaries first, and refused when it accepts less than the drafter in use.
+        """
+        spot, engine = self._spot, self._engine
+        assert spot is not None and engine is not None, "load() comes first"  # noqa: PT018
+        parameters_N = spot.contribution(share)
+        self._sum(parameters_N)
+        candidate_length = used_length = 0.0
+        if verify:
+            counts_3 = torch.tensor(spot.canary_of(parameters_N), dtype=torch.float64)
+            self._sum(counts_3)
+            starts, candidate, used = counts_3.tolist()
+            candidate_length, used_length = 1 + candidate / max(starts, 1), 1 + used / max(starts, 1)
+        accepted = candidate_length >= used_length
+        if accepted:
+            target = _checksum(engine.decoder.head_weight)
+            self._drafter.load_weights(export_weights(spot.adopt(parameters_N, is_mine=share == 1)))
+            if _checksum(engine.decoder.head_weight) != target:
+                raise RuntimeError(f"publishing drafter {version} changed the target's weights: stop and report this")
+            adaptive.notify_change(engine, "eagle3")
+        else:
+            spot.reject()
+        return DrafterPublished(accepted, candidate_length, used_length, spot.checksum)
+
+    def refuse_drafter(self) -> None:
+        """No candidate of this phase is published."""
+        assert self._spot is not None, "load() comes first"
+        self._spot.reject()
+
+    def export_drafter(self, out_dir: Path) -> None:
+        """Write the drafter in use as a folder that vLLM and SGLang load."""
+        assert self._spot is not None, "load() comes first"
+        save_eagle3(self._spot.used, out_dir, dtype=getattr(torch, self._spec.rollout.dtype))
+
+    def _sum(self, values: Tensor) -> None:
+        """In place, over all workers."""
+        if self._world_size > 1:
+            dist.all_reduce(values)
+
     def save(self, folder: Path) -> None:
-        """Write this worker's part of a checkpoint."""
+        """Write this worker's part of a checkpoint.  The drafter's training state follows in the background."""
         assert self._trainer is not None, "load() comes first"
         self._trainer.save(folder)
+        if self._spot is not None:
+            self._spot.save()
+            if self._rank == 0:
+                self.export_drafter(folder / _DRAFTER_DIR)
         if self._engine is not None and self._engine.speculation is not None:
             state = json.dumps(self._engine.speculation.tuner.state_dict())
             (folder / _TUNER_FILE.format(self._rank)).write_text(state)
@@ -233,8 +339,23 @@ class Worker:
 
     def leave(self) -> None:
         """Leave the torch.distributed group in step with the others; without the barrier gloo may abort at exit."""
+        if self._spot is not None:
+            self._spot.close()
         if dist.is_initialized():
             dist.barrier()
             if self._trainer is not None:
                 self._trainer.close()
             dist.destroy_process_group()
+
+
+def _newest_drafter(cfg: SpeculationConfig, checkpoint: Path | None) -> SpeculationConfig:
+    """The drafter that was in use when the checkpoint was written, where there was one."""
+    saved = None if checkpoint is None else checkpoint / _DRAFTER_DIR
+    if cfg.drafter_path is None or saved is None or not saved.is_dir():
+        return cfg
+    return cfg.model_copy(update={"drafter_path": str(saved)})
+
+
+def _checksum(weight: Tensor) -> int:
+    """Of every 61st row: cheap, and a write to a shared tensor changes them all."""
+    return int(weight[::61].contiguous().view(torch.uint8).sum(dtype=torch.int64))

@@ -1,0 +1,102 @@
+"""Driver's side of drafter training: which of the workers' candidates is published, and what is reported of it.
+
+Workers train apart, from the weights in use.  A candidate is what a worker has trained and measured on its canary.
+
+    none measured            nothing happens
+    one, not worse           it is published as it is
+    several                  their average, weighted by the tokens they trained on, is measured on all canaries first
+    worse than in use        refused, with the reason
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tlt_core.cluster.worker import DrafterPublished, GenerateReport
+from tlt_core.spot.bubble import bubble
+from tlt_core.spot.coordinator import PhaseReport
+from tlt_core.spot_training import SpotResult
+
+
+class Decision(NamedTuple):
+    """What is done with the candidates."""
+
+    shares: tuple[float, ...]  # of each worker in what is published; all 0: nothing is
+    verify: bool  # nobody has measured the sum yet
+    refused: bool  # there were candidates, all worse than the drafter in use
+    reason: str
+
+
+def decide(results: Sequence[SpotResult]) -> Decision:
+    """results: of all workers, by rank."""
+    nothing = (0.0,) * len(results)
+    measured = [r for r in results if r.candidate_length > 0]
+    if not measured:
+        trained = sum(r.rows for r in results)
+        return Decision(nothing, False, False, "not trained" if not trained else "no time to measure a candidate")
+    fit = [r.rows if r.candidate_length >= max(r.used_length, 1.0) else 0 for r in results]
+    fit = [rows if r.candidate_length > 0 else 0 for rows, r in zip(fit, results, strict=True)]
+    if not any(fit):
+        best = max(measured, key=lambda r: r.candidate_length - r.used_length)
+        reason = f"acceptance length {best.candidate_length:.3f} on held-back responses, {best.used_length:.3f} in use"
+        return Decision(nothing, False, True, reason)
+    shares = tuple(rows / sum(fit) for rows in fit)
+    return Decision(shares, sum(rows > 0 for rows in fit) > 1, False, "published")
+
+
+def spot_metrics(
+    results: Sequence[SpotResult], *, decision: Decision, published: Sequence[DrafterPublished], version: int
+) -> dict[str, float]:
+    """`drafter/*` of one step.  published: empty when nothing was."""
+    rows = sum(r.rows for r in results)
+    metrics = {
+        "drafter/trained_tokens": float(rows),
+        "drafter/optimizer_steps": float(sum(r.steps for r in results)),
+        "drafter/optimizer_steps_total": float(sum(r.steps_total for r in results)),
+        "drafter/buffer_tokens": float(sum(r.buffer_tokens for r in results)),
+        "drafter/buffer_sequences": float(sum(r.buffer_sequences for r in results)),
+        "drafter/version": float(version),
+        "drafter/rejected": float(decision.refused or any(not p.accepted for p in published)),
+    }
+    if rows:
+        metrics["drafter/loss"] = sum(r.loss * r.rows for r in results) / rows
+        metrics["drafter/overlap"] = sum(r.overlap * r.rows for r in results) / rows
+    if published and published[0].candidate_length > 0:
+        metrics["drafter/canary_accept_length"] = published[0].candidate_length
+        metrics["drafter/canary_accept_length_before"] = published[0].used_length
+        return metrics
+    measured = [r for r in results if r.candidate_length > 0]
+    starts = sum(r.canary_starts for r in measured)
+    if measured:
+        for name, values in (
+            ("canary_accept_length", [r.candidate_length for r in measured]),
+            ("canary_accept_length_before", [r.used_length for r in measured]),
+        ):
+            weights = [max(r.canary_starts, 1) for r in measured]
+            total = sum(v * w for v, w in zip(values, weights, strict=True))
+            metrics[f"drafter/{name}"] = total / max(starts, len(measured))
+    return metrics
+
+
+def bubble_metrics(phases: Sequence[PhaseReport]) -> dict[str, float]:
+    """`bubble/*` of a step's rollout phases (dynamic sampling makes several); the times add up."""
+    parts = [
+        bubble(p.spans, over_s=p.over_s, preempt_s=p.preempt_s, idle_by_reason_s=p.idle_by_reason_s) for p in phases
+    ]
+    return merge(parts, sum(s.end_s - s.start_s for p in phases for s in p.spans))
+
+
+def merge(parts: Sequence[Mapping[str, float]], worker_s: float) -> dict[str, float]:
+    """Sums of seconds; the worst pre-emption; ratios anew.  worker_s: of all workers in the phases."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    totals = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+    if "bubble/preempt_ms_p95" in totals:
+        totals["bubble/preempt_ms_p95"] = max(part.get("bubble/preempt_ms_p95", 0.0) for part in parts)
+    if "bubble/harvested_ratio" in totals:
+        ratios = [part["bubble/harvested_ratio"] for part in parts if "bubble/harvested_ratio" in part]
+        totals["bubble/harvested_ratio"] = sum(ratios) / len(ratios)
+    return totals | {"bubble/idle_ratio": totals["bubble/idle_s"] / max(worker_s, 1e-9)}
+
+
+def results_of(reports: Sequence[GenerateReport]) -> list[SpotResult]:
+    """The workers' training, by rank; empty when none trains a drafter."""
+    return [report.spot for report in reports if report.spot is not None]

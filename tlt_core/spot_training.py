@@ -1,0 +1,386 @@
+"""One worker's part in training the drafter: hidden states in, bounded pieces of work, a measured candidate out.
+
+    collect(captured) -> buffer -> sampler -> micro_step, micro_step, ... (idle time) -> result -> adopt(published)
+
+A micro-step is one of: gradients of a few windows, an optimizer step, a part of the canary.  Each is bounded by
+`micro_step_s`, from measured rates, so whoever is waiting waits no longer than that.  Gradients, order and canary
+outlive an interruption: nothing is done twice, and nothing is lost but the piece under way.
+
+The canary drafts along held-back recent responses with their own noise and counts the hits, for the drafter in use and
+for the newest trained weights: exactly what chains would have accepted there.  So a candidate's figure is known when
+rollout ends, at no cost to anybody.
+
+Hidden states are those of the policy that sampled the response.  This step's responses and the long ones of the steps
+before are mixed ("one-step offset", TLT section 4).
+"""
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from conf.schema import SpotConfig
+from tlt_core.drafter.eagle3_acceptance import measure_acceptance
+from tlt_core.drafter.eagle3_model import Eagle3Model
+from tlt_core.drafter.eagle3_sequence import HeadProbs, TrainSequence
+from tlt_core.drafter.eagle3_train import Eagle3Trainer, TrainSettings
+from tlt_core.drafter.eagle3_windows import Window
+from tlt_core.model.decoder import Decoder
+from tlt_core.rollout.capture import Captured
+from tlt_core.spot.buffer import SequenceBuffer, StoredSequence
+from tlt_core.spot.sampling import Candidate, WindowSampler
+from tlt_core.spot.writer import BackgroundWriter
+
+log = logging.getLogger(__name__)
+
+_STATE, _TENSORS = "state.json", "trainer_{:06d}.safetensors"
+_FIRST_ROWS = 16  # of the first micro-step, before anything was timed
+_RATE_DECAY = 0.7
+_CANARY_EVERY = 8.0  # seconds of training for each second that a candidate's canary takes
+_CANARY_CONTEXT = 4  # tokens of held-back responses for each position that is measured, at most
+
+
+class SpotResult(NamedTuple):
+    """What one worker's training amounts to when a rollout has ended."""
+
+    rows: int = 0  # tokens trained on in this phase
+    steps: int = 0  # optimizer steps in this phase
+    steps_total: int = 0
+    loss: float = 0.0  # mean of this phase
+    overlap: float = 0.0  # probability that the first draft is accepted, mean of this phase
+    used_length: float = 0.0  # acceptance length of the drafter in use, on the canary; 0: not measured
+    candidate_length: float = 0.0  # ... of the newest measured weights; 0: none
+    canary_starts: int = 0  # positions behind both
+    buffer_tokens: int = 0
+    buffer_sequences: int = 0
+
+
+@dataclass(slots=True)
+class _Canary:
+    """A measurement that goes on piece by piece."""
+
+    model: Eagle3Model
+    waiting: list[TrainSequence]
+    starts: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+
+    @property
+    def length(self) -> float:
+        """Acceptance length so far, bonus token included."""
+        return 1.0 + self.accepted / max(1, self.starts)
+
+
+@dataclass(slots=True)
+class _Phase:
+    """What a new rollout resets."""
+
+    canary: _Canary | None = None  # under way
+    candidate: Eagle3Model | None = None  # measured
+    held: list[TrainSequence] | None = None  # what all canaries of the phase are measured on; None: not chosen yet
+    rows: int = 0
+    steps: int = 0
+    measured_steps: int = 0  # when the latest candidate's canary began
+    canary_starts: int = 0
+    loss: float = 0.0  # sums over rows
+    overlap: float = 0.0
+    used_length: float = 0.0
+    candidate_length: float = 0.0
+    trained_s: float = 0.0  # since the latest canary
+    canary_s: float = 0.0  # of the latest canary
+
+
+class SpotTraining:
+    """See the module docstring.  Owned by a worker; called from its one thread."""
+
+    def __init__(
+        self,
+        cfg: SpotConfig,
+        *,
+        model: Eagle3Model,
+        decoder: Decoder,
+        depth: int,
+        temperature: float,
+        folder: Path,
+        resume: bool,
+    ) -> None:
+        """model: float32, the drafter in use, which becomes this object's.  depth: of the training-time test, and of
+        the canary's chains.  folder: where hidden states and training state are kept, for this object alone.  resume:
+        go on from what is there."""
+        self._cfg, self._depth, self._temperature = cfg, depth, temperature
+        self._decoder, self._folder = decoder, folder
+        self._writer = BackgroundWriter()
+        self._settings = TrainSettings(
+            learning_rate=cfg.learning_rate,
+            depth=depth,
+            compute_dtype=decoder.head_weight.dtype,
+        )
+        self.used = _copy(model)
+        self._trainer = Eagle3Trainer(model, decoder.embed_tokens.weight, self._settings)
+        self._bounds = {
+            "max_bytes": cfg.max_buffer_mb << 20,
+            "max_ram_bytes": cfg.max_ram_mb << 20,
+            "max_sequences": cfg.max_sequences,
+        }
+        self._buffer = SequenceBuffer(folder, **self._bounds, writer=self._writer)
+        self._sampler = WindowSampler(window_rows=cfg.window_rows, length_bias=cfg.length_bias, recency=cfg.recency)
+        self._heads: dict[int, Tensor] = {}  # rows of the target's head for the draft vocabulary, by policy version
+        self._policy_version = 0
+        self._rows_per_s = 0.0
+        self._step = 0
+        self._rejections = 0
+        self._committed = ""  # the newest file of tensors that the state on disk names
+        self._phase = _Phase()
+        if resume:
+            self._resume()
+
+    # ------------------------------------------------------------------------------------------ rollout
+
+    def begin(self, step: int, policy_version: int) -> None:
+        """A rollout phase begins, with this policy in the decoder."""
+        self._step, self._policy_version = step, policy_version
+        if policy_version not in self._heads:
+            self._heads[policy_version] = self._decoder.head_weight[self.used.draft_ids_J].detach().clone()
+        self._phase = _Phase()
+
+    def collect(self, captured: Captured) -> None:
+        """Keep a finished response."""
+        if len(captured.tokens_L) - captured.first >= 2:  # one sampled token alone trains nothing
+            self._buffer.add(_stored(captured, self._step))
+
+    def end(self) -> None:
+        """The step's responses are complete: they go to disk in the background."""
+        self._buffer.spill(self._step)
+        alive = {item.policy_version for item in self._buffer.sequences()} | {self._policy_version}
+        self._heads = {version: head for version, head in self._heads.items() if version in alive}
+
+    # ------------------------------------------------------------------------------------------ idle time
+
+    @property
+    def has_data(self) -> bool:
+        """Is there anything to train on?"""
+        return any(True for _ in self._buffer.trainable())
+
+    def micro_step(self) -> None:
+        """One bounded piece of work.  There must be data."""
+        phase, began_s = self._phase, time.perf_counter()
+        if phase.canary is not None:
+            self._continue_canary()
+        elif phase.held is None:
+            phase.held = self._choose_held()
+            if phase.held:
+                phase.canary = _Canary(self.used, list(phase.held))
+        elif self._trainer.rows >= self._cfg.rows_per_step:
+            self._trainer.apply()
+            phase.steps += 1
+        elif self._candidate_due():
+            phase.measured_steps = phase.steps
+            phase.canary = _Canary(_copy(self._trainer.model), list(phase.held))
+        else:
+            self._train()
+        phase.trained_s += time.perf_counter() - began_s
+
+    def result(self) -> SpotResult:
+        """What came of the phase so far."""
+        return SpotResult(
+            rows=self._phase.rows,
+            steps=self._phase.steps,
+            steps_total=self._trainer.steps,
+            loss=self._phase.loss / max(1, self._phase.rows),
+            overlap=self._phase.overlap / max(1, self._phase.rows),
+            used_length=self._phase.used_length,
+            candidate_length=self._phase.candidate_length,
+            canary_starts=self._phase.canary_starts,
+            buffer_tokens=self._buffer.tokens,
+            buffer_sequences=len(self._buffer),
+        )
+
+    # ------------------------------------------------------------------------------------------ publish
+
+    def contribution(self, share: float) -> Tensor:
+        """The measured candidate's parameters, times its share of what is published; one float32 vector."""
+        assert share == 0 or self._phase.candidate is not None, "only a measured candidate has a share"
+        model = self.used if self._phase.candidate is None else self._phase.candidate
+        return torch.cat([p.detach().flatten() for p in model.parameters()]) * share
+
+    def canary_of(self, parameters_N: Tensor) -> tuple[int, int, int]:
+        """Hits on held-back responses: (starts, accepted with these weights, accepted with those in use)."""
+        model = _copy(self.used)
+        _fill(model, parameters_N)
+        measured = []
+        for candidate in (model, self.used):
+            canary = _Canary(candidate, list(self._phase.held or ()))
+            while canary.waiting:
+                self._measure_one(canary)
+            measured.append(canary)
+        return measured[0].starts, measured[0].accepted, measured[1].accepted
+
+    def adopt(self, parameters_N: Tensor, *, is_mine: bool) -> Eagle3Model:
+        """These weights are in use from now on.  is_mine: they are this worker's own candidate, whose training goes
+        on where it is; others start from the published weights."""
+        _fill(self.used, parameters_N)
+        if not is_mine:
+            _fill(self._trainer.model, parameters_N)
+        self._phase.candidate, self._rejections = None, 0
+        return self.used
+
+    def reject(self) -> bool:
+        """The candidate was refused.  True: too often, so training starts again from the drafter in use."""
+        self._rejections += 1
+        self._phase.candidate = None
+        if self._rejections < self._cfg.max_rejections:
+            return False
+        model = _copy(self.used).requires_grad_(True)
+        self._trainer = Eagle3Trainer(model, self._decoder.embed_tokens.weight, self._settings)
+        self._rejections = 0
+        return True
+
+    # ------------------------------------------------------------------------------------------ restarts
+
+    @property
+    def checksum(self) -> int:
+        """Of the drafter in use, bit by bit; equal on all workers."""
+        return sum(int(p.detach().flatten().view(torch.int32).sum(dtype=torch.int64)) for p in self.used.parameters())
+
+    def save(self) -> None:
+        """What a restart needs, in the background: trained parameters, optimizer, heads, and the index of the hidden
+        states, which are files already.  The drafter in use is part of the run's checkpoint."""
+        tensors = self._trainer.state_dict() | {f"head.{version}": head for version, head in self._heads.items()}
+        name = _TENSORS.format(self._step)
+        values = {
+            "tensors": name,
+            "step": self._step,
+            "rejections": self._rejections,
+            "buffer": self._buffer.index(),
+            "sampler": self._sampler.state_dict(),
+        }
+        self._writer.submit(self._folder / name, lambda path: save_file(tensors, path), raises=False)
+        self._writer.submit(self._folder / _STATE, lambda path: self._commit(path, values), raises=False)
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._writer.close()
+
+    def _commit(self, path: Path, values: Mapping[str, Any]) -> None:
+        """The state names its tensors, so it comes after them; older tensors go after it."""
+        path.write_text(json.dumps(values))
+        for other in self._folder.glob("trainer_*.safetensors"):
+            if other.name not in (values["tensors"], self._committed):
+                other.unlink()
+        self._committed = values["tensors"]
+
+    def _resume(self) -> None:
+        try:
+            values = json.loads((self._folder / _STATE).read_text())
+            tensors = load_file(self._folder / values["tensors"])
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, SafetensorError) as error:
+            log.warning("%s cannot be read (%s); the drafter's training starts anew", self._folder, error)
+            return
+        self._heads = {int(n.removeprefix("head.")): h for n, h in tensors.items() if n.startswith("head.")}
+        self._trainer.load_state_dict({n: v for n, v in tensors.items() if not n.startswith("head.")})
+        self._step, self._rejections = values["step"], values["rejections"]
+        self._buffer = SequenceBuffer.open(self._folder, values["buffer"], **self._bounds, writer=self._writer)
+        self._sampler.load_state_dict(values["sampler"])
+        self._committed = values["tensors"]
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    def _train(self) -> None:
+        stored = {item.id: item for item in self._buffer.trainable()}
+        self._sampler.refresh([Candidate(i, _rows(item), item.step) for i, item in stored.items()], self._step)
+        wanted = min(self._affordable(), self._cfg.rows_per_step - self._trainer.rows)
+        windows = []
+        for ref in self._sampler.next(max(1, wanted)):
+            sequence = self._sequence(stored[ref.id])
+            windows.append(Window(sequence, sequence.earliest + ref.start, sequence.earliest + ref.end))
+        began_s = time.perf_counter()
+        metrics = self._trainer.accumulate(windows)
+        self._time(metrics.rows, time.perf_counter() - began_s)
+        self._phase.rows += metrics.rows
+        self._phase.loss += metrics.loss * metrics.rows
+        self._phase.overlap += metrics.overlaps[0] * metrics.rows
+
+    def _affordable(self) -> int:
+        """Rows that a micro-step has time for."""
+        return int(self._rows_per_s * self._cfg.micro_step_s) if self._rows_per_s else _FIRST_ROWS
+
+    def _time(self, rows: int, seconds: float) -> None:
+        rate = rows / seconds
+        self._rows_per_s = rate if not self._rows_per_s else _RATE_DECAY * self._rows_per_s + (1 - _RATE_DECAY) * rate
+
+    def _candidate_due(self) -> bool:
+        """A canary pays when training since the last one has taken several times as long."""
+        phase = self._phase
+        is_new = phase.steps > phase.measured_steps and bool(phase.held)
+        return is_new and phase.trained_s > _CANARY_EVERY * phase.canary_s
+
+    def _choose_held(self) -> list[TrainSequence]:
+        """What all of the phase's canaries are measured on."""
+        recent = self._buffer.recent_held(_CANARY_CONTEXT * self._cfg.canary_tokens)
+        sequences = [self._sequence(item) for item in recent]
+        return [sequence for sequence in sequences if sequence.rows]
+
+    def _continue_canary(self) -> None:
+        """Measure one more response."""
+        canary, began_s = self._phase.canary, time.perf_counter()
+        assert canary is not None, "one is under way"
+        self._measure_one(canary)
+        canary.seconds += time.perf_counter() - began_s
+        if canary.waiting and canary.starts < self._cfg.canary_tokens:
+            return
+        if canary.model is self.used:
+            self._phase.used_length = canary.length
+        else:
+            self._phase.candidate, self._phase.candidate_length = canary.model, canary.length
+            self._phase.canary_starts = canary.starts
+        self._phase.canary, self._phase.canary_s, self._phase.trained_s = None, canary.seconds, 0.0
+
+    def _measure_one(self, canary: _Canary) -> None:
+        measure = measure_acceptance(
+            canary.model,
+            self._decoder.embed_tokens.weight,
+            [canary.waiting.pop(0)],
+            depth=self._depth,
+            temperature=self._temperature,
+            max_rows=self._cfg.window_rows,
+            compute_dtype=self._settings.compute_dtype,
+        )
+        canary.starts += measure.starts
+        canary.accepted += sum(measure.accepted_by_depth)
+
+    def _sequence(self, item: StoredSequence) -> TrainSequence:
+        probs = HeadProbs(item.last_PD, item.lognorms_P, self._heads[item.policy_version])
+        return TrainSequence(item.tokens_L.long(), item.taps_LE, probs, item.first, item.stream)
+
+
+def _stored(captured: Captured, step: int) -> StoredSequence:
+    return StoredSequence(step=step, **captured._asdict())
+
+
+def _rows(item: StoredSequence) -> int:
+    """Trained rows, as `TrainSequence.rows` counts them."""
+    return len(item.tokens_L) - 2 - max(item.first - 2, 0)
+
+
+def _copy(model: Eagle3Model) -> Eagle3Model:
+    copied = Eagle3Model(model.config)
+    copied.tap_scales = model.tap_scales
+    copied.load_state_dict(model.state_dict())
+    return copied.requires_grad_(False)
+
+
+@torch.no_grad()
+def _fill(model: Eagle3Model, parameters_N: Tensor) -> None:
+    sizes = [p.numel() for p in model.parameters()]
+    for parameter, values in zip(model.parameters(), parameters_N.split(sizes), strict=True):
+        parameter.copy_(values.view_as(parameter))
