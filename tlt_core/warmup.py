@@ -16,6 +16,7 @@ import torch
 
 from conf.schema import RunConfig, SpeculationConfig
 from tlt_core import adaptive, data, provenance
+from tlt_core.drafter.eagle3_acceptance import measure_acceptance
 from tlt_core.drafter.eagle3_files import save_eagle3
 from tlt_core.drafter.eagle3_model import choose_draft_vocabulary, eagle3_from_target, tap_scales
 from tlt_core.drafter.eagle3_sequence import TrainSequence, observe
@@ -46,13 +47,15 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progr
     rollouts = _sample(cfg, prompts, policy, stops=stop_token_ids(policy, tokenizer), on_progress=on_progress)
     sampled_s = time.perf_counter() - began_s
 
-    counts_V = torch.cat([r.completion for r in rollouts]).long().bincount(minlength=plain.config.vocab_size)
+    held_ids = {p.id for p in prompts[::_HELD_OUT]}
+    apart = [r for r in rollouts if r.key.prompt_id in held_ids]
+    rest = [r for r in rollouts if r.key.prompt_id not in held_ids]
+    # Nothing of the responses held out: a vocabulary made of their tokens would flatter what is measured on them.
+    counts_V, held_counts_V = (_token_counts(part, plain.config.vocab_size) for part in (rest, apart))
     size = min(own.vocab_size, plain.config.vocab_size)
     ids_J = choose_draft_vocabulary(counts_V, size, always=stop_token_ids(policy, tokenizer))
-    sequences, scales = _observe(plain, rollouts, ids_J)
-    held_ids = {p.id for p in prompts[::_HELD_OUT]}
-    held = [s for s, r in zip(sequences, rollouts, strict=True) if r.key.prompt_id in held_ids]
-    kept = [s for s, r in zip(sequences, rollouts, strict=True) if r.key.prompt_id not in held_ids]
+    kept, scales = _observe(plain, rest, ids_J)
+    held, _ = _observe(plain, apart, ids_J)
 
     settings = TrainSettings(
         learning_rate=own.learning_rate, total_steps=own.num_steps, depth=own.depth, compute_dtype=dtype
@@ -61,19 +64,16 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progr
     trainer = Eagle3Trainer(model, plain.embed_tokens.weight, settings)
     first = trainer.measure(held)
     last = _train(trainer, kept, cfg, on_progress)
-    final = trainer.measure(held)
     save_eagle3(model, out_dir, dtype=dtype)
     metrics = {
         "drafter/warmup_rollouts": float(len(rollouts)),
         "drafter/warmup_tokens": float(sum(len(s.tokens_L) for s in kept)),
-        "drafter/vocab_coverage": float(counts_V[ids_J].sum() / counts_V.sum()),
+        "drafter/vocab_coverage": float(held_counts_V[ids_J].sum() / held_counts_V.sum()),
         "drafter/loss_train": last.loss,
         "drafter/loss_held_out_first": first.loss,
-        "drafter/loss_held_out": final.loss,
         "timing_s/warmup_rollouts": sampled_s,
         "timing_s/warmup": time.perf_counter() - began_s,
-    }
-    metrics |= {f"drafter/overlap_pos_{depth}": x for depth, x in enumerate(final.overlaps, start=1)}
+    } | _held_out(trainer, held, cfg)
     report = {
         "policy": str(policy),
         "commit": provenance.commit(),
@@ -123,6 +123,10 @@ def _sample(
     return sorted(finished, key=lambda r: r.key)
 
 
+def _token_counts(rollouts: Sequence[Rollout], vocab_size: int) -> torch.Tensor:
+    return torch.cat([r.completion for r in rollouts]).long().bincount(minlength=vocab_size)
+
+
 def _observe(
     plain: Decoder, rollouts: Sequence[Rollout], ids_J: torch.Tensor
 ) -> tuple[list[TrainSequence], tuple[float, ...]]:
@@ -156,3 +160,20 @@ def _train(
             if done == own.num_steps:
                 return metrics
         epoch += 1
+
+
+def _held_out(trainer: Eagle3Trainer, held: Sequence[TrainSequence], cfg: RunConfig) -> dict[str, float]:
+    """What the trained drafter does on responses that it has not seen: loss, and tokens a round for its chains."""
+    final, rollout = trainer.measure(held), cfg.rollout
+    accepted = measure_acceptance(
+        trainer.model,
+        trainer.embedding_VD,
+        held,
+        depth=cfg.drafter.depth,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        compute_dtype=trainer.settings.compute_dtype,
+    )
+    metrics = {"drafter/loss_held_out": final.loss, "drafter/accept_len_sim": accepted.accept_length}
+    return metrics | {f"drafter/overlap_pos_{depth}": x for depth, x in enumerate(final.overlaps, start=1)}

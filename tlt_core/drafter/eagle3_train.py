@@ -10,23 +10,41 @@ rows trained at depth 1, all losses are sums over rows:
     loss = sum_k decay^k L_k / (N sum_k decay^k)
 
 so that micro-steps add up to the step, however sequences are cut into windows and windows into passes.
+
+Methods, all for the same network and compared by what they get accepted (`eagle3_acceptance`):
+
+eagle3   (Li et al., arXiv 2503.01840)  L_k is the token loss alone, and its gradient runs through the y of the depths
+         before.
+hass     (Zhang et al., arXiv 2408.15766)  The same depths and the same attention; a depth's input is taken as a
+         constant, and L_k = smooth L1 of the feature + 0.1 soft CE + soft CE of the target's ten likeliest tokens.
+         HASS weighs all depths alike: set depth_decay to 1.
+eagle    (Li et al., arXiv 2401.15077; weights as in TLT's release)  Depth 1 alone: L = smooth L1 + 0.1 soft CE.
+
+In both papers the feature is the target's last hidden state, under the target's own head.  Ours is what this network
+has in its place: y, regressed on the fused state g of the next position; the head is the drafter's own, over the draft
+vocabulary.  Neither adds noise to features here.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_core.drafter.eagle3_depths import drafted_depths
-from tlt_core.drafter.eagle3_loss import draft_loss
+from tlt_core.drafter.eagle3_loss import DraftLoss, LossKind, draft_loss, feature_loss
 from tlt_core.drafter.eagle3_model import Eagle3Model
 from tlt_core.drafter.eagle3_sequence import TrainSequence
-from tlt_core.drafter.eagle3_windows import TrainPack, Window
+from tlt_core.drafter.eagle3_windows import Pack, TrainPack, Window
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_TOKEN_WEIGHT = 0.1  # of soft CE beside feature regression
+_HASS_TOP = 10
+_HASS_TOP_WEIGHT = 10.0  # relative to soft CE: 1 beside feature regression
+
+Method = Literal["eagle3", "hass", "eagle"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +59,17 @@ class TrainSettings:
     depth: int = 3  # steps of the training-time test
     depth_decay: float = 0.8  # weight of depth k + 1 relative to depth k
     compute_dtype: torch.dtype = torch.float32  # bfloat16: matrix products alone, weights stay float32
+    method: Method = "eagle3"  # see the module docstring
+    loss: LossKind = "soft_ce"  # see `eagle3_loss`; the other methods have their own
+
+    def __post_init__(self) -> None:
+        if self.method != "eagle3" and self.loss != "soft_ce":
+            raise ValueError(f"method {self.method} has a loss of its own: {self.loss} is an option of eagle3")
+
+    @property
+    def levels(self) -> int:
+        """Depths that are trained."""
+        return 1 if self.method == "eagle" else self.depth
 
 
 class TrainMetrics(NamedTuple):
@@ -61,7 +90,7 @@ class Eagle3Trainer:
     def __init__(self, model: Eagle3Model, embedding_VD: Tensor, settings: TrainSettings) -> None:
         self.model, self.settings, self.steps = model, settings, 0
         self.rows = 0  # accumulated since the latest update
-        self._embedding_VD = embedding_VD.detach()  # the same memory
+        self.embedding_VD = embedding_VD.detach()  # the same memory
         parameters = list(model.parameters())
         groups = [
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
@@ -124,20 +153,37 @@ class Eagle3Trainer:
     def _losses(self, windows: Sequence[Window]) -> tuple[Tensor, TrainMetrics]:
         """Summed loss, and metrics."""
         settings = self.settings
-        train = TrainPack.of(windows, depth=settings.depth, device=self.model.fc.weight.device)
-        probs_TJ = train.pack.probs_TJ()
+        train = TrainPack.of(windows, depth=settings.levels, device=self.model.fc.weight.device)
+        pack, probs_TJ, detached = train.pack, train.pack.probs_TJ(), settings.method == "hass"
         losses, overlaps, counts = [], [], []
         half = settings.compute_dtype == torch.bfloat16
-        with torch.autocast(train.pack.device.type, torch.bfloat16, enabled=half):
-            embeds_RD = F.embedding(train.pack.tokens_R, self._embedding_VD).float()
-            for k, y_TD in enumerate(drafted_depths(self.model, embeds_RD, train.pack, depth=settings.depth)):
+        with torch.autocast(pack.device.type, torch.bfloat16, enabled=half):
+            embeds_RD = F.embedding(pack.tokens_R, self.embedding_VD).float()
+            features_TD = None if settings.method == "eagle3" else self._next_features(pack)
+            depths = drafted_depths(self.model, embeds_RD, pack, depth=settings.levels, detached=detached)
+            for k, y_TD in enumerate(depths):
                 rows_N = train.counted_N(k)
-                result = draft_loss(self.model.logits(y_TD[rows_N]), probs_TJ[rows_N])
-                losses.append(settings.depth_decay**k * result.loss)
+                y_ND = y_TD.index_select(0, rows_N)
+                result = self._token_loss(y_ND, probs_TJ[rows_N])
+                loss = result.loss
+                if features_TD is not None:
+                    loss = _TOKEN_WEIGHT * loss + feature_loss(y_ND, features_TD[rows_N])
+                losses.append(settings.depth_decay**k * loss)
                 overlaps.append(float(result.overlap) / max(1, len(rows_N)))
                 counts.append(len(rows_N))
-        loss = torch.stack(losses).sum() / sum(settings.depth_decay**k for k in range(settings.depth))
+        loss = torch.stack(losses).sum() / sum(settings.depth_decay**k for k in range(settings.levels))
         return loss, TrainMetrics(float(loss.detach()) / counts[0], tuple(overlaps), counts[0])
+
+    def _token_loss(self, y_ND: Tensor, probs_NJ: Tensor) -> DraftLoss:
+        logits_NJ, kind = self.model.logits(y_ND), self.settings.loss
+        if self.settings.method == "hass":
+            return draft_loss(logits_NJ, probs_NJ, kind=kind, top=_HASS_TOP, top_weight=_HASS_TOP_WEIGHT)
+        return draft_loss(logits_NJ, probs_NJ, kind=kind)
+
+    @torch.no_grad()
+    def _next_features(self, pack: Pack) -> Tensor:
+        """The fused state of the position after each query row's, [T, D]."""
+        return self.model.fuse(pack.next_taps_TE().to(self.model.fc.weight.dtype))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything a resume needs besides the settings, as tensors by name: fit for one safetensors file.

@@ -27,9 +27,9 @@ def sequences(decoder, model):
     return observe(decoder, texts((40, 23, 31)), model, firsts=[7, 1, 12], dtype=torch.float32)
 
 
-def gradient(model, decoder, passes):
+def gradient(model, decoder, passes, settings=SETTINGS):
     """Summed loss, rows and gradients of some passes of windows."""
-    trainer = Eagle3Trainer(model, decoder.embed_tokens.weight, SETTINGS)
+    trainer = Eagle3Trainer(model, decoder.embed_tokens.weight, settings)
     metrics = [trainer.accumulate(windows) for windows in passes]
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
@@ -56,6 +56,22 @@ def test_windows_add_up_to_the_sequence(decoder, model, sequences, rows):
         assert sum(w.rows for w in windows) == sequence.rows
         assert len(windows) == -(-sequence.rows // rows)
         close(gradient(model, decoder, [[w] for w in windows]), gradient(model, decoder, [[whole(sequence)]]))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        TrainSettings(loss="tv"),
+        TrainSettings(loss="mixed"),
+        TrainSettings(method="hass"),
+        TrainSettings(method="eagle"),
+    ],
+    ids=["tv", "mixed", "hass", "eagle"],
+)
+def test_whatever_is_trained_adds_up(decoder, model, sequences, settings):
+    windows = [w for s in sequences for w in cut(s, rows=6)]
+    expected = gradient(model, decoder, [[whole(s) for s in sequences]], settings)
+    close(gradient(model, decoder, [windows[::2], windows[1::2]], settings), expected)
 
 
 def test_windows_of_several_sequences_in_one_pass(decoder, model, sequences):
