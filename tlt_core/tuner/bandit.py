@@ -10,7 +10,7 @@ the round's own from its first one (there an arm starts with rewards of 0), and 
 import random
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from tlt_core.speculation import OFF, RoundReport, Strategy
@@ -51,12 +51,13 @@ class BucketedGreedy:
         self._random = random.Random(seed)
         self._windows = [{arm: _Window(window) for arm in self._arms} for _ in thresholds]
 
-    def pick(self, live: int) -> Strategy:
-        """Arm for a batch of so many requests."""
+    def pick(self, live: int, *, without: Collection[str] = ()) -> Strategy:
+        """Arm for a batch of so many requests; none of the drafters named in `without`."""
+        arms = [arm for arm in self._arms if arm.drafter not in without]
         if self._random.random() < self._epsilon:
-            return self._random.choice(self._arms)
+            return self._random.choice(arms)
         windows = self._windows[self._bucket(live)]
-        return max(self._arms, key=lambda arm: windows[arm].median())
+        return max(arms, key=lambda arm: windows[arm].median())
 
     def reward(self, report: RoundReport) -> None:
         """Learn from a round."""

@@ -113,6 +113,15 @@ class Gate:
                 self._due[arm], self._interval[arm] = self._round, _FIRST_INTERVAL
         self._look_at = self._round + 1
 
+    def leave(self, drafter: str) -> None:
+        """The drafter's arms promise nothing from now on: plain decoding takes over, the others are probed soon."""
+        if self._probe is not None and self._probe.arm.drafter == drafter:
+            self._probe = None
+        if self.current.drafter == drafter:
+            self.current, self._gains = OFF, dict.fromkeys(self._arms, 0.0)
+            self._due.update({arm: self._round for arm in self._arms if arm.drafter != drafter})
+            self._look_at = self._round + 1
+
     def state_dict(self) -> dict[str, Any]:
         """As JSON values."""
         return {

@@ -31,6 +31,7 @@ class RecordedTuner:
         self.cost = CostModel(dict.fromkeys(s.drafter for s in menu))
         self.ledger = Ledger()
         self._chosen = OFF
+        self._suspended: set[str] = set()
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
         """See `Tuner`."""
@@ -52,18 +53,30 @@ class RecordedTuner:
         """A new version of the drafter, or of the policy (None), was published: what was learnt weighs less."""
         self.cost.forget_drafts(drafter)
 
+    def suspend(self, drafter: str) -> None:
+        """Choose none of the drafter's arms, not for a probe either, until `resume`."""
+        self._suspended.add(drafter)
+
+    def resume(self, drafter: str) -> None:
+        """The drafter may be chosen again.  Of one that was not suspended: nothing."""
+        self._suspended.discard(drafter)
+
     def snapshot(self) -> dict[str, Any]:
         """Metrics since the start, see `Ledger.snapshot`."""
         return self.ledger.snapshot(self._chosen)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Tuner`."""
-        return {"cost": self.cost.state_dict(), "ledger": self.ledger.state_dict()}
+        own = {"cost": self.cost.state_dict(), "ledger": self.ledger.state_dict()}
+        return own | {"suspended": sorted(self._suspended)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Tuner`."""
         self.cost.load_state_dict(state["cost"])
         self.ledger.load_state_dict(state["ledger"])
+        self._suspended = set()
+        for drafter in state.get("suspended", ()):  # absent from states written before there was a canary
+            self.suspend(drafter)
 
 
 class CostModelTuner(RecordedTuner):
@@ -108,6 +121,17 @@ class CostModelTuner(RecordedTuner):
         self._acceptance.discount(drafter)
         self._gate.reset(drafter)
 
+    def suspend(self, drafter: str) -> None:
+        """As in `RecordedTuner`; plain decoding takes over, and what else there is is probed soon."""
+        super().suspend(drafter)
+        self._gate.leave(drafter)
+
+    def resume(self, drafter: str) -> None:
+        """As in `RecordedTuner`; the drafter is probed soon."""
+        if drafter in self._suspended:
+            self._gate.reset(drafter)
+        super().resume(drafter)
+
     def offers(self, rows: Sequence[int], context: int, *, optimistic: bool = False) -> dict[Strategy, Offer]:
         """Expected tokens per second, and seconds, of a round with OFF and with each arm."""
         live = len(rows)
@@ -115,7 +139,8 @@ class CostModelTuner(RecordedTuner):
         result = {OFF: Offer(live / plain_s, plain_s)}
         for arm, outlook in self._acceptance.outlook(rows, optimistic=optimistic).items():
             seconds = self.cost.round_seconds(arm, live, outlook.drafted, context, optimistic=optimistic)
-            result[arm] = Offer(_TIE_BREAK * (live + outlook.accepted) / seconds, seconds)
+            promised = 0.0 if arm.drafter in self._suspended else _TIE_BREAK * (live + outlook.accepted)
+            result[arm] = Offer(promised / seconds, seconds)
         return result
 
     def snapshot(self) -> dict[str, Any]:
@@ -130,9 +155,9 @@ class CostModelTuner(RecordedTuner):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Tuner`."""
-        super().load_state_dict(state)
         self._acceptance.load_state_dict(state["acceptance"])
         self._gate.load_state_dict(state["gate"])
+        super().load_state_dict(state)
 
 
 class BanditTuner(RecordedTuner):
@@ -144,7 +169,7 @@ class BanditTuner(RecordedTuner):
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
         """See `Tuner`."""
-        self._chosen = self._bandit.pick(len(rows))
+        self._chosen = self._bandit.pick(len(rows), without=self._suspended)
         return self._chosen
 
     def observe(self, rows: Sequence[int], report: RoundReport) -> None:
@@ -170,13 +195,15 @@ class BanditTuner(RecordedTuner):
 class ThresholdTuner(RecordedTuner):
     """One arm while at most `max_live` requests live (None: always), plain decoding above."""
 
-    def __init__(self, arm: Strategy, *, max_live: int | None) -> None:
-        super().__init__([] if arm.is_off else [arm])
-        self._arm, self._max_live = arm, max_live
+    def __init__(self, arms: Sequence[Strategy], *, max_live: int | None) -> None:
+        """arms: the first whose drafter is not suspended is the one; none: always plain."""
+        super().__init__(arms)
+        self._arms, self._max_live = tuple(arms), max_live
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
         """See `Tuner`."""
-        self._chosen = self._arm if self._max_live is None or len(rows) <= self._max_live else OFF
+        arm = next((arm for arm in self._arms if arm.drafter not in self._suspended), OFF)
+        self._chosen = arm if self._max_live is None or len(rows) <= self._max_live else OFF
         return self._chosen
 
 
@@ -201,6 +228,16 @@ class AgreedTuner:
         """See `Tuner`."""
         if self._tuner is not None:
             self._tuner.forget(row)
+
+    def suspend(self, drafter: str) -> None:
+        """See `RecordedTuner`."""
+        if isinstance(self._tuner, RecordedTuner):
+            self._tuner.suspend(drafter)
+
+    def resume(self, drafter: str) -> None:
+        """See `RecordedTuner`."""
+        if isinstance(self._tuner, RecordedTuner):
+            self._tuner.resume(drafter)
 
     def state_dict(self) -> Mapping[str, Any]:
         """See `Tuner`; empty on followers."""
@@ -246,10 +283,11 @@ def make_tuner(
         bandit = BucketedGreedy(arms, thresholds=thresholds, epsilon=epsilon, window=window, seed=seed)
         return BanditTuner(arms, bandit)
     if kind == "off":
-        return ThresholdTuner(OFF, max_live=None)
+        return ThresholdTuner([], max_live=None)
     if kind not in ("fixed", "threshold"):
         raise ValueError(f"unknown tuner {kind}: choose cost_model, beg_mab, threshold, fixed or off")
     chosen = arm or next(iter(arms), None)
     if chosen is None:
         raise ValueError(f"the tuner {kind} needs an arm: name one, or give it a menu")
-    return ThresholdTuner(chosen, max_live=max_live if kind == "threshold" else None)
+    others = [s for s in arms if s.drafter != chosen.drafter]
+    return ThresholdTuner([chosen, *others], max_live=max_live if kind == "threshold" else None)

@@ -202,6 +202,33 @@ def test_threshold_fixed_and_off() -> None:
     assert make_tuner("fixed", MENU).choose([0], 0) == MENU[0]
 
 
+@pytest.mark.parametrize("kind", ["cost_model", "beg_mab", "threshold", "fixed", "off"])
+def test_a_suspended_drafter_is_not_chosen_until_it_is_resumed(kind: Kind) -> None:
+    """The best drafter is suspended in mid-flight: the other one takes over, and none when that is suspended too."""
+    engine = Regime(Hits(0.85), Hits(0.6), 2, 10**6).engine()
+    adaptive = tuner(kind, MENU[4])
+
+    def used(rounds: int) -> set[str]:
+        engine.run(adaptive, rounds)
+        return {strategy.drafter for strategy, _, _ in engine.history[-rounds:]}
+
+    speculates = kind != "off"
+    assert ("eagle" in used(150)) == speculates
+    adaptive.suspend("eagle")
+    restarted = tuner(kind, MENU[4])
+    restarted.load_state_dict(json.loads(json.dumps(adaptive.state_dict())))
+    assert "eagle" not in used(200)
+    assert (engine.share(*MENU[:3], last=100) > 0.75) == speculates
+    adaptive.suspend("ngram")
+    assert used(200) == {"off"}
+    adaptive.resume("eagle")
+    assert "ngram" not in used(100)
+    assert (engine.share(*MENU[3:], last=50) > 0.75) == speculates
+    adaptive.resume("ngram")
+    engine.run(restarted, 100)
+    assert "eagle" not in {strategy.drafter for strategy, _, _ in engine.history[-100:]}
+
+
 def test_an_empty_menu_is_plain_decoding() -> None:
     plain = make_tuner("cost_model")
     assert plain.choose([0], 10) == OFF
@@ -256,6 +283,13 @@ def test_the_leader_decides_for_all_ranks() -> None:
     assert len(set(strategy for strategy, _, _ in engine.history)) > 2
     assert follower.state_dict() == {}
     assert leader.state_dict()
+    for rank in (leader, follower):
+        rank.suspend("eagle")
+    engine.history.clear()
+    engine.run(Both(MENU), 100)
+    assert "eagle" not in {strategy.drafter for strategy, _, _ in engine.history}
+    for rank in (leader, follower):
+        rank.resume("eagle")
     agreed: Tuner = leader
     assert agreed.choose([0], 10) in (OFF, *MENU)
 
