@@ -8,7 +8,7 @@ import argparse
 import pkgutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             run_dir = cfg.run_dir
             _ON_CONFIG[args.command](cfg, args)
         else:
-            _OTHERS[args.command](args)
+            return _OTHERS[args.command](args) or 0
     except BaseException as error:
         report = _errors.explain(error, run_dir=run_dir)
         if report is None:
@@ -63,6 +63,29 @@ def _warmup(cfg: RunConfig, _: argparse.Namespace) -> None:
     folder, metrics = _run(cfg, "flows.warmup:warmup")
     _print_metrics(metrics)
     print(f"drafter: {folder}    use it: rollout.speculation.drafter_path={folder}")
+
+
+def _export(cfg: RunConfig, args: argparse.Namespace) -> None:
+    folder = _run(
+        cfg,
+        "flows.export:export",
+        drafter=args.drafter,
+        out=args.out,
+        num_prompts=args.prompts,
+        verifier=args.verifier,
+    )
+    print(f"export: {folder}    check it: tlt verify-export {folder}")
+
+
+def _verify_export(args: argparse.Namespace) -> int:
+    from tlt_core.export.verify import passed, verify
+
+    checks = verify(args.folder, target=args.target, other_weights=args.other_weights)
+    for check in checks:
+        print(f"{check.outcome:8} {check.name:18} {check.text}")
+    good = passed(checks)
+    print(f"{args.folder}: {'fit to be served' if good else 'REFUSED: do not serve it'}")
+    return 0 if good else 1
 
 
 def _evaluate(cfg: RunConfig, _: argparse.Namespace) -> None:
@@ -134,9 +157,15 @@ _ON_CONFIG = {
     "train": _train,
     "warmup": _warmup,
     "evaluate": _evaluate,
+    "export": _export,
     "bench": _bench,
 }
-_OTHERS = {"generate": _generate, "doctor": _doctor, "ui": _ui}
+_OTHERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "generate": _generate,
+    "verify-export": _verify_export,
+    "doctor": _doctor,
+    "ui": _ui,
+}
 
 
 def _run(cfg: RunConfig, flow: str, **arguments: Any) -> Any:
@@ -182,6 +211,8 @@ def _parser() -> argparse.ArgumentParser:
         ("evaluate", "validate the newest checkpoint of a run"),
     ):
         _add_config(commands.add_parser(name, help=text, description=text))
+    _add_export(commands.add_parser("export", help="policy and drafter as folders that vLLM and SGLang load"))
+    _add_verify(commands.add_parser("verify-export", help="may this export be served?  Exit code 0: yes, 1: no"))
     _add_bench(commands.add_parser("bench", help="measure, and write reports/NAME.json"))
     _add_generate(commands.add_parser("generate", help="batch generation: JSONL of prompts in, JSONL out"))
     commands.add_parser("doctor", help="what this machine has, and what is used")
@@ -195,6 +226,28 @@ def _parser() -> argparse.ArgumentParser:
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="YAML file, e.g. conf/demo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings in place of the file's")
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--drafter", metavar="FOLDER|none", help="default: the run's own; none: the policy alone")
+    parser.add_argument("--out", metavar="DIR", help="default: exports/NAME; an older export there is replaced")
+    parser.add_argument(
+        "--prompts", type=int, default=16, help="held-out prompts that the drafter is measured on; 0: it is not"
+    )
+    parser.add_argument(
+        "--verifier",
+        metavar="NAME",
+        help="target that 'vllm serve DRAFTER' loads (default: the exported policy's path)",
+    )
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what 'tlt export' wrote, or a drafter's folder")
+    parser.add_argument("--target", help="folder, hub name or embedded model (default: the policy in DIR)")
+    parser.add_argument(
+        "--other-weights", action="store_true", help="the target may have other weights than those that were exported"
+    )
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

@@ -35,6 +35,7 @@ def test_the_stations_are_there() -> None:
         "evaluate-{step}",
         "track-{step}",
         "export-policy",
+        "export-drafter",
         "warm-up-drafter",
     } == named
 

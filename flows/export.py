@@ -1,0 +1,85 @@
+"""Flow: hand a run's policy and drafter over, as folders that vLLM and SGLang load."""
+
+from pathlib import Path
+
+from prefect import flow
+
+from conf.load import ConfigError
+from conf.schema import RunConfig
+from flows._config import as_config, run_name
+from flows._logging import run_log
+from flows._terminal import Terminal
+from tasks.coldstart import cold_start
+from tasks.export import export_policy
+from tasks.export_drafter import export_drafter
+from tasks.prepare import prepare_data, prepare_model
+from tlt_core import checkpoint, preflight
+from tlt_core.export.folder import DRAFTER, POLICY
+from tlt_core.export.record import Source
+from tlt_core.session import Session
+from tlt_core.store import Ref
+
+
+@flow(name="export", flow_run_name=run_name)
+def export(
+    config: RunConfig | str,
+    overrides: list[str] | None = None,
+    *,
+    drafter: str | None = None,
+    out: str | None = None,
+    num_prompts: int = 16,
+    verifier: str | None = None,
+) -> Path:
+    """Folder with `policy/` and `drafter-eagle3/`.
+
+    drafter: folder of one; `none`: the policy alone; None: the run's own.  out: default `exports/NAME`.  num_prompts:
+    validation prompts that acceptance and costs are measured on.  verifier: target named in the drafter's folder.
+    """
+    cfg = as_config(config, overrides)
+    preflight.check_run(cfg)
+    if drafter is not None:
+        _drafter_folder(cfg, drafter)  # a slip is reported before anything is computed
+    with run_log(cfg.run_dir), Terminal() as show:
+        start = prepare_model(cfg)
+        dataset = prepare_data(cfg, start)
+        if cfg.coldstart.enabled:
+            start = cold_start(cfg, start, dataset, show.stage).model_dir
+        policy, step = _newest_policy(cfg, start, dataset, show)
+        source = Source(policy, _drafter_folder(cfg, drafter), Path(dataset.path), step)
+        out_dir = Path(out or f"exports/{cfg.name}")
+        return export_drafter(cfg, source, out_dir, num_prompts=num_prompts, verifier=verifier)
+
+
+def _newest_policy(cfg: RunConfig, start: Path, dataset: Ref, show: Terminal) -> tuple[Path, int | None]:
+    """Folder of the policy and its RL steps, where they are known; what a run wrote at its end may be older than its
+    newest checkpoint."""
+    newest, written = checkpoint.newest_valid(cfg.run_dir / "checkpoints"), cfg.run_dir / POLICY
+    if newest is None:
+        return (written, None) if written.is_dir() else (start, 0)
+    state = checkpoint.load_state(newest)
+    if not _is_newer(written / "config.json", newest / "state.json"):
+        first = cfg.run_dir / DRAFTER
+        resumed = cfg.with_drafter(first) if cfg.needs_first_drafter and first.is_dir() else cfg
+        with Session.resume_or_init(
+            resumed, data_dir=Path(dataset.path), start_model=start, on_progress=show
+        ) as session:
+            export_policy(session)
+    return written, state.step
+
+
+def _is_newer(path: Path, than: Path) -> bool:
+    return path.is_file() and path.stat().st_mtime >= than.stat().st_mtime
+
+
+def _drafter_folder(cfg: RunConfig, given: str | None) -> Path | None:
+    """Raises ConfigError when there is none."""
+    if given == "none":
+        return None
+    candidates = [given] if given else [cfg.run_dir / DRAFTER, cfg.rollout.speculation.drafter_path]
+    for folder in (Path(c) for c in candidates if c is not None):
+        if folder.is_dir():
+            return folder
+    raise ConfigError(
+        f"no drafter at {given or cfg.run_dir / DRAFTER}: make one with 'tlt warmup CONFIG', name its folder with "
+        "--drafter FOLDER, or export the policy alone with --drafter none"
+    )

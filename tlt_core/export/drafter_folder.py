@@ -1,0 +1,134 @@
+"""Export of a drafter: read, measured on held-out prompts, written anew with everything that a server wants to know.
+
+    model.safetensors config.json     the layout of `eagle3_files`, with the speculators keys (`hybrid.py`)
+    README.md                         the card: serving commands, acceptance, chain length by batch size
+    probe.json                        a few responses of the target, on which `verify` replays the drafter
+    provenance.json                   everything else
+
+The drafter passes through our reader and writer, so whatever spelling it came in, it leaves in the one layout that
+loads everywhere.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conf.schema import RunConfig
+from tlt_core import data
+from tlt_core.drafter.eagle3_files import load_eagle3, save_eagle3
+from tlt_core.drafter.eagle3_model import Eagle3Model
+from tlt_core.export import card, replay
+from tlt_core.export.hybrid import with_speculators
+from tlt_core.export.measure import Measured, measure
+from tlt_core.export.record import Source, identity, write_json, write_record
+from tlt_core.export.schedule import depth_table, expected_rates
+from tlt_core.model.load import load_config, load_decoder, load_tokenizer, stop_token_ids
+from tlt_core.types import SamplingParams
+
+_PROBE_SEQUENCES, _PROBE_TOKENS = 4, 256
+
+
+def write_drafter(
+    cfg: RunConfig, source: Source, folder: Path, origin: Mapping[str, Any], *, verifier: str, num_prompts: int
+) -> None:
+    """Read, measure, write.  Raises ModelError when the drafter does not fit the policy."""
+    assert source.drafter is not None, "the caller has looked"
+    target = load_config(source.policy)
+    model = load_eagle3(source.drafter, target)
+    raw = json.loads((source.drafter / "config.json").read_text(encoding="utf-8"))
+    dtype = getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or cfg.rollout.dtype)
+    measured = _measure(cfg, source, model, num_prompts=num_prompts) if num_prompts else None
+    schedules = _schedules(measured) if measured else []
+    serving: dict[str, Any] = {"num_speculative_tokens": cfg.drafter.depth}
+    if schedules:
+        table = schedules[0]["table"]
+        serving = {
+            "num_speculative_tokens": max(1, *(depth for *_, depth in table)),
+            "num_speculative_tokens_per_batch_size": table,
+        }
+    save_eagle3(model, folder, dtype=dtype)
+    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    hybrid = with_speculators(
+        written,
+        verifier=verifier,
+        verifier_architectures=target.to_hf()["architectures"],
+        num_speculative_tokens=serving["num_speculative_tokens"],
+    )
+    write_json(folder / "config.json", hybrid)
+    if measured:
+        _write_probe(folder, source.policy, measured)
+    training = source.drafter / "drafter.json"
+    record = {
+        **origin,
+        "kind": "drafter",
+        "target": {"name": verifier, **identity(source.policy)},
+        "drafter": {
+            "taps": list(model.config.taps),
+            "draft_vocab_size": model.config.draft_vocab_size,
+            "dtype": str(dtype).removeprefix("torch."),
+        },
+        "training": json.loads(training.read_text(encoding="utf-8")) if training.is_file() else None,
+        "measured": _measured_record(measured, schedules) if measured else None,
+        "serving": serving,
+    }
+    (folder / "README.md").write_text(card.model_card(record), encoding="utf-8")
+    write_record(folder, record)
+
+
+def _measure(cfg: RunConfig, source: Source, model: Eagle3Model, *, num_prompts: int) -> Measured:
+    tokenizer, rollout = load_tokenizer(source.policy), cfg.rollout
+    device = "cuda" if cfg.cluster.gpus_per_worker else "cpu"
+    params = SamplingParams(
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=min(rollout.max_new_tokens, cfg.evaluation.max_new_tokens or rollout.max_new_tokens),
+        stop_token_ids=stop_token_ids(source.policy, tokenizer),
+    )
+    return measure(
+        load_decoder(source.policy, dtype=getattr(torch, rollout.dtype), device=device),
+        model,
+        data.load(source.data_dir, "validation", tokenizer)[:num_prompts],
+        temperatures=sorted({0.0, rollout.temperature}),
+        params=params,
+        depth=cfg.drafter.depth,
+        max_live=rollout.max_live_requests,
+        seed=cfg.seed,
+    )
+
+
+def _schedules(measured: Measured) -> list[dict[str, Any]]:
+    """By temperature: the table, and the rates that it rests on."""
+    schedules = []
+    for row in measured.acceptance:
+        rates = expected_rates(row.survival, measured.seconds_BK)
+        table = [list(entry) for entry in depth_table(rates)]
+        rounded = [[round(rate, 1) for rate in rates_K] for rates_K in rates]
+        schedules.append({"temperature": row.temperature, "table": table, "tokens_per_s": rounded})
+    return schedules
+
+
+def _measured_record(measured: Measured, schedules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    rows = [
+        row._asdict() | {"survival": [round(x, 4) for x in row.survival], "accept_length": round(row.accept_length, 4)}
+        for row in measured.acceptance
+    ]
+    return {"split": "validation", "acceptance": rows, "context": measured.context, "schedules": list(schedules)}
+
+
+def _write_probe(folder: Path, policy: Path, measured: Measured) -> None:
+    """A few of the greedy responses, and how many tokens of them the drafter guesses at once."""
+    probe: list[replay.ProbeSequence] = []
+    for rollout in measured.greedy:
+        tokens = tuple(rollout.tokens[:_PROBE_TOKENS].tolist())
+        if replay.is_probe(tokens, rollout.prompt_len) and len(probe) < _PROBE_SEQUENCES:
+            probe.append(replay.ProbeSequence(tokens, rollout.prompt_len))
+    if not probe:
+        return
+    decoder = load_decoder(policy, dtype=torch.float32)
+    model = load_eagle3(folder, decoder.config)
+    found = replay.agreement(replay.replay(decoder, probe, model=model)[replay.LOGITS], model.draft_ids_J, probe)
+    sequences = [{"tokens": list(s.tokens), "prompt_len": s.prompt_len} for s in probe]
+    (folder / replay.PROBE).write_text(json.dumps({**found._asdict(), "sequences": sequences}), encoding="utf-8")

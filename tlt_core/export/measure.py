@@ -1,0 +1,187 @@
+"""How a drafter does on held-out prompts: chains accepted by position and temperature, and what rounds cost here.
+
+Both are measured with our engine on this machine.  Acceptance at temperature 0 is any engine's: a draft is right when
+it is the target's arg-max.  Above it, it is ours, whose drafts use the target's own noise; engines that draft the
+arg-max or sample independently accept less (see the README, "Exact trajectories").
+
+Costs are those of the tuner's model, fed by rounds with chains of every length at several batch sizes.
+
+Shapes: B batch sizes 1 .. B, K chain lengths 0 .. K.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tlt_core import adaptive
+from tlt_core.drafter.eagle3 import Eagle3Drafter
+from tlt_core.drafter.eagle3_model import Eagle3Model
+from tlt_core.model.decoder import Decoder
+from tlt_core.rollout.engine import RolloutEngine, RoundTrace, Speculation
+from tlt_core.speculation import OFF, RoundReport, Strategy
+from tlt_core.tuner.policies import RecordedTuner, make_tuner
+from tlt_core.types import GenerationRequest, NoiseKey, Prompt, Rollout, SamplingParams
+
+_NOISE_STEP = -(1 << 29)  # RL steps count from 1, validation below 0, the warm-up at -2^30
+_COST_TOKENS = 32  # of each request while costs are measured
+_UNSETTLED = 2  # rounds of a batch before its costs count: the drafter reads the prompts in them
+_NAME = "eagle3"
+
+
+class ChainAcceptance(NamedTuple):
+    """Chains verified at one temperature.
+
+    Ten chains of two drafts, one of them cut to one by its response's end; six first drafts right, two second ones:
+    offered=(10, 9), accepted=(6, 2), survival=(0.6, 0.22).
+    """
+
+    temperature: float
+    responses: int
+    tokens: int  # emitted
+    offered: tuple[int, ...]  # chains at least 1, 2, .. drafts long
+    accepted: tuple[int, ...]  # ... of which the first 1, 2, .. drafts were right
+
+    @property
+    def survival(self) -> tuple[float, ...]:
+        """Share of drafts that are accepted to position 1, 2, ..; never rising."""
+        shares, most = [], 1.0
+        for offered, accepted in zip(self.offered, self.accepted, strict=True):
+            most = min(most, accepted / offered) if offered else 0.0
+            shares.append(most)
+        return tuple(shares)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens of a round with the longest chain, the target's own included (1: no gain)."""
+        return 1.0 + sum(self.survival)
+
+
+class Measured(NamedTuple):
+    """What the card reports."""
+
+    acceptance: tuple[ChainAcceptance, ...]  # by temperature
+    seconds_BK: list[list[float]]  # of a round, entry [b - 1][k]; 0: plain
+    context: int  # tokens known of a request in those rounds
+    greedy: tuple[Rollout, ...]  # responses at temperature 0
+
+
+class _ChainSweep(RecordedTuner):
+    """Chains of each length in turn, and plain rounds."""
+
+    def __init__(self, menu: Sequence[Strategy]) -> None:
+        super().__init__(menu)
+        self._arms, self._round = (OFF, *menu), 0
+
+    def begin(self) -> None:
+        """Another batch begins."""
+        self._round = 0
+
+    def choose(self, rows: Sequence[int], context: int) -> Strategy:
+        """See `Tuner`."""
+        # The longest chain first: the drafter catches up in the rounds that do not count.
+        self._chosen = self._arms[-1 - self._round % len(self._arms)]
+        return self._chosen
+
+    def observe(self, rows: Sequence[int], report: RoundReport) -> None:
+        """See `Tuner`."""
+        self._round += 1
+        if self._round > _UNSETTLED:
+            super().observe(rows, report)
+
+
+def measure(
+    policy: Decoder,
+    drafter: Eagle3Model,
+    prompts: Sequence[Prompt],
+    *,
+    temperatures: Sequence[float],
+    params: SamplingParams,
+    depth: int,
+    max_live: int,
+    seed: int,
+) -> Measured:
+    """Decode the prompts once at each temperature with chains of `depth`, then time rounds up to `max_live` requests.
+
+    policy: in the dtype and on the device that it is served with; its weights may be re-arranged for decoding.
+    temperatures: 0 must be among them.  params: everything but the temperature.
+    """
+    chains = [Strategy(_NAME, k, 1, k) for k in range(1, depth + 1)]
+    longest = max(len(p.tokens) for p in prompts)
+    max_len = longest + max(params.max_new_tokens, _COST_TOKENS)
+
+    def engine_with(tuner: RecordedTuner) -> RolloutEngine:
+        drafters = {_NAME: Eagle3Drafter(drafter, policy, max_live=max_live, max_len=max_len)}
+        return RolloutEngine(
+            policy, max_live=max_live, max_len=max_len, speculation=Speculation(drafters, tuner, chains)
+        )
+
+    requests = [GenerationRequest(NoiseKey(seed, _NOISE_STEP, p.id, 0), p.tokens) for p in prompts]
+    rows, responses = [], {}
+    for temperature in sorted(temperatures):
+        engine = engine_with(make_tuner("fixed", chains[-1:]))
+        row, finished = _accept(engine, requests, _with(params, temperature=temperature), depth=depth)
+        rows.append(row)
+        responses[temperature] = finished
+    tokens = [len(r.tokens) - len(r.completion) // 2 for r in responses[0.0]]
+    context = sum(tokens) // len(tokens)
+    sweep = _ChainSweep(chains)
+    engine = engine_with(sweep)
+    _time_rounds(engine, sweep, requests, params, max_live=max_live)
+    seconds = [
+        [sweep.cost.round_seconds(arm, live, live * arm.tokens, live * context) for arm in (OFF, *chains)]
+        for live in range(1, max_live + 1)
+    ]
+    return Measured(tuple(rows), seconds, context, tuple(responses[0.0]))
+
+
+def _with(params: SamplingParams, *, temperature: float) -> SamplingParams:
+    return SamplingParams(temperature, params.top_p, params.top_k, params.max_new_tokens, params.stop_token_ids)
+
+
+def _accept(
+    engine: RolloutEngine, requests: Sequence[GenerationRequest], params: SamplingParams, *, depth: int
+) -> tuple[ChainAcceptance, list[Rollout]]:
+    traces: list[RoundTrace] = []
+    finished = _decode(engine, requests, params, traces)
+    offered, accepted = [0] * depth, [0] * depth
+    for trace in traces:
+        for length, hits in zip(trace.report.offered, trace.report.accepted, strict=True):
+            for position in range(length):
+                offered[position] += 1
+                accepted[position] += hits > position
+    tokens = sum(len(r.completion) for r in finished)
+    return ChainAcceptance(params.temperature, len(finished), tokens, tuple(offered), tuple(accepted)), finished
+
+
+def _time_rounds(
+    engine: RolloutEngine,
+    sweep: _ChainSweep,
+    requests: Sequence[GenerationRequest],
+    params: SamplingParams,
+    *,
+    max_live: int,
+) -> None:
+    """Rounds of one request, of a few and of many."""
+    adaptive.calibrate(engine)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=_COST_TOKENS)
+    for live in sorted({1, min(4, max_live), max_live}):
+        sweep.begin()
+        batch = [requests[i % len(requests)] for i in range(live)]
+        keys = [request.key._replace(sample=i) for i, request in enumerate(batch)]
+        again = [GenerationRequest(key, request.prompt_tokens) for key, request in zip(keys, batch, strict=True)]
+        _decode(engine, again, greedy, [])
+
+
+def _decode(
+    engine: RolloutEngine,
+    requests: Sequence[GenerationRequest],
+    params: SamplingParams,
+    traces: list[RoundTrace],
+) -> list[Rollout]:
+    waiting = list(reversed(requests))
+    finished: list[Rollout] = []
+
+    def pull(wanted: int) -> list[GenerationRequest]:
+        return [waiting.pop() for _ in range(min(wanted, len(waiting)))]
+
+    engine.generate(pull, finished.append, params, on_round=traces.append)
+    return sorted(finished, key=lambda r: r.key)
