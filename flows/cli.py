@@ -17,7 +17,11 @@ from conf.schema import RunConfig, SpeculationConfig
 from flows import _environment, _errors, _logging
 
 _DEMO = "conf/demo.yaml"
-_BENCHMARKS = {"step": "flows.benchmark:bench_step", "rollout": "flows.benchmark_rollout:bench_rollout"}
+_BENCHMARKS = {
+    "step": "flows.benchmark:bench_step",
+    "rollout": "flows.benchmark_rollout:bench_rollout",
+    "engines": "flows.benchmark_engines:bench_engines",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -254,7 +258,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "benchmark",
         choices=list(_BENCHMARKS),
-        help="step: the phases of a training step; rollout: decoding under every speculation policy",
+        help="step: the phases of a training step; rollout: decoding under every speculation policy; engines: "
+        "our engine beside transformers and vLLM",
     )
     parser.add_argument("config", nargs="?", default=_DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

@@ -214,6 +214,11 @@ class VllmServer:
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
+def vllm_python() -> Path:
+    """Interpreter of vLLM's environment: $VLLM_PYTHON, or where `make vllm-env` puts it.  It need not exist."""
+    return Path(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
+
+
 def environment(python: Path, *, threads: int) -> dict[str, str]:
     """Variables for a process that runs vLLM on `threads` threads: its own environment's packages and nothing else's,
     and the OpenMP run-time that vLLM recommends, where the environment has it."""

@@ -1,0 +1,58 @@
+"""One decoding engine in a process of its own, to be measured: a line of JSON in, a line of JSON out.
+
+    python -P process.py ENGINE_FILE      ENGINE_FILE defines `build(settings)`, which returns `decode(job)`
+
+    stdin   {"model": ..., "threads": ..., "cores": [...], ...}                                  settings, once
+    stdout  {"ready": {"version": ..., "threads": ...}}
+    stdin   {"prompts": [[...], ...], "new_tokens": 64, "temperature": 0.0, "seed": 1}            a job, again and again
+    stdout  {"seconds": ..., "first_seconds": ..., "tokens": [[...], ...]}
+
+A job is decoded twice, to its first token and to the end: the difference is decoding alone, whatever an engine does
+with prompts.  Only the standard library is used here, so that any interpreter with an engine can run it.
+"""
+
+import gc
+import json
+import os
+import runpy
+import sys
+import time
+
+
+def main() -> None:
+    """Serve jobs until stdin ends."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever an engine prints must not look like a reply
+    settings = json.loads(sys.stdin.readline())
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, settings["cores"])  # before any thread exists: all of them inherit it
+    engine = runpy.run_path(sys.argv[1])
+    decode = engine["build"](settings)
+    _reply(replies, {"ready": engine["describe"]()})
+    for line in sys.stdin:
+        job = json.loads(line)
+        _, first_seconds = _timed(decode, job | {"new_tokens": 1})
+        tokens, seconds = _timed(decode, job)
+        _reply(replies, {"seconds": seconds, "first_seconds": first_seconds, "tokens": tokens})
+
+
+def _timed(decode, job):  # type: ignore[no-untyped-def]  # of a module that no import names
+    """Tokens by prompt, and seconds.  `decode(job)` prepares, and returns what is to be timed."""
+    run = decode(job)
+    gc.collect()
+    began = time.perf_counter()
+    tokens = run()
+    seconds = time.perf_counter() - began
+    wrong = [len(row) for row in tokens if len(row) != job["new_tokens"]]
+    if wrong or len(tokens) != len(job["prompts"]):
+        raise ValueError(f"{job['new_tokens']} tokens were wanted for each prompt, the engine made {wrong}")
+    return tokens, seconds
+
+
+def _reply(replies, value):  # type: ignore[no-untyped-def]
+    replies.write(json.dumps(value) + "\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""vLLM for `process.py`, run by the interpreter of vLLM's own environment; nothing of ours is imported.
+
+Settings: model, dtype, threads, max_live, max_len, kv_cache_mb, speculative (vLLM's speculative_config or null), eager.
+
+The engine core runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0, set by the caller): on a few cores a process
+of its own for the scheduler would compete with the computing threads.
+"""
+
+import torch
+import vllm
+
+
+def describe():  # type: ignore[no-untyped-def]  # this file is run by another interpreter than the checker's
+    """For the report."""
+    return {"version": f"vllm {vllm.__version__}", "threads": torch.get_num_threads()}
+
+
+def build(settings):  # type: ignore[no-untyped-def]
+    """See `process.py`."""
+    llm = vllm.LLM(
+        settings["model"],
+        dtype=settings["dtype"],
+        max_model_len=settings["max_len"],
+        max_num_seqs=settings["max_live"],
+        kv_cache_memory_bytes=settings["kv_cache_mb"] << 20,
+        enable_prefix_caching=False,  # each job is decoded more than once
+        enforce_eager=settings["eager"],
+        speculative_config=settings["speculative"],
+        disable_log_stats=True,
+    )
+
+    def decode(job):  # type: ignore[no-untyped-def]
+        params = vllm.SamplingParams(
+            temperature=job["temperature"], max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False
+        )
+        prompts = [{"prompt_token_ids": tokens} for tokens in job["prompts"]]
+        return lambda: [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
+
+    return decode
