@@ -23,6 +23,8 @@ def writer():
     writer.close()
 
 
+MAPS = Path("/proc/self/maps")
+needs_maps = pytest.mark.skipif(not MAPS.exists(), reason="needs Linux's map of the process")
 HELD = [6, 29, 33, 38, 43, 49, 51]  # of the first 60 prompts
 
 
@@ -38,6 +40,7 @@ def digests(buffer: SequenceBuffer) -> dict[str, str]:
     return {s.id: digest(s) for s in buffer.sequences()}
 
 
+@needs_maps
 @pytest.mark.parametrize("limits", [(30_000, 4_000, 500), (10**6, 6_000, 25), (8_000, 10**6, 12), (2_500, 10, 9)])
 @pytest.mark.parametrize("spills", [True, False])
 def test_bounds_hold_after_every_add(tmp_path, writer, limits, spills):
@@ -59,9 +62,18 @@ def test_bounds_hold_after_every_add(tmp_path, writer, limits, spills):
             assert buffer.tokens == sum(lengths[i] for i in kept)
             assert buffer.nbytes == sum(bytes_of(lengths[i]) for i in kept) <= max_bytes
             assert buffer.ram_bytes <= min(max_ram_bytes + 2 * max(sizes), buffer.nbytes)
+            assert prompt % 10 or buffer.ram_bytes == bytes_in_memory(buffer)
         if spills:
             buffer.spill(step)
     assert digests(buffer) == {i: digest(remade(i, lengths[i])) for i in kept}
+
+
+def bytes_in_memory(buffer: SequenceBuffer) -> int:
+    """Of the sequences that are not parts of a mapped file, by the operating system's account."""
+    lines = [line for line in MAPS.read_text().splitlines() if "seqs_" in line]
+    ranges = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in lines]
+    in_file = [any(a <= s.taps_LE.data_ptr() < b for a, b in ranges) for s in buffer.sequences()]
+    return sum(s.nbytes for s, mapped in zip(buffer.sequences(), in_file, strict=True) if not mapped)
 
 
 def remade(name: str, length: int):
@@ -107,15 +119,21 @@ def test_a_sequence_that_is_too_large_is_not_kept(tmp_path):
     assert buffer.nbytes <= bytes_of(30)
 
 
-def test_the_same_response_again_replaces_the_first(tmp_path, writer):
-    buffer = SequenceBuffer(tmp_path, **ROOMY, writer=writer)
+@pytest.mark.parametrize("mapped", [False, True])
+def test_the_same_response_again_replaces_the_first(tmp_path, writer, mapped):
+    max_ram_bytes = bytes_of(19) if mapped else 10**9
+    buffer = SequenceBuffer(tmp_path, **{**ROOMY, "max_ram_bytes": max_ram_bytes}, writer=writer)
     buffer.add(make(1, 0, length=20))
     buffer.spill(1)
     writer.wait()
+    assert (buffer.ram_bytes == 0) == mapped
     buffer.add(make(1, 0, length=25))
+    assert digests(buffer) == {"5.1.0.0": digest(make(1, 0, length=25))}
     assert (len(buffer), buffer.tokens, buffer.nbytes) == (1, 25, bytes_of(25))
-    assert buffer.index() == {"files": []}
-    assert files(tmp_path) == []
+    if not mapped:
+        assert buffer.ram_bytes == bytes_of(25)
+        assert buffer.index() == {"files": []}
+        assert files(tmp_path) == []
 
 
 FRESH = """
@@ -151,6 +169,8 @@ def test_every_bit_survives_spill_and_reopen(tmp_path, writer, max_ram_bytes):
         sum(bytes_of(7 + 5 * p, itemsize=i) for p in range(6) for i in (2, 4)),
     )
     assert digests(reopened) == expected
+    if max_ram_bytes > 1:
+        return  # one fresh process is enough: it takes seconds to start
     fresh = subprocess.run(
         [sys.executable, "-c", FRESH, str(tmp_path), index], capture_output=True, text=True, check=True, cwd=Path.cwd()
     )
@@ -169,7 +189,7 @@ def test_a_step_that_fits_into_memory_is_one_file(tmp_path, writer):
     assert files(tmp_path) == ["seqs_000012.safetensors"]
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="needs Linux's map of the process")
+@needs_maps
 def test_spilled_sequences_leave_memory(tmp_path, writer):
     buffer = SequenceBuffer(
         tmp_path, max_bytes=10**9, max_ram_bytes=3 * bytes_of(500), max_sequences=1000, writer=writer
@@ -182,7 +202,7 @@ def test_spilled_sequences_leave_memory(tmp_path, writer):
     buffer.add(make(3, 0, length=500))
     assert buffer.ram_bytes == 3 * bytes_of(500)
     assert buffer.nbytes == 7 * bytes_of(500)
-    maps = Path("/proc/self/maps").read_text()
+    maps = MAPS.read_text()
     assert "seqs_000000.safetensors" in maps
     assert "seqs_000002.safetensors" not in maps  # the newest step stays in memory while that suffices
 
