@@ -62,6 +62,7 @@ class SequenceBuffer:
         self._held_every = held_every
         self._files = SpillFiles(folder, writer or BackgroundWriter())
         self._sequences: dict[str, StoredSequence] = {}
+        self._names_of_step: dict[int, set[str]] = {}
         self._mapped: set[str] = set()
         self._bytes = self._ram_bytes = self._tokens = 0
         self._disk_failed = False  # memory is then bounded by eviction
@@ -143,8 +144,11 @@ class SequenceBuffer:
         """Drop sequences until the bounds hold."""
         protected = self._protected() if self._over() else set()
         while self._over():
-            victim = min(self._sequences.values(), key=lambda s: (s.id in protected, s.step, len(s.tokens_L), s.key))
+            open_steps = (names - protected for _, names in sorted(self._names_of_step.items()))
+            names = next((names for names in open_steps if names), protected)
+            victim = min((self._sequences[name] for name in names), key=lambda s: (len(s.tokens_L), s.key))
             self._drop(victim.id)
+            protected.discard(victim.id)
 
     def _over(self) -> bool:
         short_of_memory = self._disk_failed and self._ram_bytes > self._max_ram_bytes
@@ -152,11 +156,12 @@ class SequenceBuffer:
 
     def _protected(self) -> set[str]:
         """The longest of the step before the newest one."""
-        steps = sorted({s.step for s in self._sequences.values()})
-        last = [s for s in self._sequences.values() if len(steps) > 1 and s.step == steps[-2]]
         chosen: set[str] = set()
-        nbytes = 0
-        for sequence in sorted(last, key=lambda s: (-len(s.tokens_L), s.key)):
+        if len(self._names_of_step) < 2:
+            return chosen
+        last, nbytes = sorted(self._names_of_step)[-2], 0
+        sequences = [self._sequences[name] for name in self._names_of_step[last]]
+        for sequence in sorted(sequences, key=lambda s: (-len(s.tokens_L), s.key)):
             nbytes += sequence.nbytes
             if nbytes * _KEPT_SHARE > self._max_bytes or (len(chosen) + 1) * _KEPT_SHARE > self._max_sequences:
                 break
@@ -197,6 +202,7 @@ class SequenceBuffer:
 
     def _insert(self, sequence: StoredSequence, *, mapped: bool) -> None:
         self._sequences[sequence.id] = sequence
+        self._names_of_step.setdefault(sequence.step, set()).add(sequence.id)
         self._tokens += len(sequence.tokens_L)
         self._bytes += sequence.nbytes
         if mapped:
@@ -209,6 +215,9 @@ class SequenceBuffer:
         sequence = self._sequences.pop(name, None)
         if sequence is None:
             return
+        self._names_of_step[sequence.step].remove(name)
+        if not self._names_of_step[sequence.step]:
+            del self._names_of_step[sequence.step]
         self._tokens -= len(sequence.tokens_L)
         self._bytes -= sequence.nbytes
         self._ram_bytes -= 0 if name in self._mapped else sequence.nbytes

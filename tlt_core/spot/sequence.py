@@ -7,7 +7,7 @@ Shapes: L tokens, prompt included; P = L - first sampled tokens; E tapped width,
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,8 +42,12 @@ class StoredSequence:
     taps_LE: Tensor  # of positions 0 .. L - 2 at least: the target never runs the last token
     last_PD: Tensor  # hidden states after the final norm, in the dtype of the taps
     lognorms_P: Tensor  # float32, of the target's logits at temperature 1
+    id: str = field(init=False)  # the same in every run with this seed: seed, step, prompt, sample, as "0.12.3.1"
+    nbytes: int = field(init=False)  # of its tensors
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "id", ".".join(map(str, self.key)))
+        object.__setattr__(self, "nbytes", sum(t.nbytes for t in self.tensors.values()))
         length = len(self.tokens_L)
         _require(self.tokens_L.dtype == torch.int32, f"tokens are {self.tokens_L.dtype}, not int32")
         _require(0 < self.first < length, f"{self.first} prompt tokens of {length}")
@@ -56,19 +60,9 @@ class StoredSequence:
         _require(all(t.device.type == "cpu" for t in self.tensors.values()), "not on the CPU: copy it there first")
 
     @property
-    def id(self) -> str:
-        """Name of the sequence, the same in every run with this seed: seed, step, prompt, sample.  "0.12.3.1" """
-        return ".".join(map(str, self.key))
-
-    @property
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by name."""
         return {name: getattr(self, name) for name in _TENSORS}
-
-    @property
-    def nbytes(self) -> int:
-        """Of its tensors."""
-        return sum(t.nbytes for t in self.tensors.values())
 
     def owned(self) -> "StoredSequence":
         """The same with tensors that hold no larger memory alive, and that autograd may keep."""
