@@ -364,7 +364,7 @@ class SpotConfig(Section):
     min_idle_s: float = Field(0.1, ge=0)
     """Idle time that passes before training begins."""
     max_steps: int = Field(0, ge=0)
-    """Pieces of work (`micro_step_s` each, at most) of all workers in one rollout; 0: as many as the idle time holds."""
+    """Pieces of work (`micro_step_s` each at most) of all workers in one rollout; 0: as many as idle time holds."""
     after_rollout_s: float = Field(0.0, ge=0)
     """Training after rollout has ended, on every worker: for a single worker, which is never idle.  Costs step time."""
     micro_step_s: float = Field(0.15, gt=0)

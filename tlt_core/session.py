@@ -20,6 +20,7 @@ import torch
 
 from conf.schema import RunConfig
 from tlt_core import checkpoint, data
+from tlt_core.canary import canary_metrics
 from tlt_core.cluster.dispatcher import Drained
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.worker import TrainerSpec, WorkerSpec
@@ -378,7 +379,8 @@ class Session:
             dispatch=self.cfg.rollout.dispatch,
             on_progress=on_progress,
             step=step,
-            spot=self._spot_settings() if is_training and self._trains_drafter else None,
+            is_training=is_training,
+            spot=self._spot_settings(is_training),
         )
         if is_training:
             self.metrics.spans.extend(workers.spans)
@@ -386,11 +388,17 @@ class Session:
             self.rounds = [report.rounds for report in reports]
             self.metrics.log(spec_metrics(reports))
             self._trained = results_of(reports)
+            self.metrics.log(canary_metrics([report.canary for report in reports]))
         return RolloutBatch.pack(finished)
 
-    def _spot_settings(self) -> SpotSettings:
+    def _spot_settings(self, is_training: bool) -> SpotSettings:
         spot = self.cfg.drafter.spot
-        return SpotSettings(min_idle_s=spot.min_idle_s, max_steps=spot.max_steps, interval=spot.interval)
+        return SpotSettings(
+            enabled=is_training and self._trains_drafter,
+            min_idle_s=spot.min_idle_s,
+            max_steps=spot.max_steps,
+            interval=spot.interval,
+        )
 
     def _report(self, phase: str, done: int, total: int, drained: Drained | None = None, rate: float = 0.0) -> None:
         live = drained.live if drained is not None else (0,) * self._group.num_workers

@@ -20,8 +20,10 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from conf.schema import ClusterConfig
+from tlt_core.canary import outliers
 from tlt_core.cluster.dispatcher import Dispatcher, Drained
-from tlt_core.cluster.worker import DrafterPublished, GenerateReport, UpdateReport, Worker, WorkerSpec
+from tlt_core.cluster.drafting import DrafterPublished
+from tlt_core.cluster.worker import GenerateReport, UpdateReport, Worker, WorkerSpec
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.spot.coordinator import PhaseReport, SpotSettings
 from tlt_core.types import GenerationRequest, SamplingParams
@@ -103,21 +105,20 @@ class WorkerGroup:
         dispatch: str,
         on_progress: Callable[[Drained], None],
         step: int = 0,
-        spot: SpotSettings | None = None,
+        is_training: bool = False,
+        spot: SpotSettings = SpotSettings(enabled=False),  # noqa: B008 (immutable)
     ) -> Generated:
         """Sample every request; `on_progress` gets what finished since its last call, several times a second.
 
-        spot: idle workers train the drafter under these settings; None: they wait.  A worker that dies when it has
-        nothing left to decode does not end the phase: the next one fails.
+        is_training: these are the rollouts of RL step `step`.  spot: when idle workers train the drafter.  A worker
+        that dies when it has nothing left to decode does not end the phase: the next one fails.
         """
-        settings = SpotSettings(enabled=False) if spot is None else spot
         begun = self._dispatcher.begin.remote(
-            groups, num_workers=self.num_workers, dispatch=dispatch, step=step, spot=settings
+            groups, num_workers=self.num_workers, dispatch=dispatch, step=step, spot=spot
         )
         self._get([begun])
         running = {
-            w.generate.remote(self._dispatcher, params, step, spot is not None): rank
-            for rank, w in enumerate(self._workers)
+            w.generate.remote(self._dispatcher, params, step, is_training): rank for rank, w in enumerate(self._workers)
         }
         pending, reports = list(running), dict[int, GenerateReport]()
         while pending:
@@ -169,8 +170,15 @@ class WorkerGroup:
         return self._call_all("reference_logprobs", [(share,) for share in shares])
 
     def publish(self, policy_version: int) -> None:
-        """New weights into all rollout replicas."""
-        self._call_all("publish", [(policy_version,)] * self.num_workers)
+        """New weights into all rollout replicas.  Raises WorkerDied when one of them holds others than the rest."""
+        published = self._call_all("publish", [(policy_version,)] * self.num_workers)
+        wrong = outliers(published)
+        if wrong:
+            self.kill()
+            raise WorkerDied(
+                f"after publishing policy {policy_version}, workers {list(wrong)} hold other weights than the rest "
+                f"({published}, version and digest); start the same command again to resume from the newest checkpoint"
+            )
 
     def save(self, folder: Path) -> None:
         """Every worker's part of a checkpoint."""

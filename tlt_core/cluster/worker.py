@@ -7,7 +7,6 @@ idle) are made here and in the dispatcher.  States are time-stamped as `WorkerSp
     update:    UPDATING
 """
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conf.schema import AlgorithmConfig, DrafterConfig, RolloutConfig, SpeculationConfig, UpdateConfig
+from conf.schema import AlgorithmConfig, DrafterConfig, RolloutConfig, UpdateConfig
 from tlt_core import adaptive
-from tlt_core.drafter.eagle3 import Eagle3Drafter
-from tlt_core.drafter.eagle3_files import export_weights, load_eagle3, save_eagle3
+from tlt_core.canary import CanaryReport, WeightDigest
+from tlt_core.cluster.drafting import DrafterPublished, Drafting, newest_drafter
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.policy import FrozenPolicy
 from tlt_core.grpo.update import PolicyTrainer
@@ -32,8 +31,6 @@ from tlt_core.spot_training import SpotResult, SpotTraining
 from tlt_core.types import GenerationRequest, Rollout, SamplingParams, WorkerSpan, WorkerState
 
 _POLL_S = 0.02  # how often an idle worker asks whether rollout has ended
-_TUNER_FILE = "tuner_{}.json"  # by rank
-_DRAFTER_DIR = "drafter-eagle3"  # of a checkpoint: the drafter in use
 _REPORT_S = 0.5  # how often a busy worker reports its token count
 
 
@@ -68,15 +65,7 @@ class GenerateReport(NamedTuple):
     tuner: dict[str, Any]  # what it knows of itself, see `RecordedTuner.snapshot`; empty without speculation
     drafter_failures: int  # proposals that could not be used, since the start
     spot: SpotResult | None = None  # None: this worker trains no drafter
-
-
-class DrafterPublished(NamedTuple):
-    """What one worker made of a drafter candidate.  All workers agree."""
-
-    accepted: bool
-    candidate_length: float  # acceptance lengths on all workers' canaries; 0: known before
-    used_length: float
-    checksum: int  # of the drafter now in use
+    canary: CanaryReport = CanaryReport((), ())
 
 
 class UpdateReport(NamedTuple):
@@ -97,7 +86,7 @@ class Worker:
         self._engine: RolloutEngine | None = None
         self._trainer: PolicyTrainer | None = None
         self._reference: FrozenPolicy | None = None
-        self._spot: SpotTraining | None = None
+        self._drafting: Drafting | None = None
         self._policy_version = 0
 
     def join(self, init_method: str) -> None:
@@ -110,17 +99,26 @@ class Worker:
         spec = self._spec
         dtype = getattr(torch, spec.rollout.dtype)
         replica = load_decoder(spec.model_dir, dtype=dtype, device=spec.device)
+        speculation = newest_drafter(spec.rollout.speculation, checkpoint)
         self._engine = adaptive.make_engine(
             replica,
-            _newest_drafter(spec.rollout.speculation, checkpoint),
+            speculation,
             max_live=spec.rollout.max_live_requests,
             max_len=spec.max_len,
             seed=spec.seed + self._rank,
             capture=spec.spot_dir is not None,
         )
         self._policy_version = policy_version
-        self._prepare_tuner(checkpoint)
-        self._prepare_spot(checkpoint)
+        self._drafting = Drafting(self._engine, rank=self._rank, world_size=self._world_size)
+        self._drafting.prepare(checkpoint)
+        if spec.spot_dir is not None:
+            self._drafting.train_in_idle_time(
+                spec.drafter,
+                speculation,
+                temperature=spec.rollout.temperature,
+                folder=spec.spot_dir / f"worker_{self._rank}",
+                resume=checkpoint is not None,
+            )
         if spec.trainer is None:
             return
         self._trainer = self._make_trainer(spec.trainer, dtype)
@@ -135,34 +133,6 @@ class Worker:
                 device=self._device,
             )
 
-    def _prepare_tuner(self, checkpoint: Path | None) -> None:
-        """What it had learnt before the restart, or a first measurement."""
-        assert self._engine is not None, "built by load()"
-        saved = None if checkpoint is None else checkpoint / _TUNER_FILE.format(self._rank)
-        if saved is not None and saved.is_file() and self._engine.speculation is not None:
-            self._engine.speculation.tuner.load_state_dict(json.loads(saved.read_text()))
-        else:
-            adaptive.calibrate(self._engine)
-
-    def _prepare_spot(self, checkpoint: Path | None) -> None:
-        """Training in idle time goes on where the newest saved state left it."""
-        spec, engine = self._spec, self._engine
-        assert engine is not None, "built by load()"
-        path = _newest_drafter(spec.rollout.speculation, checkpoint).drafter_path
-        drafter = None if engine.speculation is None else engine.speculation.drafters.get("eagle3")
-        if spec.spot_dir is None or path is None or not isinstance(drafter, Eagle3Drafter):
-            return
-        self._drafter = drafter
-        self._spot = SpotTraining(
-            spec.drafter.spot,
-            model=load_eagle3(Path(path), engine.decoder.config),
-            decoder=engine.decoder,
-            depth=spec.drafter.depth,
-            temperature=spec.rollout.temperature,
-            folder=spec.spot_dir / f"worker_{self._rank}",
-            resume=checkpoint is not None,
-        )
-
     def _make_trainer(self, spec: TrainerSpec, dtype: torch.dtype) -> PolicyTrainer:
         return PolicyTrainer(
             load_decoder(self._spec.model_dir, dtype=dtype, device=self._spec.device),
@@ -176,15 +146,16 @@ class Worker:
             device=self._device,
         )
 
-    def generate(self, dispatcher: Any, params: SamplingParams, step: int, train_drafter: bool) -> GenerateReport:
+    def generate(self, dispatcher: Any, params: SamplingParams, step: int, is_training: bool) -> GenerateReport:
         """Decode what the dispatcher hands out; then train the drafter, or wait, until rollout has ended everywhere.
 
-        train_drafter: this phase's responses are kept to train on.
+        is_training: these are the step's rollouts, from which the drafter learns and on which it is judged.
         """
         import ray  # the dispatcher is a Ray actor handle; the class itself runs without Ray in tests
 
-        engine, spot = self._engine, self._spot if train_drafter else None
-        assert engine is not None, "load() comes first"
+        engine, drafting = self._engine, self._drafting
+        assert engine is not None and drafting is not None, "load() comes first"  # noqa: PT018
+        spot = drafting.spot if is_training else None
         pushed: list[Any] = []
         rounds: list[RoundTrace] = []
         exhausted, tokens, reported_s = False, 0, time.monotonic()
@@ -203,6 +174,8 @@ class Worker:
             nonlocal tokens, reported_s
             tokens += trace.tokens
             rounds.append(trace)
+            if is_training:
+                drafting.observe(trace.report)
             if time.monotonic() - reported_s > _REPORT_S:
                 dispatcher.report.remote(self._rank, tokens)
                 reported_s = time.monotonic()
@@ -225,7 +198,11 @@ class Worker:
         self._use_idle_time(idle, lambda event: ray.get(dispatcher.ask.remote(event)), spot)
         failures = sum(engine.drafter_failures.values())
         return GenerateReport(
-            tuple(rounds), adaptive.snapshot(engine), failures, None if spot is None else spot.result()
+            tuple(rounds),
+            adaptive.snapshot(engine),
+            failures,
+            None if spot is None else spot.result(),
+            drafting.canary(),
         )
 
     def _use_idle_time(
@@ -266,66 +243,37 @@ class Worker:
         assert self._reference is not None, "built only when algorithm.kl.coef > 0"
         return self._reference.logprobs(batch)
 
-    def publish(self, policy_version: int) -> None:
-        """Copy the trainer's weights into the rollout replica, without touching disk."""
-        assert self._trainer is not None, "load() comes first"
-        assert self._engine is not None, "load() comes first"
-        self._engine.load_weights(self._trainer.weights())
+    def publish(self, policy_version: int) -> tuple[int, int]:
+        """Copy the trainer's weights into the rollout replica, without touching disk; the version and a digest of what
+        was copied, which all workers must agree about."""
+        engine, trainer, drafting = self._engine, self._trainer, self._drafting
+        assert engine is not None and trainer is not None and drafting is not None, "load() comes first"  # noqa: PT018
+        digest = WeightDigest()
+        engine.load_weights(digest.through(trainer.weights()))
         self._policy_version = policy_version
+        drafting.changed()
+        return policy_version, digest.value
 
     def publish_drafter(self, share: float, version: int, verify: bool) -> DrafterPublished:
-        """Sum the workers' candidates, each times its share, and draft with the result from now on.
-
-        A collective: every worker is called.  verify: the sum is nobody's own candidate, so it is measured on all
-        canaries first, and refused when it accepts less than the drafter in use.
-        """
-        spot, engine = self._spot, self._engine
-        assert spot is not None and engine is not None, "load() comes first"  # noqa: PT018
-        parameters_N = spot.contribution(share)
-        self._sum(parameters_N)
-        candidate_length = used_length = 0.0
-        if verify:
-            counts_3 = torch.tensor(spot.canary_of(parameters_N), dtype=torch.float64)
-            self._sum(counts_3)
-            starts, candidate, used = counts_3.tolist()
-            candidate_length, used_length = 1 + candidate / max(starts, 1), 1 + used / max(starts, 1)
-        accepted = candidate_length >= used_length
-        if accepted:
-            target = _checksum(engine.decoder.head_weight)
-            self._drafter.load_weights(export_weights(spot.adopt(parameters_N, is_mine=share == 1)))
-            if _checksum(engine.decoder.head_weight) != target:
-                raise RuntimeError(f"publishing drafter {version} changed the target's weights: stop and report this")
-            adaptive.notify_change(engine, "eagle3")
-        else:
-            spot.reject()
-        return DrafterPublished(accepted, candidate_length, used_length, spot.checksum)
+        """See `Drafting.publish`."""
+        assert self._drafting is not None, "load() comes first"
+        return self._drafting.publish(share, version, verify=verify)
 
     def refuse_drafter(self) -> None:
         """No candidate of this phase is published."""
-        assert self._spot is not None, "load() comes first"
-        self._spot.reject()
+        assert self._drafting is not None, "load() comes first"
+        self._drafting.refuse()
 
     def export_drafter(self, out_dir: Path) -> None:
         """Write the drafter in use as a folder that vLLM and SGLang load."""
-        assert self._spot is not None, "load() comes first"
-        save_eagle3(self._spot.used, out_dir, dtype=getattr(torch, self._spec.rollout.dtype))
-
-    def _sum(self, values: Tensor) -> None:
-        """In place, over all workers."""
-        if self._world_size > 1:
-            dist.all_reduce(values)
+        assert self._drafting is not None, "load() comes first"
+        self._drafting.export(out_dir, dtype=getattr(torch, self._spec.rollout.dtype))
 
     def save(self, folder: Path) -> None:
-        """Write this worker's part of a checkpoint.  The drafter's training state follows in the background."""
-        assert self._trainer is not None, "load() comes first"
+        """Write this worker's part of a checkpoint."""
+        assert self._trainer is not None and self._drafting is not None, "load() comes first"  # noqa: PT018
         self._trainer.save(folder)
-        if self._spot is not None:
-            self._spot.save()
-            if self._rank == 0:
-                self.export_drafter(folder / _DRAFTER_DIR)
-        if self._engine is not None and self._engine.speculation is not None:
-            state = json.dumps(self._engine.speculation.tuner.state_dict())
-            (folder / _TUNER_FILE.format(self._rank)).write_text(state)
+        self._drafting.save(folder, dtype=getattr(torch, self._spec.rollout.dtype))
 
     def export(self, out_dir: Path, tokenizer_from: Path, dtype: str) -> None:
         """Write the policy as a plain Hugging Face folder (rank 0 writes, all take part in gathering)."""
@@ -339,23 +287,10 @@ class Worker:
 
     def leave(self) -> None:
         """Leave the torch.distributed group in step with the others; without the barrier gloo may abort at exit."""
-        if self._spot is not None:
-            self._spot.close()
+        if self._drafting is not None:
+            self._drafting.close()
         if dist.is_initialized():
             dist.barrier()
             if self._trainer is not None:
                 self._trainer.close()
             dist.destroy_process_group()
-
-
-def _newest_drafter(cfg: SpeculationConfig, checkpoint: Path | None) -> SpeculationConfig:
-    """The drafter that was in use when the checkpoint was written, where there was one."""
-    saved = None if checkpoint is None else checkpoint / _DRAFTER_DIR
-    if cfg.drafter_path is None or saved is None or not saved.is_dir():
-        return cfg
-    return cfg.model_copy(update={"drafter_path": str(saved)})
-
-
-def _checksum(weight: Tensor) -> int:
-    """Of every 61st row: cheap, and a write to a shared tensor changes them all."""
-    return int(weight[::61].contiguous().view(torch.uint8).sum(dtype=torch.int64))

@@ -1,0 +1,175 @@
+"""Everything of a worker that has to do with drafting: what its engine speculates with, how that learns, who watches.
+
+prepare -> tuner measured or restored, drafter's training resumed, canary set
+observe -> the canary sees every training round; a drafter that has collapsed is suspended
+publish -> candidates of all workers summed, measured, swapped in between two rollouts
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from conf.schema import DrafterConfig, SpeculationConfig
+from tlt_core import adaptive
+from tlt_core.canary import Canary, CanaryReport
+from tlt_core.drafter.eagle3 import Eagle3Drafter
+from tlt_core.drafter.eagle3_files import export_weights, load_eagle3, save_eagle3
+from tlt_core.rollout.engine import RolloutEngine
+from tlt_core.speculation import RoundReport
+from tlt_core.spot_training import SpotTraining
+from tlt_core.tuner.policies import RecordedTuner
+
+_DRAFTER_DIR = "drafter-eagle3"  # of a checkpoint: the drafter in use
+_STATE_FILE = "tuner_{}.json"  # by rank
+
+
+class DrafterPublished(NamedTuple):
+    """What one worker made of a drafter candidate.  All workers agree."""
+
+    accepted: bool
+    candidate_length: float  # acceptance lengths on all workers' canaries; 0: known before
+    used_length: float
+    checksum: int  # of the drafter now in use
+
+
+def newest_drafter(cfg: SpeculationConfig, checkpoint: Path | None) -> SpeculationConfig:
+    """The drafter that was in use when the checkpoint was written, where there was one."""
+    saved = None if checkpoint is None else checkpoint / _DRAFTER_DIR
+    if cfg.drafter_path is None or saved is None or not saved.is_dir():
+        return cfg
+    return cfg.model_copy(update={"drafter_path": str(saved)})
+
+
+class Drafting:
+    """See the module docstring.  One a worker."""
+
+    def __init__(self, engine: RolloutEngine, *, rank: int, world_size: int) -> None:
+        self._engine, self._rank, self._world_size = engine, rank, world_size
+        self.spot: SpotTraining | None = None
+        drafters = {} if engine.speculation is None else engine.speculation.drafters
+        self._drafter = drafters.get("eagle3")
+        self._canary = Canary(name for name, drafter in drafters.items() if drafter.taps)
+
+    @property
+    def _tuner(self) -> RecordedTuner | None:
+        tuner = None if self._engine.speculation is None else self._engine.speculation.tuner
+        return tuner if isinstance(tuner, RecordedTuner) else None
+
+    def prepare(self, checkpoint: Path | None) -> None:
+        """What tuner and canary had learnt before the restart, or a first measurement."""
+        saved = None if checkpoint is None else checkpoint / _STATE_FILE.format(self._rank)
+        if self._tuner is not None and saved is not None and saved.is_file():
+            state = json.loads(saved.read_text())
+            self._canary.load_state_dict(state.pop("canary", {}))
+            self._tuner.load_state_dict(state)
+        else:
+            adaptive.calibrate(self._engine)
+
+    def train_in_idle_time(
+        self, cfg: DrafterConfig, speculation: SpeculationConfig, *, temperature: float, folder: Path, resume: bool
+    ) -> None:
+        """Make the drafter trainable.  speculation: names the folder that the engine's drafter came from."""
+        if speculation.drafter_path is None or self._drafter is None:
+            return
+        decoder = self._engine.decoder
+        self.spot = SpotTraining(
+            cfg.spot,
+            model=load_eagle3(Path(speculation.drafter_path), decoder.config),
+            decoder=decoder,
+            depth=cfg.depth,
+            temperature=temperature,
+            folder=folder,
+            resume=resume,
+        )
+
+    def observe(self, report: RoundReport) -> None:
+        """A round of a training rollout was made."""
+        verdict = self._canary.observe(report)
+        if verdict is not None and verdict.collapsed and self._tuner is not None:
+            self._tuner.suspend(verdict.drafter)
+
+    def canary(self) -> CanaryReport:
+        """What is known since the latest publish."""
+        return self._canary.report()
+
+    def changed(self, drafter: str | None = None) -> None:
+        """New weights of the drafter, or of the policy (None), are in the engine."""
+        resumed = self._canary.published(drafter)
+        if self._tuner is None:
+            return
+        if drafter is not None:
+            self._tuner.notify_change(drafter)
+        for name in resumed:
+            self._tuner.resume(name)
+
+    def publish(self, share: float, version: int, *, verify: bool) -> DrafterPublished:
+        """Sum the workers' candidates, each times its share, and draft with the result from now on.
+
+        A collective: every worker takes part.  verify: the sum is nobody's own candidate, so it is measured on all
+        canaries first, and refused when it accepts less than the drafter in use.
+        """
+        spot = self._spot()
+        parameters_N = spot.contribution(share)
+        self._sum(parameters_N)
+        candidate_length = used_length = 0.0
+        if verify:
+            counts_3 = torch.tensor(spot.canary_of(parameters_N), dtype=torch.float64)
+            self._sum(counts_3)
+            starts, candidate, used = counts_3.tolist()
+            candidate_length, used_length = 1 + candidate / max(starts, 1), 1 + used / max(starts, 1)
+        accepted = candidate_length >= used_length
+        if accepted:
+            self._swap(parameters_N, version, is_mine=share == 1)
+        else:
+            spot.reject()
+        return DrafterPublished(accepted, candidate_length, used_length, spot.checksum)
+
+    def refuse(self) -> None:
+        """No candidate of this phase is published."""
+        self._spot().reject()
+
+    def export(self, out_dir: Path, *, dtype: torch.dtype) -> None:
+        """Write the drafter in use as a folder that vLLM and SGLang load."""
+        save_eagle3(self._spot().used, out_dir, dtype=dtype)
+
+    def save(self, folder: Path, *, dtype: torch.dtype) -> None:
+        """This worker's part of a checkpoint.  The drafter's training state follows in the background."""
+        if self._tuner is not None:
+            state: dict[str, Any] = {**self._tuner.state_dict(), "canary": self._canary.state_dict()}
+            (folder / _STATE_FILE.format(self._rank)).write_text(json.dumps(state))
+        if self.spot is not None:
+            self.spot.save()
+            if self._rank == 0:
+                self.export(folder / _DRAFTER_DIR, dtype=dtype)
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        if self.spot is not None:
+            self.spot.close()
+
+    def _spot(self) -> SpotTraining:
+        assert self.spot is not None, "only a worker that trains a drafter is asked"
+        return self.spot
+
+    def _swap(self, parameters_N: Tensor, version: int, *, is_mine: bool) -> None:
+        assert isinstance(self._drafter, Eagle3Drafter), "there is training, so there is a drafter"
+        decoder = self._engine.decoder
+        target = _checksum(decoder.head_weight), _checksum(decoder.embed_tokens.weight)
+        self._drafter.load_weights(export_weights(self._spot().adopt(parameters_N, is_mine=is_mine)))
+        if (_checksum(decoder.head_weight), _checksum(decoder.embed_tokens.weight)) != target:
+            raise RuntimeError(f"publishing drafter {version} changed the target's weights: stop and report this")
+        self.changed("eagle3")
+
+    def _sum(self, values: Tensor) -> None:
+        """In place, over all workers."""
+        if self._world_size > 1:
+            dist.all_reduce(values)
+
+
+def _checksum(weight: Tensor) -> int:
+    """Of every 61st row: cheap, and a push that overwrites a shared tensor changes them all."""
+    return int(weight[::61].contiguous().view(torch.uint8).sum(dtype=torch.int64))
