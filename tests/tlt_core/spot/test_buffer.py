@@ -5,6 +5,7 @@ import json
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,21 @@ def test_a_file_evicted_while_it_is_written_is_deleted(tmp_path, writer):
     writer.wait()
     index = buffer.index()
     assert files(tmp_path) == [entry["name"] for entry in index["files"]] == ["seqs_000019.safetensors"]
+
+
+def test_a_file_that_nobody_needs_any_more_is_not_in_the_index(tmp_path, writer):
+    """... although it is not even written yet."""
+    disk = threading.Event()
+    writer.submit(tmp_path / "slow", lambda path: (disk.wait(30), path.write_text("x")))
+    buffer = SequenceBuffer(tmp_path, max_bytes=10**9, max_ram_bytes=10**9, max_sequences=1, writer=writer)
+    for step in (1, 2):
+        buffer.add(make(step, 0))
+        buffer.spill(step)
+    assert [entry["name"] for entry in buffer.index()["files"]] == ["seqs_000002.safetensors"]
+    disk.set()
+    writer.wait()
+    buffer.index()
+    assert files(tmp_path) == ["seqs_000002.safetensors", "slow"]
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "other", "size", "garbage", "sequence"])
