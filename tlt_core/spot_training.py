@@ -259,6 +259,7 @@ class SpotTraining:
             "tensors": name,
             "step": self._step,
             "rejections": self._rejections,
+            "rows_per_s": self._rows_per_s,
             "buffer": self._buffer.index(),
             "sampler": self._sampler.state_dict(),
         }
@@ -289,6 +290,7 @@ class SpotTraining:
         self._heads = {int(n.removeprefix("head.")): h for n, h in tensors.items() if n.startswith("head.")}
         self._trainer.load_state_dict({n: v for n, v in tensors.items() if not n.startswith("head.")})
         self._step, self._rejections = values["step"], values["rejections"]
+        self._rows_per_s = values["rows_per_s"]
         self._buffer = SequenceBuffer.open(self._folder, values["buffer"], **self._bounds, writer=self._writer)
         self._sampler.load_state_dict(values["sampler"])
         self._committed = values["tensors"]

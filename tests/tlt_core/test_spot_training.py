@@ -1,0 +1,205 @@
+"""A worker's training in idle time: it learns from what rollout left behind, measures itself, and survives restarts."""
+
+import logging
+
+import pytest
+import torch
+
+from conf.schema import SpotConfig
+from tests.tlt_core.drafter.training_texts import lively_decoder
+from tlt_core.drafter.eagle3 import Eagle3Drafter
+from tlt_core.drafter.eagle3_acceptance import measure_acceptance
+from tlt_core.drafter.eagle3_model import eagle3_from_target
+from tlt_core.drafter_release import decide
+from tlt_core.rollout.engine import RolloutEngine, Speculation
+from tlt_core.speculation import Strategy
+from tlt_core.spot_training import SpotResult, SpotTraining
+from tlt_core.tuner.policies import make_tuner
+from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
+
+DEPTH, MAX_LEN = 3, 64
+MENU = [Strategy("eagle3", DEPTH, 1, DEPTH)]
+# Micro-steps of a fixed size: their number follows the clock otherwise.
+CFG = SpotConfig(micro_step_s=1e6, rows_per_step=128, window_rows=64, learning_rate=5e-3, canary_tokens=200)
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_config):
+    return lively_decoder(tiny_config)
+
+
+def first_drafter(decoder):
+    return eagle3_from_target(decoder, torch.arange(64), scales=(1.0,) * 3, seed=1)
+
+
+def training(decoder, folder, *, resume=False, cfg=CFG):
+    return SpotTraining(
+        cfg, model=first_drafter(decoder), decoder=decoder, depth=DEPTH, temperature=1.0, folder=folder, resume=resume
+    )
+
+
+def roll_out(decoder, spot, *, step, prompts=16):
+    """One rollout phase with capture; returns the engine's drafter."""
+    drafter = Eagle3Drafter(spot.used, decoder, max_live=4, max_len=MAX_LEN)
+    tuner = make_tuner("fixed", MENU)
+    speculation = Speculation({"eagle3": drafter}, tuner, MENU)
+    engine = RolloutEngine(decoder, max_live=4, max_len=MAX_LEN, speculation=speculation, capture_taps=drafter.taps)
+    generator = torch.Generator().manual_seed(3)
+    waiting = [
+        GenerationRequest(NoiseKey(0, step, p, s), torch.randint(3, 64, (1 + p % 7,), generator=generator).int())
+        for p in range(prompts)
+        for s in range(2)
+    ]
+    spot.begin(step, policy_version=step)
+
+    def pull(wanted):
+        taken, waiting[:] = waiting[:wanted], waiting[wanted:]
+        return taken
+
+    engine.generate(
+        pull, lambda _: None, SamplingParams(max_new_tokens=40), on_captured=spot.collect, policy_version=step
+    )
+    return drafter
+
+
+def train(spot, *, until):
+    for _ in range(2000):
+        if until(spot.result()):
+            return spot.result()
+        spot.micro_step()
+    raise AssertionError(f"it never came to that: {spot.result()}")
+
+
+def parameters(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_training_in_idle_time_raises_acceptance_and_says_by_how_much(decoder, tmp_path):
+    spot = training(decoder, tmp_path)
+    drafter = roll_out(decoder, spot, step=1)
+    before = parameters(spot.used).clone()
+    result = train(spot, until=lambda r: r.steps >= 40 and r.candidate_length > 0)
+    assert result.used_length < result.candidate_length - 0.2
+    assert result.rows >= 40 * 64
+    assert torch.equal(parameters(spot.used), before), "what is in use changes by a publish alone"
+    # The canary's figures are those of an independent measurement on the responses that were held back.
+    held = spot._phase.held
+    measured = measure_acceptance(spot.used, decoder.embed_tokens.weight, held, depth=DEPTH, temperature=1.0)
+    assert result.used_length == pytest.approx(measured.accept_length)
+    # Publish: what the engine's drafter then proposes is the candidate's.
+    candidate = spot.contribution(1.0)
+    adopted = spot.adopt(candidate, is_mine=True)
+    assert torch.equal(parameters(adopted), candidate)
+    assert not torch.equal(candidate, before)
+    del drafter
+    spot.close()
+
+
+def test_held_back_responses_are_not_trained_on(decoder, tmp_path):
+    spot = training(decoder, tmp_path)
+    roll_out(decoder, spot, step=1)
+    held = {id_ for id_ in (s.id for s in spot._buffer.sequences())} - {s.id for s in spot._buffer.trainable()}
+    train(spot, until=lambda r: r.steps >= 20)
+    assert held
+    assert not held & set(spot._sampler.state_dict()["flows"])
+    spot.close()
+
+
+@pytest.mark.parametrize("micro_steps", [1, 4, 9])
+def test_a_restart_goes_on_bit_by_bit(decoder, tmp_path, micro_steps):
+    """fp32 on CPU.  Saved in the middle of a phase, between any two micro-steps of training."""
+    whole = training(decoder, tmp_path / "whole")
+    first = training(decoder, tmp_path / "first")
+    for spot in (whole, first):
+        roll_out(decoder, spot, step=1)
+        spot.end()
+        roll_out(decoder, spot, step=2)
+        spot.end()
+        spot._phase.held = []  # no canary: its pieces are not training
+    for _ in range(micro_steps):
+        first.micro_step()
+    first.save()
+    first.close()
+    second = training(decoder, tmp_path / "first", resume=True)
+    second.begin(2, policy_version=2)
+    second._phase.held = []
+    for _ in range(12 - micro_steps):
+        second.micro_step()
+    for _ in range(12):
+        whole.micro_step()
+    states = [spot._trainer.state_dict() for spot in (whole, second)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert states[0]["steps"] > 0
+    for spot in (whole, second):
+        spot.close()
+
+
+def test_a_damaged_state_costs_the_training_not_the_run(decoder, tmp_path, caplog):
+    spot = training(decoder, tmp_path)
+    roll_out(decoder, spot, step=1)
+    spot.end()
+    train(spot, until=lambda r: r.steps >= 2)
+    spot.save()
+    spot.close()
+    tensors = next(tmp_path.glob("trainer_*.safetensors"))
+    tensors.write_bytes(tensors.read_bytes()[:1000])
+    with caplog.at_level(logging.WARNING):
+        again = training(decoder, tmp_path, resume=True)
+    assert "training starts anew" in caplog.text
+    assert again.result().steps_total == 0
+    again.close()
+
+
+def test_candidates_that_are_refused_again_and_again_are_dropped(decoder, tmp_path):
+    spot = training(decoder, tmp_path, cfg=CFG.model_copy(update={"max_rejections": 2}))
+    roll_out(decoder, spot, step=1)
+    train(spot, until=lambda r: r.steps >= 3)
+    assert not spot.reject()
+    trained = parameters(spot._trainer.model).clone()
+    assert not torch.equal(trained, parameters(spot.used))
+    assert spot.reject()
+    assert torch.equal(parameters(spot._trainer.model), parameters(spot.used))
+    spot.micro_step()  # and goes on
+    spot.close()
+
+
+def test_two_workers_publish_their_average_after_measuring_it(decoder, tmp_path):
+    spots = [training(decoder, tmp_path / str(worker)) for worker in range(2)]
+    for worker, spot in enumerate(spots):
+        roll_out(decoder, spot, step=1 + worker)
+        train(spot, until=lambda r: r.steps >= 10 and r.candidate_length > 0)
+    decision = decide([spot.result() for spot in spots])
+    assert decision.verify
+    assert sum(decision.shares) == pytest.approx(1.0)
+    averaged = sum(spot.contribution(share) for spot, share in zip(spots, decision.shares, strict=True))
+    for spot in spots:
+        starts, accepted, used = spot.canary_of(averaged)
+        assert starts > 0
+        assert accepted > used
+        spot.adopt(averaged, is_mine=False)
+    assert spots[0].checksum == spots[1].checksum
+    assert torch.equal(parameters(spots[0]._trainer.model), parameters(spots[1]._trainer.model))
+    for spot in spots:
+        spot.close()
+
+
+TRAINED = SpotResult(rows=100, steps=2, used_length=2.0, candidate_length=2.5, canary_starts=50)
+
+
+@pytest.mark.parametrize(
+    ("results", "shares", "verify", "refused"),
+    [
+        ([SpotResult(), SpotResult()], (0, 0), False, False),
+        ([SpotResult(rows=9, steps=1), SpotResult()], (0, 0), False, False),  # no time to measure
+        ([TRAINED, SpotResult()], (1, 0), False, False),
+        ([TRAINED._replace(candidate_length=1.9), SpotResult()], (0, 0), False, True),
+        ([TRAINED, TRAINED._replace(rows=300)], (0.25, 0.75), True, False),
+        ([TRAINED, TRAINED._replace(candidate_length=1.9)], (1, 0), False, False),
+        ([TRAINED._replace(candidate_length=2.0)], (1,), False, False),  # as good: newer data
+    ],
+)
+def test_what_is_published(results, shares, verify, refused):
+    decision = decide(results)
+    assert (decision.shares, decision.verify, decision.refused) == (tuple(map(float, shares)), verify, refused)
+    assert decision.reason
