@@ -20,6 +20,7 @@ _DEMO = "conf/demo.yaml"
 _BENCHMARKS = {
     "step": "flows.benchmark:bench_step",
     "rollout": "flows.benchmark_rollout:bench_rollout",
+    "spot": "flows.benchmark_spot:bench_spot",
     "engines": "flows.benchmark_engines:bench_engines",
 }
 
