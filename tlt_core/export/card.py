@@ -7,8 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batch sizes shown
-
 
 def model_card(record: Mapping[str, Any]) -> str:
     """Markdown."""
@@ -48,9 +46,12 @@ def _serving(record: Mapping[str, Any]) -> str:
         "  --speculative-draft-model-path drafter-eagle3 --speculative-eagle-topk 1 \\",
         f"  --speculative-num-steps {depth} --speculative-num-draft-tokens {depth + 1}",
     ]
+    table = serving.get("num_speculative_tokens_per_batch_size", [])
+    useless = ["**As measured here no chain pays at any batch size: serve the target without the drafter.**", ""]
     lines = [
         "## Serving",
         "",
+        *(useless if table and not any(chain for *_, chain in table) else []),
         "From the folder that holds `policy` and `drafter-eagle3`:",
         "",
         "```bash",
@@ -131,13 +132,11 @@ def _schedule(record: Mapping[str, Any]) -> str:
     ]
     for row in measured["schedules"]:
         lines.append(f"- temperature {row['temperature']:g}: `{json.dumps(row['table'])}`")
-    if all(depth == 0 for *_, depth in measured["schedules"][0]["table"]):
-        lines += ["", "**Here no chain pays at any batch size: serve the target without the drafter.**"]
     lines += ["", "Tokens a second expected at temperature 0 (K drafts a round; 0: plain decoding):", ""]
     rates = measured["schedules"][0]["tokens_per_s"]
-    lines += [_row(["requests", *(f"K={k}" for k in range(len(rates[0])))]), _row(["---"] * (len(rates[0]) + 1))]
-    shown = [size for size in _SIZES if size < len(rates)] + [len(rates)]
-    lines += [_row([size, *(f"{rate:.0f}" for rate in rates[size - 1])]) for size in shown]
+    columns = len(next(iter(rates.values())))
+    lines += [_row(["requests", *(f"K={k}" for k in range(columns))]), _row(["---"] * (columns + 1))]
+    lines += [_row([size, *(f"{rate:.0f}" for rate in rates_K)]) for size, rates_K in rates.items()]
     return "\n".join(lines)
 
 

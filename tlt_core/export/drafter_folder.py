@@ -29,6 +29,7 @@ from tlt_core.model.load import load_config, load_decoder, load_tokenizer, stop_
 from tlt_core.types import SamplingParams
 
 _PROBE_SEQUENCES, _PROBE_TOKENS = 4, 256
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batch sizes whose rates are recorded
 
 
 def write_drafter(
@@ -100,13 +101,14 @@ def _measure(cfg: RunConfig, source: Source, model: Eagle3Model, *, num_prompts:
 
 
 def _schedules(measured: Measured) -> list[dict[str, Any]]:
-    """By temperature: the table, and the rates that it rests on."""
+    """By temperature: the table, and some of the rates that it rests on, by batch size and chain length."""
     schedules = []
     for row in measured.acceptance:
         rates = expected_rates(row.survival, measured.seconds_BK)
         table = [list(entry) for entry in depth_table(rates)]
-        rounded = [[round(rate, 1) for rate in rates_K] for rates_K in rates]
-        schedules.append({"temperature": row.temperature, "table": table, "tokens_per_s": rounded})
+        sizes = [*(size for size in _SIZES if size < len(rates)), len(rates)]
+        shown = {str(size): [round(rate, 1) for rate in rates[size - 1]] for size in sizes}
+        schedules.append({"temperature": row.temperature, "table": table, "tokens_per_s": shown})
     return schedules
 
 

@@ -106,7 +106,9 @@ def tapped(target: Any, tokens_L: Tensor, taps: list[int]) -> tuple[dict[int, Te
 def main(drafter_dir: str, target_dir: str, inputs: str, out: str) -> None:
     """See the module docstring."""
     drafter = None if drafter_dir == "-" else Drafter(Path(drafter_dir))
-    target: Any = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32, use_safetensors=True)
+    target: Any = AutoModelForCausalLM.from_pretrained(
+        target_dir, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
+    )
     embedding_VD: Tensor = target.get_input_embeddings().weight
     given = load_file(inputs)
     results: dict[str, list[Tensor]] = {}

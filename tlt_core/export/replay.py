@@ -156,9 +156,21 @@ def replay_elsewhere(target: Path, probe: Sequence[ProbeSequence], *, drafter: P
             str(target.resolve()),
         ]
         offline = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(
-            [*command, str(given), str(out)], env=offline, capture_output=True, text=True, timeout=_LIMIT_S, check=False
-        )
+        try:
+            done = subprocess.run(
+                [*command, str(given), str(out)],
+                env=offline,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise Refused(
+                f"the reference implementation was not done after {_LIMIT_S:.0f} s in a fresh process; verify on a "
+                "machine with more memory or less work"
+            ) from None
         if done.returncode:
             said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
             raise Refused(

@@ -22,6 +22,7 @@ from tlt_core.model.config import ModelError
 from tlt_core.model.load import load_config, load_decoder, resolve
 
 _TOLERANCE = 1e-3  # of the spread of the values compared; 1e-5 is usual between two fp32 implementations
+_REPLAY_RESTS_ON = ("digests", "values", "vocabulary", "target", "layers", "tokenizer", "weights", "verifier")
 _SLACK = 0.02  # share of the probe's guesses that may turn out otherwise: near-ties
 
 
@@ -126,11 +127,7 @@ class _Drafter:
             ("tokenizer", self._check_tokenizer, ("contents",)),
             ("weights", self._check_weights, ("contents",)),
             ("verifier", self._check_verifier, ("config",)),
-            (
-                "replay",
-                self._check_replay,
-                ("digests", "values", "vocabulary", "target", "layers", "tokenizer", "weights"),
-            ),
+            ("replay", self._check_replay, _REPLAY_RESTS_ON),
         ]
         outcomes: dict[str, Check] = {}
         for name, check, ground in stages:

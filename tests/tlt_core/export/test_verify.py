@@ -1,0 +1,324 @@
+"""Hostile and broken exports: each is refused, by the check that is meant for it, with the reason and the remedy.
+
+`reseal` rewrites the digests as an attacker would, so that what is tested is the check itself.
+"""
+
+import dataclasses
+import json
+import pickle
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.tlt_core.export.conftest import WORDS, write_policy
+from tlt_core.export.record import write_record
+from tlt_core.export.verify import passed, verify
+from tlt_core.model.config import ModelError
+
+
+def reseal(folder: Path) -> None:
+    record = json.loads((folder / "provenance.json").read_text())
+    (folder / "provenance.json").unlink()
+    write_record(folder, record)
+
+
+def edit_tensors(export: Path, change) -> None:
+    path = export / "drafter-eagle3" / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def edit_json(path: Path, change) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def edit_config(export: Path, change) -> None:
+    edit_json(export / "drafter-eagle3" / "config.json", change)
+
+
+def refusals(export: Path, **options) -> dict[str, str]:
+    return {c.name: c.text for c in verify(export, **{"target": None, **options}) if c.outcome == "REFUSED"}
+
+
+def test_a_sound_export_passes(exported):
+    checks = verify(exported, target=None)
+    assert passed(checks), checks
+    told = json.loads((exported / "drafter-eagle3" / "probe.json").read_text())
+    assert told["agreeing"] > told["positions"] / 2, "a drafter that guesses nothing tests nothing"
+    assert f"guesses {told['agreeing']} of {told['positions']} recorded tokens" in checks[-1].text
+
+
+@pytest.mark.slow
+def test_the_drafter_alone_with_a_named_target(exported, tiny):
+    assert passed(verify(exported / "drafter-eagle3", target=str(tiny.source.policy)))
+
+
+def test_a_drafter_alone_without_a_target(exported):
+    with pytest.raises(ModelError, match="no policy beside it: say --target"):
+        verify(exported / "drafter-eagle3", target=None)
+    with pytest.raises(ModelError, match="is not a folder"):
+        verify(exported / "nowhere", target=None)
+
+
+def drop(*names):
+    def change(tensors):
+        for name in names:
+            del tensors[name]
+
+    return change
+
+
+def put(**values):
+    return lambda tensors: tensors.update({name.replace("__", "."): value(tensors) for name, value in values.items()})
+
+
+def swap(x, i=3, j=9):
+    y = x.clone()
+    y[i], y[j] = x[j], x[i]
+    return y
+
+
+def with_nan(x):
+    y = x.clone()
+    y[1, 2] = torch.nan
+    return y
+
+
+BROKEN_TENSORS = [
+    (put(d2t=lambda t: t["d2t"] + 1), "vocabulary", r"d2t and t2d name different tokens \(first: 2\)"),
+    (put(d2t=lambda t: swap(t["d2t"] + torch.arange(58)) - torch.arange(58)), "vocabulary", "d2t is swapped"),
+    (put(d2t=lambda t: t["d2t"] + torch.arange(58)), "vocabulary", r"token ids 2 .. 116.* it must hold offsets"),
+    (put(t2d=lambda t: ~t["t2d"]), "vocabulary", "d2t and t2d name different tokens"),
+    (drop("lm_head.weight"), "tensors", "lm_head.weight is missing.* vLLM would take the target's head"),
+    (drop("d2t"), "tensors", "tensor d2t is missing"),
+    (drop("midlayer.hidden_norm.weight"), "tensors", "midlayer.hidden_norm.weight is missing"),
+    (put(fc__bias=lambda t: torch.zeros(32)), "tensors", "fc.bias is not part of the layout: servers drop it silently"),
+    (
+        put(fc__weight=lambda t: t["fc.weight"][:, :64].clone()),
+        "tensors",
+        r"fc.weight has shape \(32, 64\).*\(32, 96\)",
+    ),
+    (put(norm__weight=lambda t: t["norm.weight"].double()), "tensors", "weights are torch.float32, torch.float64"),
+    (put(d2t=lambda t: t["d2t"].int()), "tensors", "d2t is torch.int32"),
+    (put(fc__weight=lambda t: with_nan(t["fc.weight"])), "values", "fc.weight holds 1 values that are NaN"),
+    (put(lm_head__weight=lambda t: torch.zeros(58, 32)), "values", "lm_head.weight is all zeros"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "reason"), BROKEN_TENSORS, ids=[reason[:40] for *_, reason in BROKEN_TENSORS]
+)
+def test_broken_tensors(export, change, check, reason):
+    edit_tensors(export, change)
+    assert "drafter digests" in refusals(export)
+    reseal(export / "drafter-eagle3")
+    found = refusals(export)
+    assert list(found) == [f"drafter {check}"]
+    assert re.search(reason, found[f"drafter {check}"]), found
+
+
+TAPS = "eagle_aux_hidden_state_layer_ids"
+BROKEN_CONFIGS = [
+    (lambda c: c["eagle_config"].update({TAPS: [0, 1, 2]}), "layers", r"\[0, 1, 2\] at the top.*must be \[-1, 0, 1\]"),
+    (lambda c: c["eagle_config"].pop(TAPS), "layers", "must be a list of numbers at the top level and inside"),
+    (
+        lambda c: (c.update({TAPS: [2, 15, 27]}), c["eagle_config"].update({TAPS: [1, 14, 26]})),
+        "layers",
+        "not three ascending layers of a target with 2",
+    ),
+    (lambda c: c.pop("norm_before_residual"), "config", "norm_before_residual is missing, the servers need False"),
+    (lambda c: c.update(architectures=["LlamaForCausalLM"]), "config", "architectures is .*LlamaForCausalLMEagle3"),
+    (lambda c: c.update(draft_vocab_size=None), "config", "draft_vocab_size is None"),
+    (lambda c: c.update(draft_vocab_size=65), "config", "draft_vocab_size 65 exceeds vocab_size 64"),
+    (lambda c: c.update(fc_norm=True), "config", "fc_norm=True is not what every server implements"),
+    (lambda c: c.pop("rope_theta"), "config", "servers read one or the other"),
+    (lambda c: c.pop("speculators_model_type"), "config", "the speculators keys are missing"),
+    (lambda c: c["transformer_layer_config"].update(hidden_size=16), "config", "hidden_size=16, the top level 32"),
+    (lambda c: c["speculators_config"].pop("verifier"), "config", "speculators_config is incomplete"),
+    (
+        lambda c: c["speculators_config"]["verifier"].update(name_or_path="someone/else"),
+        "verifier",
+        "would load someone/else as target",
+    ),
+    (lambda c: c.update(auto_map={"AutoModel": "evil.Model"}), "contents", "auto_map, which makes loaders run code"),
+]
+
+
+@pytest.mark.parametrize(("change", "check", "reason"), BROKEN_CONFIGS, ids=[r[:40] for *_, r in BROKEN_CONFIGS])
+def test_broken_configurations(export, change, check, reason):
+    edit_config(export, change)
+    reseal(export / "drafter-eagle3")
+    found = refusals(export)
+    assert list(found) == [f"drafter {check}"]
+    assert re.search(reason, found[f"drafter {check}"]), found
+
+
+class Bomb:
+    """Leaves a trace when it is unpickled."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self):
+        return (Path.touch, (self.trace,))
+
+
+def index_to(shard):
+    return json.dumps({"weight_map": {"fc.weight": shard}})
+
+
+BROKEN_CONTENTS = [
+    (lambda d: (d / "notes.txt").symlink_to("/etc/hosts"), "notes.txt is a link to /etc/hosts"),
+    (lambda d: (d / "model.safetensors.index.json").write_text(index_to("/etc/model.safetensors")), "'/etc/model.safe"),
+    (lambda d: (d / "model.safetensors.index.json").write_text(index_to("../policy/model.safetensors")), "'../policy"),
+    (lambda d: (d / "model.safetensors.index.json").write_text(index_to("a\\b.safetensors")), "not a safetensors file"),
+    (lambda d: (d / "modeling.py").write_text("import os"), "modeling.py is code"),
+    (lambda d: (d / "more").mkdir(), "more is not a plain file"),
+    (lambda d: (d / "weights.dat").write_bytes(b"x"), "weights.dat is of no kind that an export has"),
+    (lambda d: (d / "extra.json").write_text("{"), "extra.json is not readable as JSON"),
+]
+
+
+@pytest.mark.parametrize(("change", "reason"), BROKEN_CONTENTS, ids=[reason[:30] for _, reason in BROKEN_CONTENTS])
+@pytest.mark.parametrize("part", ["drafter-eagle3", "policy"])
+def test_contents_that_lead_elsewhere(export, change, reason, part):
+    change(export / part)
+    found = refusals(export)
+    assert set(found) == {f"{part.removesuffix('-eagle3')} contents"}
+    assert reason in found[f"{part.removesuffix('-eagle3')} contents"]
+
+
+@pytest.mark.parametrize("instead", [True, False])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
+def test_pickles(export, tmp_path, name, instead):
+    drafter = export / "drafter-eagle3"
+    (drafter / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    if instead:
+        (drafter / "model.safetensors").unlink()
+    found = refusals(export)
+    assert list(found) == ["drafter contents"]
+    assert f"{name} is a pickle" in found["drafter contents"]
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_pickle_that_calls_itself_safetensors(export, tmp_path):
+    (export / "drafter-eagle3" / "model.safetensors").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    reseal(export / "drafter-eagle3")
+    assert "no safetensors file" in refusals(export)["drafter tensors"]
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_truncated_file(export):
+    path = export / "drafter-eagle3" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    found = refusals(export)
+    assert "sha256 differs" in found["drafter digests"]
+    assert "truncated, damaged" in found["drafter tensors"]
+
+
+def test_weights_in_several_files(export):
+    drafter = export / "drafter-eagle3"
+    shutil.copy(drafter / "model.safetensors", drafter / "other.safetensors")
+    reseal(drafter)
+    assert "but other.safetensors is there" in refusals(export)["drafter tensors"]
+
+
+def test_tampered_weights(export):
+    edit_tensors(export, put(fc__weight=lambda t: t["fc.weight"] * 1.001))
+    found = refusals(export)
+    assert list(found) == ["drafter digests"]
+    assert "model.safetensors is not the file that was exported" in found["drafter digests"]
+
+
+def test_files_that_came_or_went_after_the_export(export):
+    drafter = export / "drafter-eagle3"
+    (drafter / "added.txt").write_text("hello")
+    assert "added.txt is not listed" in refusals(export)["drafter digests"]
+    (drafter / "added.txt").unlink()
+    (drafter / "README.md").unlink()
+    assert "README.md is missing" in refusals(export)["drafter digests"]
+    edit_json(drafter / "provenance.json", lambda p: p["files"].update({"../policy/config.json": "0"}))
+    assert "'../policy/config.json'" in refusals(export)["drafter digests"]
+    (drafter / "provenance.json").unlink()
+    assert "has no provenance.json" in refusals(export)["drafter digests"]
+
+
+def test_a_root_with_more_than_an_export(export):
+    (export / "policy.bak").mkdir()
+    assert "policy.bak is no part of an export" in refusals(export)["export"]
+
+
+@pytest.mark.parametrize(
+    ("change", "check", "reason"),
+    [
+        ({"hidden_size": 48, "head_dim": 12}, "target", "hidden size is 32, the target's 48"),
+        ({"vocab_size": 65}, "target", "vocabulary is 64, the target's 65"),
+    ],
+)
+def test_a_target_of_another_shape(exported, tiny_config, tmp_path, change, check, reason):
+    other = write_policy(tmp_path / "other", dataclasses.replace(tiny_config, **change))
+    found = refusals(exported / "drafter-eagle3", target=str(other))
+    assert reason in found[f"drafter {check}"]
+
+
+def test_a_target_with_fewer_layers(exported, tiny_config, tmp_path):
+    other = write_policy(tmp_path / "other", dataclasses.replace(tiny_config, num_layers=1))
+    found = refusals(exported / "drafter-eagle3", target=str(other))
+    assert "not three ascending layers of a target with 1" in found["drafter layers"]
+
+
+def test_a_target_with_another_tokenizer(exported, tiny_config, tmp_path):
+    other = write_policy(tmp_path / "other", tiny_config, words=swap_words(WORDS))
+    found = refusals(exported / "drafter-eagle3", target=str(other), other_weights=True)
+    assert list(found) == ["drafter tokenizer"]
+    assert "another tokenizer" in found["drafter tokenizer"]
+
+
+def swap_words(words):
+    return [*words[:10], words[11], words[10], *words[12:]]
+
+
+@pytest.mark.slow
+def test_a_target_with_other_weights_on_purpose(exported, tiny_config, tmp_path):
+    other = str(write_policy(tmp_path / "other", tiny_config, seed=5))
+    checks = {c.name: c for c in verify(exported / "drafter-eagle3", target=other, other_weights=True)}
+    assert checks["drafter weights"].outcome == checks["drafter replay"].outcome == "ok"
+    assert "another target's" in checks["drafter replay"].text
+
+
+def test_a_target_with_other_weights(exported, tiny_config, tmp_path):
+    other = str(write_policy(tmp_path / "other", tiny_config, seed=5))
+    found = refusals(exported / "drafter-eagle3", target=other)
+    assert "say --other-weights if this one is meant" in found["drafter weights"]
+
+
+@pytest.mark.slow
+def test_a_verifier_that_is_not_on_this_machine(export):
+    edit_config(export, lambda c: c["speculators_config"]["verifier"].update(name_or_path="/moved/policy"))
+    reseal(export / "drafter-eagle3")
+    checks = {c.name: c for c in verify(export, target=None)}
+    assert "'vllm serve DRAFTER' alone will not find it" in checks["drafter verifier"].text
+    assert passed(list(checks.values()))
+
+
+@pytest.mark.slow
+def test_a_consistent_map_of_another_drafter_is_found_by_what_it_guesses(export):
+    """Everything fits and every digest is right, but each draft is another token."""
+
+    def change(tensors):
+        ids = torch.arange(58) + 5
+        tensors["d2t"] = ids - torch.arange(58)
+        tensors["t2d"] = torch.zeros(64, dtype=torch.bool).index_fill_(0, ids, True)
+
+    edit_tensors(export, change)
+    reseal(export / "drafter-eagle3")
+    found = refusals(export)
+    assert list(found) == ["drafter replay"]
+    assert re.search(r"guesses 0, at its export it guessed \d\d.* do not belong together", found["drafter replay"])
