@@ -1,6 +1,6 @@
 """How the wall time of one training step splits into phases and orchestration.
 
-    step = rollout + reward wait + update + reference + weight sync + checkpoint + validation + overhead
+    step = rollout + drafter publish + reward wait + update + reference + weight sync + checkpoint + validation + overhead
 
 Overhead is what is left: Prefect, Ray, MLflow, files between the stations, packing.  Rollout and update count only
 while some worker is in a state (BUSY, IDLE, TRAINING, UPDATING), so the time Ray needs to start a phase and to bring
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from tlt_core.types import WorkerSpan
 
-PHASES = ("reward", "ref", "update_weights", "save_checkpoint", "testing")  # timed by the driver as a whole
+PHASES = ("publish_drafter", "reward", "ref", "update_weights", "save_checkpoint", "testing")  # timed by the driver
 
 
 def overhead_metrics(values: Mapping[str, float], spans: Sequence[WorkerSpan], *, step_s: float) -> dict[str, float]:

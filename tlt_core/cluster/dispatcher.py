@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from tlt_core.spot.coordinator import (
+    Action,
     Coordinator,
     Order,
     PhaseBegan,
@@ -59,6 +60,7 @@ class Dispatcher:
         """Start a phase of RL step `step`.  `groups[i]` are the requests of one prompt.  spot: who may train when."""
         self._coordinator = Coordinator(num_workers, spot)
         self._coordinator.handle(PhaseBegan(step, time.time()))
+        self._ended_s = 0.0
         self._num_workers = num_workers
         self._live = [0] * num_workers
         self._tokens = [0] * num_workers
@@ -97,6 +99,8 @@ class Dispatcher:
         """A worker without requests reports; it is told what to do until the phase is over."""
         order = self._coordinator.handle(event)
         assert order is not None, "a report is answered"
+        if order.action is Action.STOP:
+            self._ended_s = time.time()
         return order
 
     def lost(self, worker: int) -> bool:
@@ -105,8 +109,8 @@ class Dispatcher:
         return self._live[worker] == 0 and (self._shared or not self._queues[worker])
 
     def phase(self) -> PhaseReport:
-        """What every worker did in the phase so far."""
-        return self._coordinator.report(time.time())
+        """What every worker did in the phase, up to the last one's leaving it."""
+        return self._coordinator.report(self._ended_s or time.time())
 
     def over(self) -> bool:
         """Has every request of the phase finished?"""
