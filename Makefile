@@ -5,11 +5,13 @@
 #   make test-vllm the drafter in a real vLLM server, in an environment of its own (make vllm-env)
 #   make check     lint, format, types, layers
 #   make ui        look at the runs      make doctor    what this machine has, and what is used
+#   make deploy    Prefect server and worker in the background, all deployments      make deploy-stop    end them
 
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 CONFIG ?= conf/demo.yaml
 PORT ?= 5000
+PREFECT_PORT ?= 4200
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
   $$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null \
   && { command -v $$p; break; }; done)
@@ -21,7 +23,7 @@ VLLM_FIX := tlt_core/serving/vllm_cpu_fix
 # Tests work on tiny tensors, which threads only slow down.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: demo test test-all test-gpu test-vllm vllm-env check format ui doctor install
+.PHONY: demo test test-all test-gpu test-vllm vllm-env check format ui doctor deploy deploy-stop install
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -56,6 +58,12 @@ ui: $(STAMP)
 
 doctor: $(STAMP)
 	$(BIN)/tlt doctor
+
+deploy: $(STAMP)
+	$(BIN)/tlt deploy --port $(PREFECT_PORT)
+
+deploy-stop: $(STAMP)
+	$(BIN)/tlt deploy --stop
 
 install: $(STAMP)
 

@@ -416,6 +416,26 @@ class DrafterConfig(Section):
     """AdamW; 20 steps of warm-up, then a linear decay to a tenth."""
 
 
+class RetrainConfig(Section):
+    """Retraining of the drafter for the newest policy, on a schedule (`tlt retrain`): the candidate and the champion
+    decode held-out prompts, and the better one is the champion from then on."""
+
+    num_prompts: int = Field(16, ge=1)
+    """Validation prompts that both decode (the first so many); no drafter is trained on them."""
+    num_samples: int = Field(1, ge=1)
+    """Responses per prompt."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Responses are cut here.  None: as in rollout."""
+    max_live_requests: int = Field(4, ge=1)
+    """Responses decoded at once: few, as in the tail of a rollout."""
+    repeats: int = Field(3, ge=1)
+    """Times that speed is measured; the median counts."""
+    min_gain: float = Field(0.02, ge=0)
+    """The candidate's acceptance length must exceed the champion's by this share of it."""
+    min_speed: float = Field(0.95, ge=0)
+    """... and it must decode at least this many times as fast.  0: speed does not count."""
+
+
 class EvaluationConfig(Section):
     """Validation during training."""
 
@@ -542,6 +562,8 @@ class RunConfig(Section):
     """Policy update."""
     drafter: DrafterConfig = DrafterConfig()
     """Training of the drafter."""
+    retrain: RetrainConfig = RetrainConfig()
+    """Scheduled retraining of the drafter."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Validation."""
     cluster: ClusterConfig = ClusterConfig()

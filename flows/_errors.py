@@ -35,7 +35,7 @@ def explain(error: BaseException, *, run_dir: Path | None) -> Report | None:
     module = type(error).__module__
     if isinstance(error, ValueError) and module.startswith(("tlt_core.", "flows.")):
         return Report(str(error), 2)
-    if module == "flows._server":
+    if module in ("flows._server", "tasks.registry"):
         return Report(str(error), 1)
     if module == "tlt_core.cluster.group":  # WorkerDied, with the worker's own traceback
         return Report(f"{error}{see_log}", 1)

@@ -5,6 +5,7 @@ a second.  Every failure that a user can cause is one paragraph on stderr and an
 """
 
 import argparse
+import os
 import pkgutil
 import signal
 import sys
@@ -93,6 +94,11 @@ def _verify_export(args: argparse.Namespace) -> int:
     return 0 if good else 1
 
 
+def _retrain(cfg: RunConfig, _: argparse.Namespace) -> None:
+    decision = _run(cfg, "flows.retrain:retrain")
+    print(f"{decision.outcome}: {decision.reason}")
+
+
 def _evaluate(cfg: RunConfig, _: argparse.Namespace) -> None:
     _print_metrics(_run(cfg, "flows.evaluate:evaluate"))
 
@@ -156,11 +162,31 @@ def _ui(args: argparse.Namespace) -> None:
     serve(uri=args.uri, host=args.host, port=args.port)
 
 
+def _deploy(args: argparse.Namespace) -> None:
+    from flows import deploy
+
+    if args.stop:
+        print(f"stopped: {', '.join(deploy.stop()) or 'nothing was running'}")
+        return
+    url = deploy.deploy(port=args.port, file=args.file, notify_url=os.environ.get("TLT_NOTIFY_URL", ""))
+    print(f"deployed; pages: {url.removesuffix('/api')}    stop: tlt deploy --stop (make deploy-stop).  Run with")
+    print(f"export PREFECT_API_URL={url}")
+    print("prefect deployment run 'train/train' -p config=conf/smoke.yaml")
+
+
+def _recover(args: argparse.Namespace) -> None:
+    from flows import deploy
+
+    for run in deploy.recover_here(port=args.port):
+        print(f"{run.name} ({run.run_id}) was {run.state} without a process; it is scheduled again")
+
+
 _ON_CONFIG = {
     "prepare": _prepare,
     "coldstart": _coldstart,
     "train": _train,
     "warmup": _warmup,
+    "retrain": _retrain,
     "evaluate": _evaluate,
     "export": _export,
     "bench": _bench,
@@ -170,6 +196,8 @@ _OTHERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "verify-export": _verify_export,
     "doctor": _doctor,
     "ui": _ui,
+    "deploy": _deploy,
+    "recover": _recover,
 }
 
 
@@ -213,6 +241,7 @@ def _parser() -> argparse.ArgumentParser:
         ("coldstart", "supervised warm-up on worked solutions"),
         ("train", "the whole pipeline; started again, it resumes"),
         ("warmup", "train a first drafter on the policy's own rollouts"),
+        ("retrain", "train a drafter for the newest policy; it becomes the champion if it is better"),
         ("evaluate", "validate the newest checkpoint of a run"),
     ):
         _add_config(commands.add_parser(name, help=text, description=text))
@@ -225,6 +254,12 @@ def _parser() -> argparse.ArgumentParser:
     ui.add_argument("--uri", help="tracking store (default: the configuration's default)")
     ui.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     ui.add_argument("--port", type=int, default=5000)
+    deploy = commands.add_parser("deploy", help="a Prefect server and worker on this machine, with all deployments")
+    deploy.add_argument("--stop", action="store_true", help="end them; interrupted runs resume at the next deploy")
+    deploy.add_argument("--file", type=Path, default=Path("prefect.yaml"))
+    recover = commands.add_parser("recover", help="find runs whose process is gone, so that they are resumed")
+    for command in (deploy, recover):
+        command.add_argument("--port", type=int, default=4200, help="of the server, where PREFECT_API_URL is not set")
     return parser
 
 

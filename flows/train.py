@@ -22,12 +22,14 @@ from tasks.evaluate import evaluate
 from tasks.export import export_policy
 from tasks.prepare import prepare_data, prepare_model
 from tasks.publish import publish
+from tasks.register import register_drafter, register_policy
 from tasks.reward import resample, reward
 from tasks.rollout import rollout
 from tasks.track import Tracker, track
 from tasks.update import update_policy
 from tasks.warmup import warm_up_drafter
 from tlt_core import preflight, provenance
+from tlt_core.file_lock import exclusive
 from tlt_core.session import Session
 from tlt_core.store import Ref
 
@@ -37,8 +39,8 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
     """Train the policy; returns its Hugging Face folder."""
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
-    provenance.begin_attempt(cfg)
-    with run_log(cfg.run_dir), Terminal() as show:
+    with exclusive(cfg.run_dir / "lock", wait=True), run_log(cfg.run_dir), Terminal() as show:
+        provenance.begin_attempt(cfg)
         policy = prepare_model(cfg)
         dataset = prepare_data(cfg, policy)
         warm_up: dict[str, float] = {}
@@ -53,7 +55,9 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
             Session.resume_or_init(cfg, data_dir=Path(dataset.path), start_model=policy, on_progress=show) as session,
             Tracker(session, dataset=dataset) as tracker,
         ):
-            return iterate(session, tracker, warm_up, show)
+            trained = iterate(session, tracker, warm_up, show)
+            register(session, trained, dataset, tracker_run_id=tracker.run_id)
+            return trained
 
 
 def iterate(session: Session, tracker: Tracker, warm_up: dict[str, float], show: Terminal) -> Path:
@@ -85,6 +89,15 @@ def iterate(session: Session, tracker: Tracker, warm_up: dict[str, float], show:
         page.step_done(step, metrics)
     page.end()
     return export_policy(session)
+
+
+def register(session: Session, policy: Path, dataset: Ref, *, tracker_run_id: str) -> None:
+    """The policy, and the drafter that was trained along with it, as versions in MLflow's registry."""
+    cfg, metrics = session.cfg, session.metrics.values() or session.resumed_metrics
+    register_policy(cfg, policy, dataset, metrics, tracker_run_id)
+    drafter = cfg.run_dir / "drafter-eagle3"
+    if cfg.rollout.speculation.drafter_path is not None and drafter.is_dir():
+        register_drafter(cfg, drafter, policy, dataset, metrics, tracker_run_id)
 
 
 def sample(session: Session, step: int) -> Ref:

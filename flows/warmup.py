@@ -10,6 +10,7 @@ from flows._logging import run_log
 from flows._terminal import Terminal
 from tasks.coldstart import cold_start
 from tasks.prepare import prepare_data, prepare_model
+from tasks.register import register_drafter
 from tasks.warmup import warm_up_drafter
 from tlt_core import preflight
 
@@ -28,4 +29,6 @@ def warmup(config: RunConfig | str, overrides: list[str] | None = None) -> tuple
         elif cfg.coldstart.enabled:
             policy = cold_start(cfg, policy, dataset, show.stage).model_dir
         out_dir = cfg.run_dir / "drafter-eagle3"  # vLLM takes the method from the folder's name
-        return out_dir, warm_up_drafter(cfg, policy, dataset, out_dir, show.stage)
+        metrics = warm_up_drafter(cfg, policy, dataset, out_dir, show.stage)
+        register_drafter(cfg, out_dir, policy, dataset, metrics, tracker_run_id="")
+        return out_dir, metrics

@@ -1,4 +1,4 @@
-"""Every task is a station: small, named by its step, never cached, never retried."""
+"""Every task is a station: small, named by its step, never cached; retried only where repeating does nothing twice."""
 
 import importlib
 import inspect
@@ -37,13 +37,20 @@ def test_the_stations_are_there() -> None:
         "export-policy",
         "export-drafter",
         "warm-up-drafter",
+        "register-policy",
+        "register-drafter",
+        "export-newest-checkpoint",
+        "fetch-champion",
+        "try-drafters",
+        "record-decision",
     } == named
 
 
 @pytest.mark.parametrize("station", _tasks(), ids=lambda t: t.name)
 def test_a_task_is_a_station(station: prefect.Task) -> None:
     assert station.cache_policy == NO_CACHE, "a cached task with an effect is skipped the second time"
-    assert station.retries == 0, "a retry is a restart of the run from its checkpoint"
+    is_registry_call = station.task_run_name in ("fetch-champion", "record-decision")  # may be repeated, see there
+    assert station.retries == 0 or is_registry_call, "a retry is a restart of the run from its checkpoint"
     assert not station.persist_result
     assert station.fn.__doc__
     assert len(inspect.getsource(station.fn).splitlines()) <= _LONGEST

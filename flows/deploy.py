@@ -1,0 +1,169 @@
+"""`tlt deploy`: a Prefect server and a worker on this machine, and every deployment of prefect.yaml on them.
+
+    command -- starts --> server  .prefect/server.{pid,log}   unless PREFECT_API_URL names one already
+       |                    ^  automations, work pool, deployments
+       |                    |
+       +------ starts --> worker  .prefect/worker.{pid,log}   polls; one process per flow run
+
+Doing it again is safe: what lives is left alone, what has died is started, its lost runs are recovered first.
+`tlt deploy --stop` ends worker, flow processes and server, each with a deadline; runs that this interrupts resume when
+it is deployed again.
+"""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flows._daemon import Daemon, end
+from flows.ui import require_free
+
+if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
+
+    from flows.recover import Recovered
+
+log = logging.getLogger(__name__)
+
+POOL = "tlt"
+_HOST = "127.0.0.1"
+_START_S = 180.0
+_STOP_WORKER_S, _STOP_FLOWS_S, _STOP_SERVER_S = 5.0, 20.0, 10.0
+
+
+class DeployError(ValueError):
+    """The deployment cannot be made.  The text says what to do."""
+
+
+def deploy(*, port: int, file: Path, notify_url: str = "") -> str:
+    """Bring everything up; returns the API's address.  Raises DeployError."""
+    if not file.is_file():
+        raise DeployError(f"{file} does not exist; run this in the project's folder, or give --file")
+    own_url = f"http://{_HOST}:{port}/api"
+    given = os.environ.get("PREFECT_API_URL")
+    url = os.environ["PREFECT_API_URL"] = given or own_url  # before Prefect is imported
+    env = _environment(url)
+    if given is None or (given == own_url and not _answers(given)):
+        _start_server(port=port, url=url, env=env)
+    elif not _answers(url):
+        raise DeployError(f"no Prefect server answers at PREFECT_API_URL={url}; start it, or unset the variable")
+
+    from prefect.client.orchestration import get_client
+
+    from flows import _automations
+    from flows.recover import recover
+
+    worker = Daemon("worker", folder=_folder())
+    with get_client(sync_client=True) as client:
+        _make_pool(client)
+        log.info("automations: %s", ", ".join(_automations.install(client, notify_url=notify_url)))
+        _deploy_all(file, env=env)
+        if worker.process() is None and _is_local(url):  # elsewhere, other machines' workers may share the pool
+            recover(client, pool=POOL)
+    if worker.process() is None:
+        worker.start(["-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"], env=env)
+    return url
+
+
+def recover_here(*, port: int) -> "list[Recovered]":
+    """`recover` on the server of this machine, beside a stopped worker.  Raises DeployError."""
+    url = os.environ.setdefault("PREFECT_API_URL", f"http://{_HOST}:{port}/api")
+    if not _is_local(url) or not _answers(url):
+        raise DeployError(f"{url} is not a server that answers on this machine; `tlt deploy` starts one")
+    if Daemon("worker", folder=_folder()).process() is not None:
+        raise DeployError("the worker is alive: it reports the runs whose process dies by itself")
+
+    from prefect.client.orchestration import get_client
+
+    from flows.recover import recover
+
+    with get_client(sync_client=True) as client:
+        return recover(client, pool=POOL)
+
+
+def stop() -> list[str]:
+    """End what `deploy` started, worker first: it must not take the runs that its own end interrupts."""
+    folder = _folder()
+    worker, server = Daemon("worker", folder=folder), Daemon("server", folder=folder)
+    stopped = [daemon.name for daemon in (worker, server) if daemon.process() is not None]
+    flows = worker.stop(patience_s=_STOP_WORKER_S)
+    end(flows, patience_s=_STOP_FLOWS_S)
+    end(server.stop(patience_s=_STOP_SERVER_S), patience_s=1.0)
+    return stopped
+
+
+def _folder() -> Path:
+    return Path(os.environ["PREFECT_HOME"])
+
+
+def _environment(url: str) -> dict[str, str]:
+    """Of server, worker and, through it, flow processes."""
+    from flows._automations import HEARTBEAT_S
+
+    project = str(Path.cwd())
+    paths = [project, *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        "PREFECT_WORKER_QUERY_SECONDS": "2",  # default 10: how long a run waits to be seen
+        **os.environ,
+        "PREFECT_API_URL": url,
+        "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
+        "TLT_PROJECT": project,  # prefect.yaml's working directory
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+
+
+def _start_server(*, port: int, url: str, env: Mapping[str, str]) -> None:
+    server = Daemon("server", folder=_folder())
+    if server.process() is None:
+        if _answers(url):
+            raise DeployError(
+                f"a server that `tlt deploy` did not start answers at {url}; set PREFECT_API_URL={url} to deploy to "
+                f"it, or choose another port (make deploy PREFECT_PORT={port + 1})"
+            )
+        require_free(_HOST, port)
+        server.start(["-m", "prefect", "server", "start", "--host", _HOST, "--port", str(port)], env=env)
+    deadline = time.monotonic() + _START_S
+    while not _answers(url):
+        if server.process() is None or time.monotonic() > deadline:
+            raise DeployError(f"Prefect's server did not start; the end of {server.log}:\n{server.last_lines()}")
+        time.sleep(0.2)
+
+
+def _make_pool(client: "SyncPrefectClient") -> None:
+    """One run at a time: a run takes the whole machine."""
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.exceptions import ObjectAlreadyExists
+
+    try:
+        client.create_work_pool(WorkPoolCreate(name=POOL, type="process", concurrency_limit=1))
+    except ObjectAlreadyExists:
+        return  # with whatever limit the platform team has given it
+
+
+def _deploy_all(file: Path, *, env: Mapping[str, str]) -> None:
+    command = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
+    done = subprocess.run(command, env=dict(env), capture_output=True, text=True)
+    if done.returncode:
+        raise DeployError(f"Prefect refused {file}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    log.info("deployed %s", file)
+
+
+def _is_local(url: str) -> bool:
+    return urllib.parse.urlsplit(url).hostname in (_HOST, "localhost")
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
+            return bool(json.load(response) is True)
+    except (urllib.error.URLError, OSError, ValueError):
+        return False

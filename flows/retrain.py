@@ -1,0 +1,154 @@
+"""Flow: a new drafter for the newest policy, if it is better than the champion.
+
+    newest policy -> rollouts, candidate drafter -> candidate and champion on held-out prompts -> decision -> registry
+
+Made to be started by a clock: it does nothing when policy, data and settings are those of the last decision, and leaves
+at once when another process is at it.  Every decision is a line in `runs/NAME/retrain.jsonl` and a run in MLflow.
+"""
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prefect import flow
+from prefect.artifacts import create_markdown_artifact
+from prefect.exceptions import PrefectException
+
+from conf.schema import RunConfig
+from flows._config import as_config, run_name
+from flows._logging import run_log
+from flows._terminal import Terminal
+from tasks.coldstart import cold_start
+from tasks.prepare import prepare_data, prepare_model
+from tasks.registry import Registry
+from tasks.retrain import (
+    Journal,
+    export_checkpoint,
+    fetch_champion,
+    record_decision,
+    try_drafters,
+)
+from tasks.warmup import warm_up_drafter
+from tlt_core import checkpoint, lineage, preflight, provenance
+from tlt_core.drafter_trial import Trial
+from tlt_core.export.digests import weights_digest
+from tlt_core.file_lock import Locked, exclusive
+from tlt_core.promotion import Decision, decide
+from tlt_core.store import Ref
+
+log = logging.getLogger(__name__)
+
+
+@flow(name="retrain", flow_run_name=run_name)
+def retrain(config: RunConfig | str, overrides: list[str] | None = None) -> Decision:
+    """Promoted, refused, unchanged, nothing (to retrain for) or busy, with the reason.
+
+    Raises RegistryError where MLflow's registry, which knows the champion, does not answer.
+    """
+    cfg = as_config(config, overrides)
+    preflight.check_run(cfg)
+    journal = Journal(cfg.run_dir / "retrain.jsonl")
+    try:
+        with exclusive(cfg.run_dir / "retrain" / "lock"), run_log(cfg.run_dir), Terminal() as show:
+            try:
+                decision = attempt(cfg, journal, show)
+            except Exception as error:
+                journal.append({"outcome": "failed", "reason": f"{type(error).__name__}: {error}"})
+                raise
+    except Locked as other:
+        decision = Decision("busy", str(other))
+    log.info("retrain %s: %s: %s", cfg.name, decision.outcome, decision.reason)
+    _show(cfg, decision, journal.last_decided())
+    return decision
+
+
+def attempt(cfg: RunConfig, journal: Journal, show: Terminal) -> Decision:
+    """One pass from policy to decision."""
+    Registry(cfg.tracking).require()
+    policy, is_newest = cfg.run_dir / "policy", lineage.newest_is_exported(cfg)
+    if not is_newest and checkpoint.newest_valid(cfg.run_dir / "checkpoints") is None:
+        return Decision("nothing", f"{cfg.run_dir} has neither a policy nor a checkpoint: 'tlt train' makes them")
+    start = prepare_model(cfg)
+    dataset = prepare_data(cfg, start)
+    if not is_newest:  # a run that is not finished, or has gone on since
+        if cfg.coldstart.enabled:
+            start = cold_start(cfg, start, dataset, show.stage).model_dir
+        policy = export_checkpoint(cfg, start, dataset, show)
+    inputs = inputs_of(cfg, policy, dataset)
+    last = journal.last_decided()
+    if last is not None and last["inputs"] == inputs:
+        return Decision("unchanged", f"policy, data and settings are those of {last['time']}: {last['outcome']} then")
+    candidate = cfg.run_dir / "retrain" / "candidate-eagle3"
+    metrics = warm_up_drafter(cfg, policy, dataset, candidate, show.stage)
+    return conclude(cfg, journal, policy=policy, dataset=dataset, candidate=candidate, inputs=inputs, metrics=metrics)
+
+
+def conclude(
+    cfg: RunConfig,
+    journal: Journal,
+    *,
+    policy: Path,
+    dataset: Ref,
+    candidate: Path,
+    inputs: dict[str, str],
+    metrics: dict[str, float],
+) -> Decision:
+    """Try the candidate, decide, register, write down."""
+    champion = fetch_champion(cfg, policy)
+    trials = try_drafters(cfg, policy, dataset, candidate, champion)
+    if champion is not None and weights_digest(candidate) == champion.version.digest:
+        decision = Decision("refused", f"the candidate is {champion.version}, byte for byte")
+    else:
+        rival = "plain" if champion is None else "champion"
+        name = "plain decoding (there is no champion for this policy)" if champion is None else str(champion.version)
+        decision = decide(trials["candidate"], trials[rival], rival_name=name, cfg=cfg.retrain)
+    version = record_decision(cfg, policy, dataset, candidate, decision, trials, _digest(inputs))
+    journal.append(
+        {
+            "outcome": decision.outcome,
+            "reason": decision.reason,
+            "inputs": inputs,
+            "version": str(version),
+            "rival": None if champion is None else str(champion.version),
+            "trials": {name: trial._asdict() for name, trial in trials.items()},
+            "training": metrics,
+            "commit": provenance.commit(),
+        }
+    )
+    return decision
+
+
+def inputs_of(cfg: RunConfig, policy: Path, dataset: Ref) -> dict[str, str]:
+    """Digests of all that a decision depends on."""
+    decides = cfg.model_dump(
+        mode="json",
+        include={"seed", "rollout", "drafter", "retrain"},
+        exclude={"rollout": {"speculation"}, "drafter": {"spot", "warmup"}},
+    )
+    return {
+        "policy_digest": weights_digest(policy),
+        "data_digest": dataset.sha256,
+        "settings_digest": _digest(decides),
+    }
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _show(cfg: RunConfig, decision: Decision, last: dict[str, Any] | None) -> None:
+    """On the flow run's page."""
+    lines = [f"## {cfg.name}: {decision.outcome}", "", decision.reason, ""]
+    if last is not None:
+        lines += [f"Last decision ({last['time']}): {last['outcome']}, {last['version']}", ""]
+        lines += ["| | acceptance length | tokens/s | changed responses |", "|---|---|---|---|"]
+        for name, fields in last["trials"].items():
+            trial = Trial(**fields)
+            lines.append(f"| {name} | {trial.accept_length:.3f} | {trial.tokens_per_s:.0f} | {trial.changed} |")
+    try:
+        create_markdown_artifact(key="retrain-decision", markdown="\n".join(lines))
+    except (httpx.HTTPError, PrefectException) as error:
+        log.warning("Prefect did not take an artifact: %s", error)

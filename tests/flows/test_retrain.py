@@ -1,0 +1,175 @@
+"""Retraining with planted candidates: one that drafts what the policy says, one that cannot.
+
+The policy is a random two-layer model at a low temperature: it says few different tokens.  A drafter whose vocabulary
+holds them drafts well untrained; one whose vocabulary does not never hits, and has acceptance length 1 exactly.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mlflow import MlflowClient
+
+from conf.load import load
+from conf.schema import RunConfig
+from flows import retrain as flow_module
+from flows.retrain import retrain
+from tasks.registry import RegistryError
+from tlt_core import inputs
+from tlt_core.drafter.eagle3_files import save_eagle3
+from tlt_core.drafter.eagle3_model import eagle3_from_target
+from tlt_core.file_lock import exclusive
+from tlt_core.model.load import load_decoder
+
+pytestmark = pytest.mark.prefect
+
+NEVER_SAID, SAID = range(40_000, 40_064), range(49_152)
+MODEL = "tlt-retrained-drafter"
+
+
+@pytest.fixture(scope="module")
+def folder(prefect_engine: None, embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run that has a policy."""
+    folder = tmp_path_factory.mktemp("retrain")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TLT_HOME", str(folder / "artifacts"))
+        (folder / "artifacts" / "models").mkdir(parents=True)
+        (folder / "artifacts" / "models" / embedded_model.name).symlink_to(embedded_model)
+        cfg = config(folder)
+        shutil.copytree(inputs.start_model(cfg.model, seed=cfg.seed), cfg.run_dir / "policy")
+        yield folder
+
+
+def config(folder: Path, *more: str) -> RunConfig:
+    settings = [
+        "name=retrained",
+        f"output_dir={folder}/runs",
+        f"tracking.uri=sqlite:///{folder}/mlflow.db",
+        "coldstart.enabled=false",
+        "cluster.num_workers=1",
+        "rollout.temperature=0.02",
+        "retrain.min_speed=0",  # time is not tested here
+        "retrain.repeats=1",
+        "retrain.max_new_tokens=12",
+    ]
+    return load("conf/smoke.yaml", [*settings, *more])
+
+
+@pytest.fixture
+def plant(monkeypatch: pytest.MonkeyPatch) -> Callable[[range], list[Path]]:
+    """`plant(tokens)`: from now on, training yields an untrained drafter with that vocabulary; returns where it was
+    asked for."""
+
+    def plant(tokens: range) -> list[Path]:
+        asked: list[Path] = []
+
+        def train(cfg: RunConfig, policy: Path, dataset: Any, out_dir: Path, _: Any) -> dict[str, float]:
+            asked.append(policy)
+            decoder = load_decoder(policy, dtype=torch.float32)
+            scales = (1.0, 1.0, 1.0)
+            save_eagle3(
+                eagle3_from_target(decoder, torch.tensor(tokens), scales=scales, seed=cfg.seed),
+                out_dir,
+                dtype=torch.float32,
+            )
+            return {"drafter/planted": 1.0}
+
+        monkeypatch.setattr(flow_module, "warm_up_drafter", train)
+        return asked
+
+    return plant
+
+
+def aliases(folder: Path) -> dict[str, str]:
+    found = MlflowClient(f"sqlite:///{folder}/mlflow.db").get_registered_model(MODEL).aliases
+    return {alias: str(version) for alias, version in found.items()}
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "runs/retrained/retrain.jsonl").read_text().splitlines()]
+
+
+def test_promotion_refusal_and_no_op(folder: Path, plant: Callable[[range], list[Path]]) -> None:
+    asked = plant(NEVER_SAID)
+    decision = retrain(config(folder))
+    assert decision.outcome == "refused"
+    assert "acceptance length 1.000 against 1.000 of plain decoding" in decision.reason
+    assert aliases(folder) == {"challenger": "1"}
+
+    decision = retrain(config(folder))
+    assert (decision.outcome, len(asked)) == ("unchanged", 1), "nothing has changed: nothing is trained"
+    assert len(lines(folder)) == 1
+
+    plant(SAID)
+    decision = retrain(config(folder, "seed=1"))
+    assert decision.outcome == "promoted", decision.reason
+    assert aliases(folder) == {"challenger": "2", "champion": "2"}
+
+    asked = plant(NEVER_SAID)
+    decision = retrain(config(folder, "seed=2"))
+    assert (decision.outcome, len(asked)) == ("refused", 1)
+    assert f"of {MODEL} version 2" in decision.reason
+    assert aliases(folder) == {"challenger": "3", "champion": "2"}
+
+    good, bad = lines(folder)[1], lines(folder)[2]
+    assert good["trials"]["candidate"]["accept_length"] > 1.5
+    assert good["trials"]["candidate"]["changed"] == 0
+    assert bad["trials"]["champion"]["accept_length"] == pytest.approx(good["trials"]["candidate"]["accept_length"])
+    assert bad["trials"]["candidate"]["accept_length"] == 1.0
+    assert bad["rival"] == f"{MODEL} version 2"
+
+
+def test_a_new_policy_is_a_reason_to_train_and_a_champion_of_another_shape_is_no_rival(
+    folder: Path, plant: Callable[[range], list[Path]]
+) -> None:
+    cfg = config(folder, "seed=3", "model.hidden_size=32")
+    shutil.rmtree(cfg.run_dir / "policy")
+    shutil.copytree(inputs.start_model(cfg.model, seed=cfg.seed), cfg.run_dir / "policy")
+    asked = plant(SAID)
+    decision = retrain(cfg)
+    assert asked
+    assert decision.outcome == "promoted", decision.reason
+    assert "no champion for this policy" in decision.reason
+    tags = MlflowClient(cfg.tracking.uri).get_model_version_by_alias(MODEL, "champion").tags
+    assert tags["policy_digest"] == lines(folder)[-1]["inputs"]["policy_digest"]
+    assert (tags["decision"], tags["reason"]) == ("promoted", decision.reason)
+    assert retrain(cfg).outcome == "unchanged"
+
+
+def test_the_second_of_two_at_once_leaves_with_a_message(folder: Path, plant: Callable[[range], list[Path]]) -> None:
+    asked = plant(SAID)
+    cfg = config(folder, "seed=4")
+    hold = "import sys, time; from pathlib import Path; from tlt_core.file_lock import exclusive\n"
+    hold += "with exclusive(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
+    lock = str(cfg.run_dir / "retrain" / "lock")
+    other = subprocess.Popen([sys.executable, "-c", hold, lock], stdout=subprocess.PIPE)
+    try:
+        assert other.stdout is not None
+        other.stdout.readline()
+        decision = retrain(cfg)
+    finally:
+        other.kill()
+        other.wait()
+    assert decision.outcome == "busy"
+    assert f"process {other.pid}" in decision.reason
+    assert not asked
+    with exclusive(Path(lock)):  # freed with its holder
+        pass
+
+
+def test_without_a_registry_nothing_is_trained(folder: Path, plant: Callable[[range], list[Path]]) -> None:
+    asked = plant(SAID)
+    with pytest.raises(RegistryError, match=r"registry at http://127.0.0.1:9 does not answer"):
+        retrain(config(folder, "seed=5", "tracking.uri=http://127.0.0.1:9"))
+    assert not asked
+    assert lines(folder)[-1]["outcome"] == "failed"
+
+
+def test_a_run_without_a_policy_has_nothing_to_retrain_for(folder: Path) -> None:
+    assert retrain(config(folder, "name=fresh")).outcome == "nothing"

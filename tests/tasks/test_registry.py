@@ -1,0 +1,170 @@
+"""The registry, on a sqlite store and on a real MLflow server."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+from conf.load import load
+from conf.schema import RunConfig, TrackingConfig
+from tasks.register import register_drafter, register_policy
+from tasks.registry import CHALLENGER, CHAMPION, Entry, Registry, RegistryError
+from tlt_core import inputs, lineage
+from tlt_core.store import Ref
+
+
+@pytest.fixture(scope="module", params=["sqlite", pytest.param("server", marks=pytest.mark.slow)])
+def uri(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "sqlite":
+        yield f"sqlite:///{folder}/mlflow.db"
+        return
+    port = _free_port()
+    store = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", f"{folder}/artifacts"]
+    command = [sys.executable, "-m", "mlflow", "server", *store, "--host", "127.0.0.1", "--port", str(port)]
+    env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    with (folder / "log").open("w") as log:
+        server = subprocess.Popen([*command, "--workers", "1"], env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        _wait_for(f"http://127.0.0.1:{port}/health", server)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(server.pid, 15)
+        server.wait(20)
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while server.poll() is None and time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise AssertionError("MLflow's server did not start")
+
+
+def _folder(tmp_path: Path, content: str) -> Path:
+    folder = tmp_path / "drafter-eagle3"
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_text(content)
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def test_versions_aliases_and_files(uri: str, tmp_path: Path) -> None:
+    registry = Registry(TrackingConfig(uri=uri))
+    registry.require()
+    model = "plain-drafter"
+    assert registry.by_alias(model, CHAMPION) is None
+    run_id = registry.run(name="made", key="once", tags={"note": "x"})
+    assert registry.run(name="made", key="once", tags={}) == run_id
+    first = registry.register(Entry(model, _folder(tmp_path, "one"), "d1", {"acceptance": "2.5"}, "# A"), run_id=run_id)
+    assert registry.by_alias(model, CHAMPION) is None
+    registry.set_alias(first, CHAMPION)
+    second = registry.register(Entry(model, _folder(tmp_path, "two"), "d2", {}, "# B"), run_id=run_id)
+    registry.set_alias(second, CHALLENGER)
+    registry.finish(run_id, {"accept_length": 2.5})
+
+    champion, challenger = registry.by_alias(model, CHAMPION), registry.by_alias(model, CHALLENGER)
+    assert champion is not None
+    assert challenger is not None
+    assert (champion.number, champion.digest, champion.tags["acceptance"]) == ("1", "d1", "2.5")
+    assert (challenger.number, challenger.digest) == ("2", "d2")
+    # same run, same folder name: the first version's files are still its own
+    assert (registry.download(champion, tmp_path / "got") / "model.safetensors").read_text() == "one"
+    assert (registry.download(challenger, tmp_path / "got") / "model.safetensors").read_text() == "two"
+    run = MlflowClient(uri).get_run(run_id)
+    assert (run.info.status, run.data.metrics["accept_length"]) == ("FINISHED", 2.5)
+
+
+def test_the_same_weights_are_one_version(uri: str, tmp_path: Path) -> None:
+    registry = Registry(TrackingConfig(uri=uri))
+    run_id = registry.run(name="made", key="twice", tags={})
+    entry = Entry("twice-drafter", _folder(tmp_path, "one"), "d1", {"decision": "refused"}, "# A")
+    first = registry.register(entry, run_id=run_id)
+    again = registry.register(entry._replace(tags={"decision": "promoted"}), run_id=run_id)
+    assert again.number == first.number
+    found = registry.find("twice-drafter", "d1")
+    assert found is not None
+    assert found.tags["decision"] == "promoted"
+
+
+@pytest.fixture
+def cfg(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded_model: Path) -> RunConfig:
+    monkeypatch.setenv("TLT_HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "models").mkdir(parents=True)
+    (tmp_path / "home" / "models" / embedded_model.name).symlink_to(embedded_model)
+    settings = [f"output_dir={tmp_path}/runs", f"tracking.uri={uri}", f"name={tmp_path.name}"]
+    return load("conf/smoke.yaml", settings)
+
+
+DATA = Ref("somewhere", 32, "data-digest")
+
+
+def test_the_better_validated_policy_is_the_champion_and_lineage_is_in_the_tags(cfg: RunConfig) -> None:
+    score = cfg.checkpoint.best_metric
+    policies = [inputs.start_model(cfg.model, seed=seed) for seed in (0, 1, 2)]
+    said = [
+        register_policy.fn(cfg, folder, DATA, {score: validation}, "")
+        for folder, validation in zip(policies, (0.5, 0.25, 0.5), strict=True)
+    ]
+    name = f"tlt-{cfg.name}-policy"
+    assert said == [f"{name} version {n}" for n in (1, 2, 3)]
+    registry = Registry(cfg.tracking)
+    champion, challenger = registry.by_alias(name, CHAMPION), registry.by_alias(name, CHALLENGER)
+    assert champion is not None
+    assert challenger is not None
+    assert (champion.number, challenger.number) == ("3", "3"), "an equally good one that is newer is preferred"
+    assert register_policy.fn(cfg, policies[0], DATA, {score: 0.9}, "") == f"{name} version 1"
+    assert registry.by_alias(name, CHAMPION) == champion, "the same weights again move nothing"
+    tags = champion.tags
+    assert tags["policy_digest"] == champion.digest
+    assert (tags["data_digest"], tags["policy_version"], tags["kind"]) == ("data-digest", "0", "policy")
+    assert {"tokenizer_digest", "git_commit", "run_name", "export", "validation"} <= tags.keys()
+
+
+def test_a_warmed_up_drafter_is_the_challenger_only(cfg: RunConfig, tmp_path: Path) -> None:
+    policy = inputs.start_model(cfg.model, seed=0)
+    said = register_drafter.fn(cfg, _folder(tmp_path, "x"), policy, DATA, {"drafter/accept_len_sim": 2.5}, "")
+    name = f"tlt-{cfg.name}-drafter"
+    assert said == f"{name} version 1"
+    registry = Registry(cfg.tracking)
+    challenger = registry.by_alias(name, CHALLENGER)
+    assert challenger is not None
+    assert challenger.tags["accept_len_sim"] == "2.5"
+    assert challenger.tags["policy_digest"] == lineage.policy_tags(cfg, policy, dataset=DATA)["policy_digest"]
+    assert registry.by_alias(name, CHAMPION) is None
+    card = MlflowClient(cfg.tracking.uri).get_model_version(name, "1").description
+    assert card.startswith(f"# EAGLE-3 drafter of run {cfg.name}")
+    assert "| data_digest | data-digest |" in card
+
+
+def test_a_registry_that_is_down_fails_promotion_and_not_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, embedded_model: Path
+) -> None:
+    monkeypatch.setenv("TLT_HOME", str(tmp_path / "home"))
+    (tmp_path / "home" / "models").mkdir(parents=True)
+    (tmp_path / "home" / "models" / embedded_model.name).symlink_to(embedded_model)
+    down = f"http://127.0.0.1:{_free_port()}"
+    cfg = load("conf/smoke.yaml", [f"output_dir={tmp_path}/runs", f"tracking.uri={down}"])
+    policy = inputs.start_model(cfg.model, seed=0)
+    assert register_policy.fn(cfg, policy, DATA, {}, "") == ""
+    assert "did not take it" in caplog.text
+    with pytest.raises(RegistryError, match="does not answer"):
+        Registry(cfg.tracking).require()

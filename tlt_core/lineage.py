@@ -1,0 +1,96 @@
+"""What a policy or a drafter was made from, as the tags and the card of its version in the registry.
+
+    data set (data_digest) -> run (run_name, git_commit) -> checkpoint, policy_version -> policy_digest -> drafter
+
+Values are strings of at most some hundred characters.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from conf.schema import RunConfig
+from tlt_core import checkpoint, provenance
+from tlt_core.export.digests import tokenizer_digest, weights_digest
+from tlt_core.store import Ref
+
+
+def policy_tags(cfg: RunConfig, folder: Path, *, dataset: Ref) -> dict[str, str]:
+    """Tags of a policy that was exported to `folder` after the run's newest checkpoint.  Raises ModelError."""
+    return {
+        "kind": "policy",
+        "run_name": cfg.name,
+        "run_dir": str(cfg.run_dir.absolute()),
+        "export": str(folder.absolute()),
+        "git_commit": provenance.commit(),
+        "data_digest": dataset.sha256,
+        "policy_digest": weights_digest(folder),
+        "tokenizer_digest": tokenizer_digest(folder),
+        **_made_by(cfg, folder),
+    }
+
+
+def newest_is_exported(cfg: RunConfig) -> bool:
+    """Is the run's `policy` folder there, and of its newest checkpoint (or of none, where there are none)?"""
+    exported = cfg.run_dir / "policy" / "config.json"
+    newest = checkpoint.newest_valid(cfg.run_dir / "checkpoints")
+    if newest is None or not exported.is_file():
+        return exported.is_file()
+    return exported.stat().st_mtime >= (newest / "COMPLETE").stat().st_mtime
+
+
+def _made_by(cfg: RunConfig, folder: Path) -> dict[str, str]:
+    """Checkpoint and version of the policy in this folder; version 0 is the model that RL starts from."""
+    newest = checkpoint.newest_valid(cfg.run_dir / "checkpoints")
+    own = folder == cfg.run_dir / "policy"
+    if newest is not None and own and newest_is_exported(cfg):
+        return {"checkpoint": newest.name, "policy_version": str(checkpoint.load_state(newest).policy_version)}
+    return {"policy_version": "unknown" if own else "0"}
+
+
+def drafter_tags(cfg: RunConfig, policy: Path, *, dataset: Ref) -> dict[str, str]:
+    """Tags of a drafter that was trained for the policy in this folder.  Raises ModelError."""
+    return policy_tags(cfg, policy, dataset=dataset) | {"kind": "drafter", "policy": str(policy.absolute())}
+
+
+def policy_card(cfg: RunConfig, tags: Mapping[str, str]) -> str:
+    """Markdown."""
+    return "\n".join(
+        [
+            f"# Policy of run {cfg.name}",
+            "",
+            f"Reinforcement learning ({cfg.algorithm.advantage}) from {_start(cfg)}, on {_tasks(cfg)}; sampled at "
+            f"temperature {cfg.rollout.temperature:g}, at most {cfg.rollout.max_new_tokens} tokens.  A Hugging Face "
+            "folder of safetensors.",
+            "",
+            *_table(tags),
+        ]
+    )
+
+
+def drafter_card(cfg: RunConfig, tags: Mapping[str, str]) -> str:
+    """Markdown."""
+    return "\n".join(
+        [
+            f"# EAGLE-3 drafter of run {cfg.name}",
+            "",
+            "One layer that guesses the next tokens of its target.  It fits the policy with this policy_digest and "
+            "tokenizer_digest only; the target checks every guess, so it changes the time that text takes, not the "
+            f"text.  Trained on {cfg.drafter.num_prompts} x {cfg.drafter.num_samples} rollouts of {_tasks(cfg)}.",
+            "",
+            *_table(tags),
+        ]
+    )
+
+
+def _start(cfg: RunConfig) -> str:
+    return cfg.model.path if cfg.model.kind == "pretrained" else "random weights"
+
+
+def _tasks(cfg: RunConfig) -> str:
+    if cfg.data.kind == "file":
+        return Path(cfg.data.train_path).name
+    return ", ".join(dict.fromkeys(task.name for task in cfg.data.tasks))
+
+
+def _table(tags: Mapping[str, str]) -> list[str]:
+    return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in sorted(tags.items()))]
