@@ -175,7 +175,7 @@ def test_joins_and_leaves_starve_nobody(data, sampler, keeper):
         sampler.refresh([stays, *others], step)
         worst = max(worst, sum(weight(sampler, n, step) for n in sampler._flows) / weight(sampler, "stays", step))
         largest |= {c.id: min(c.rows, sampler._window_rows) for c in (stays, *others)}
-        visits = 12 if turn < 11 else 2000
+        visits = 12 if turn < 11 else 700
         for _ in range(visits):
             for window in sampler.next(100):
                 seen += window.end - window.start
