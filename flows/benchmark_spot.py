@@ -80,11 +80,11 @@ def bench_spot(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
         assert newest is not None, "the last step of a block is saved"
         before = shutil.copytree(newest / "drafter-eagle3", kept, dirs_exist_ok=True)
     steps = {name: _steps(run) for name, run in runs.items()}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"configuration": name, **summarise(steps[name], [f for f in _FIGURES if any(f in s for s in steps[name])])}
         for name in runs
     ]
-    rows += [{"configuration": f"acceptance after {a['after_step']:.0f} steps", **a} for a in acceptance]
+    rows += [{"configuration": f"acceptance after {a['after_step']:.0f} steps"} | dict[str, Any](a) for a in acceptance]
     for run in runs.values():
         shutil.rmtree(run.run_dir / "checkpoints")
     return write_report(out, command=command, repeats=repeats, rows=rows, verdicts=_verdicts(steps, acceptance))

@@ -81,7 +81,7 @@ class WorkerGroup:
         return self
 
     def __exit__(self, error_type: type | None, *_: object) -> None:
-        if error_type is None:
+        if error_type is None and ray.is_initialized():  # else the group was killed
             self._call_all("leave", [()] * self.num_workers)
         self.kill()
 
@@ -138,7 +138,8 @@ class WorkerGroup:
         except ActorDiedError as error:
             if not self._get([self._dispatcher.lost.remote(rank)])[0]:
                 self._get([call])
-            log.warning("worker %d died while it had nothing to decode; rollout goes on (%s)", rank, error)
+            reason = str(error).splitlines()[0]
+            log.warning("worker %d died while it had nothing to decode; rollout goes on (%s)", rank, reason)
             return None
         except RayError:
             self._get([call])

@@ -1,0 +1,104 @@
+"""A worker that is killed while it has nothing to decode: rollout finishes; one that is decoding ends the phase."""
+
+import os
+import signal
+import time
+
+import pytest
+import ray
+import torch
+
+from conf.schema import ClusterConfig, DrafterConfig, RolloutConfig, SpeculationConfig, SpotConfig
+from tlt_core.cluster.group import WorkerDied, WorkerGroup
+from tlt_core.cluster.worker import WorkerSpec
+from tlt_core.drafter.eagle3_files import save_eagle3
+from tlt_core.drafter.eagle3_model import eagle3_from_target
+from tlt_core.model.load import load_decoder
+from tlt_core.spot.coordinator import SpotSettings
+from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams, WorkerState
+
+pytestmark = pytest.mark.slow
+
+
+def requests(num_groups: int, samples: int, *, step: int) -> list[list[GenerationRequest]]:
+    tokens = torch.arange(3, 9).int()
+    return [[GenerationRequest(NoiseKey(0, step, g, s), tokens) for s in range(samples)] for g in range(num_groups)]
+
+
+def pid_of(group: WorkerGroup, rank: int) -> int:
+    return ray.get(group._workers[rank].__ray_call__.remote(lambda _: os.getpid()))
+
+
+@pytest.fixture
+def group(tiny_folder, tmp_path):
+    decoder = load_decoder(tiny_folder, dtype=torch.float32)
+    drafter = tmp_path / "d-eagle3"
+    save_eagle3(eagle3_from_target(decoder, torch.arange(64), scales=(1.0,) * 3, seed=1), drafter, dtype=torch.float32)
+    rollout = RolloutConfig(
+        dtype="float32",
+        max_live_requests=2,
+        dispatch="static",
+        speculation=SpeculationConfig(drafter_path=str(drafter)),
+    )
+    spec = WorkerSpec(
+        model_dir=tiny_folder,
+        rollout=rollout,
+        max_len=300,
+        trainer=None,
+        threads=1,
+        device="cpu",
+        drafter=DrafterConfig(depth=2, spot=SpotConfig(min_idle_s=0.0, micro_step_s=0.02)),
+        spot_dir=tmp_path / "spot",
+    )
+    with WorkerGroup(ClusterConfig(num_workers=2), spec) as started:
+        started.load(None, 0)
+        yield started
+        started.kill()
+
+
+def generate(group, groups, on_progress):
+    # Group 0, 2, ... go to worker 0 and 1, 3, ... to worker 1.
+    return group.generate(
+        groups,
+        SamplingParams(max_new_tokens=250),
+        dispatch="static",
+        on_progress=on_progress,
+        step=1,
+        is_training=True,
+        spot=SpotSettings(min_idle_s=0.0),
+    )
+
+
+def test_a_training_worker_is_killed(group):
+    finished, idle_since, killed = [], [], []
+    victim = pid_of(group, 1)
+    groups = [g if i % 2 == 0 else g[:1] for i, g in enumerate(requests(9, 6, step=1))]  # thirty requests, and four
+
+    def on_progress(drained):
+        finished.extend(drained.finished)
+        if len(finished) > 4 and drained.live[1] == 0 and drained.live[0] > 0 and not killed:
+            idle_since.append(time.monotonic())
+            if idle_since[-1] - idle_since[0] > 0.3:  # in the middle of its training
+                os.kill(victim, signal.SIGKILL)
+                killed.append(victim)
+
+    reports, phase = generate(group, groups, on_progress)
+    assert killed, "worker 1 was never idle for long enough"
+    assert sorted(r.key for r in finished) == sorted(r.key for g in groups for r in g)
+    assert len(reports) == 1
+    assert WorkerState.TRAINING in {span.state for span in phase.spans if span.worker == 1}
+    with pytest.raises(WorkerDied, match="resume"):  # the next phase needs everybody
+        group.refuse_drafter()
+
+
+def test_a_decoding_worker_is_killed(group):
+    victim, killed = pid_of(group, 1), []
+
+    def on_progress(drained):
+        if min(drained.live) > 0 and not killed:
+            os.kill(victim, signal.SIGKILL)
+            killed.append(victim)
+
+    with pytest.raises(WorkerDied, match="resume"):
+        generate(group, requests(4, 6, step=1), on_progress)
+    assert killed
