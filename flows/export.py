@@ -37,6 +37,8 @@ def export(
     """
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
+    if num_prompts < 0:
+        raise ConfigError(f"num_prompts={num_prompts}: give the number of held-out prompts, 0 to measure nothing")
     if drafter is not None:
         _drafter_folder(cfg, drafter)  # a slip is reported before anything is computed
     with run_log(cfg.run_dir), Terminal() as show:

@@ -100,6 +100,8 @@ def _measured(record: Mapping[str, Any]) -> str:
                     ]
                 )
             )
+        if measured["top_p"] < 1 or measured["top_k"]:
+            lines += ["", f"Above temperature 0 with top_p={measured['top_p']}, top_k={measured['top_k']}."]
         lines += [
             "",
             "At temperature 0 any engine accepts these.  Above it these are TLT's, whose drafts use the noise that the "
@@ -121,7 +123,7 @@ def _schedule(record: Mapping[str, Any]) -> str:
     if not measured:
         return ""
     machine = record["machine"]
-    where = ", ".join(machine["gpus"]) or f"{machine['cpu']}, {machine['threads']} threads"
+    where = ", ".join(machine["gpus"]) or f"{machine['cpu']}, {machine['threads']} thread(s)"
     lines = [
         "## Chain length by batch size",
         "",

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from conf.schema import RunConfig
+from conf.schema import RolloutConfig, RunConfig
 from tlt_core import data
 from tlt_core.drafter.eagle3_files import load_eagle3, save_eagle3
 from tlt_core.drafter.eagle3_model import Eagle3Model
@@ -37,28 +37,14 @@ def write_drafter(
 ) -> None:
     """Read, measure, write.  Raises ModelError when the drafter does not fit the policy."""
     assert source.drafter is not None, "the caller has looked"
-    target = load_config(source.policy)
-    model = load_eagle3(source.drafter, target)
+    model = load_eagle3(source.drafter, load_config(source.policy))
     raw = json.loads((source.drafter / "config.json").read_text(encoding="utf-8"))
-    dtype = getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or cfg.rollout.dtype)
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or cfg.rollout.dtype
     measured = _measure(cfg, source, model, num_prompts=num_prompts) if num_prompts else None
     schedules = _schedules(measured) if measured else []
-    serving: dict[str, Any] = {"num_speculative_tokens": cfg.drafter.depth}
-    if schedules:
-        table = schedules[0]["table"]
-        serving = {
-            "num_speculative_tokens": max(1, *(depth for *_, depth in table)),
-            "num_speculative_tokens_per_batch_size": table,
-        }
-    save_eagle3(model, folder, dtype=dtype)
-    written = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    hybrid = with_speculators(
-        written,
-        verifier=verifier,
-        verifier_architectures=target.to_hf()["architectures"],
-        num_speculative_tokens=serving["num_speculative_tokens"],
-    )
-    write_json(folder / "config.json", hybrid)
+    serving = _serving(schedules, trained_depth=cfg.drafter.depth)
+    save_eagle3(model, folder, dtype=getattr(torch, dtype))
+    _add_speculators(folder / "config.json", source.policy, verifier=verifier, serving=serving)
     if measured:
         _write_probe(folder, source.policy, measured)
     training = source.drafter / "drafter.json"
@@ -69,14 +55,35 @@ def write_drafter(
         "drafter": {
             "taps": list(model.config.taps),
             "draft_vocab_size": model.config.draft_vocab_size,
-            "dtype": str(dtype).removeprefix("torch."),
+            "dtype": dtype,
         },
         "training": json.loads(training.read_text(encoding="utf-8")) if training.is_file() else None,
-        "measured": _measured_record(measured, schedules) if measured else None,
+        "measured": _measured_record(cfg.rollout, measured, schedules) if measured else None,
         "serving": serving,
     }
     (folder / "README.md").write_text(card.model_card(record), encoding="utf-8")
     write_record(folder, record)
+
+
+def _serving(schedules: Sequence[Mapping[str, Any]], *, trained_depth: int) -> dict[str, Any]:
+    """vLLM's settings: the table of temperature 0, which holds for any engine, or the depth that was trained."""
+    if not schedules:
+        return {"num_speculative_tokens": trained_depth}
+    table = schedules[0]["table"]
+    return {
+        "num_speculative_tokens": max(1, *(depth for *_, depth in table)),
+        "num_speculative_tokens_per_batch_size": table,
+    }
+
+
+def _add_speculators(path: Path, policy: Path, *, verifier: str, serving: Mapping[str, Any]) -> None:
+    hybrid = with_speculators(
+        json.loads(path.read_text(encoding="utf-8")),
+        verifier=verifier,
+        verifier_architectures=load_config(policy).to_hf()["architectures"],
+        num_speculative_tokens=serving["num_speculative_tokens"],
+    )
+    write_json(path, hybrid)
 
 
 def _measure(cfg: RunConfig, source: Source, model: Eagle3Model, *, num_prompts: int) -> Measured:
@@ -112,12 +119,21 @@ def _schedules(measured: Measured) -> list[dict[str, Any]]:
     return schedules
 
 
-def _measured_record(measured: Measured, schedules: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def _measured_record(
+    rollout: RolloutConfig, measured: Measured, schedules: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     rows = [
         row._asdict() | {"survival": [round(x, 4) for x in row.survival], "accept_length": round(row.accept_length, 4)}
         for row in measured.acceptance
     ]
-    return {"split": "validation", "acceptance": rows, "context": measured.context, "schedules": list(schedules)}
+    return {
+        "split": "validation",
+        "top_p": rollout.top_p,
+        "top_k": rollout.top_k,
+        "acceptance": rows,
+        "context": measured.context,
+        "schedules": list(schedules),
+    }
 
 
 def _write_probe(folder: Path, policy: Path, measured: Measured) -> None:

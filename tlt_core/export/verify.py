@@ -49,6 +49,8 @@ def verify(export: Path, *, target: str | None, other_weights: bool = False) -> 
             raise ModelError(f"{export} is taken for a drafter's folder, with no policy beside it: say --target FOLDER")
         return _Drafter(export, resolve(target), target, other_weights=other_weights).run()
     checks = [_check("export", lambda: _check_root(export))]
+    if not passed(checks):
+        return [*checks, Check("policy, drafter", "skipped", "they rest on it")]
     if policy.is_dir():
         checks += _verify_policy(policy, replayed=target is None and drafter.is_dir())
     if drafter.is_dir():

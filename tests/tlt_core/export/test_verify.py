@@ -255,6 +255,14 @@ def test_a_root_with_more_than_an_export(export):
     assert "policy.bak is no part of an export" in refusals(export)["export"]
 
 
+def test_a_folder_that_is_a_link(export, exported):
+    shutil.rmtree(export / "policy")
+    (export / "policy").symlink_to(exported / "policy")
+    checks = verify(export, target=None)
+    assert [c.outcome for c in checks] == ["REFUSED", "skipped"], "nothing is read through it"
+    assert "policy is a link" in checks[0].text
+
+
 @pytest.mark.parametrize(
     ("change", "check", "reason"),
     [

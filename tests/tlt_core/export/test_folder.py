@@ -1,0 +1,159 @@
+"""What is written: both folders, whole or not at all; the policy as transformers loads it."""
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kernels.packed_attention import packed_causal_attention
+from tlt_core.drafter.eagle3_files import load_eagle3
+from tlt_core.export import folder, reference
+from tlt_core.export.record import Source
+from tlt_core.model.config import ModelError
+from tlt_core.model.load import load_decoder
+
+
+def test_the_two_folders(exported):
+    files = {p.relative_to(exported).as_posix() for p in exported.rglob("*") if p.is_file()}
+    assert files == {
+        "policy/config.json",
+        "policy/model.safetensors",
+        "policy/tokenizer.json",
+        "policy/tokenizer_config.json",
+        "policy/provenance.json",
+        "drafter-eagle3/config.json",
+        "drafter-eagle3/model.safetensors",
+        "drafter-eagle3/README.md",
+        "drafter-eagle3/probe.json",
+        "drafter-eagle3/provenance.json",
+    }
+    assert {(exported / name).stat().st_mode & 0o777 for name in files} == {0o644}
+    assert not [p for p in exported.parent.iterdir() if p.name.startswith(".")]
+
+
+def test_transformers_loads_the_policy_and_agrees_with_our_decoder(exported):
+    tokens_T = torch.tensor([3, 9, 27, 17, 51, 25])
+    theirs = AutoModelForCausalLM.from_pretrained(exported / "policy", dtype=torch.float32)
+    ours = load_decoder(exported / "policy", dtype=torch.float32)
+
+    def attend(layer, q, k, v):
+        return packed_causal_attention(q, k, v, torch.tensor([0, 6]))
+
+    with torch.no_grad():
+        expected = theirs(tokens_T[None]).logits[0]
+        found = ours.logits(ours(tokens_T, torch.arange(6), attend).last_TD)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert AutoTokenizer.from_pretrained(exported / "policy").encode("w3 w9") == [3, 9]
+
+
+def test_the_drafter_is_the_one_that_came_in(exported, tiny, tiny_config):
+    before, after = load_eagle3(tiny.source.drafter, tiny_config), load_eagle3(exported / "drafter-eagle3", tiny_config)
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+    assert torch.equal(before.draft_ids_J, after.draft_ids_J)
+
+
+def test_one_configuration_for_every_route(exported):
+    raw = json.loads((exported / "drafter-eagle3" / "config.json").read_text())
+    assert (raw["model_type"], raw["architectures"]) == ("llama", ["LlamaForCausalLMEagle3"])
+    assert raw["speculators_model_type"] == "eagle3"
+    assert raw["norm_before_residual"] is False
+    assert raw["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+    assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 1]
+    layer = raw["transformer_layer_config"]
+    assert (layer["model_type"], layer["vocab_size"], layer["num_hidden_layers"]) == ("llama", 64, 1)
+    assert raw["speculators_config"]["verifier"]["name_or_path"] == str(exported / "policy")
+    serving = json.loads((exported / "drafter-eagle3" / "provenance.json").read_text())["serving"]
+    method = raw["speculators_config"]["proposal_methods"][0]
+    assert method["speculative_tokens"] == serving["num_speculative_tokens"] >= 1
+
+
+def test_provenance(exported, tiny):
+    record = json.loads((exported / "drafter-eagle3" / "provenance.json").read_text())
+    manifest = json.loads((tiny.source.data_dir / "manifest.json").read_text())
+    assert record["dataset"]["digest"] == manifest["digest"]
+    assert (record["run"]["name"], record["run"]["step"]) == ("tiny", 7)
+    assert {"torch", "transformers"} <= record["versions"].keys()
+    assert record["commit"]
+    assert record["target"]["tokenizer_sha256"] != record["target"]["weights_sha256"]
+    policy = json.loads((exported / "policy" / "provenance.json").read_text())
+    assert policy["target"]["weights_sha256"] == record["target"]["weights_sha256"]
+    first = record["measured"]["schedules"][0]["table"]
+    assert first[0][0] == 1
+    assert first[-1][1] == 3, "max_live_requests"
+
+
+def test_a_drafter_in_foreign_spelling_leaves_in_ours(tiny, tmp_path):
+    """The speculators' native names, and layer ids in one place only."""
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    tensors = load_file(tiny.source.drafter / "model.safetensors")
+    save_file({n.replace("midlayer", "layers.0"): x for n, x in tensors.items()}, foreign / "model.safetensors")
+    raw = json.loads((tiny.source.drafter / "config.json").read_text())
+    del raw["eagle_aux_hidden_state_layer_ids"]
+    (foreign / "config.json").write_text(json.dumps(raw))
+    out = folder.run(tiny.cfg, _with_drafter(tiny.source, foreign), out_dir=tmp_path / "out", num_prompts=0)
+    assert load_file(out / "drafter-eagle3" / "model.safetensors").keys() == tensors.keys()
+    written = json.loads((out / "drafter-eagle3" / "config.json").read_text())
+    assert written["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
+
+
+def _with_drafter(source: Source, drafter: Path | None) -> Source:
+    return Source(source.policy, drafter, source.data_dir, source.step)
+
+
+def test_all_or_nothing(tiny, tmp_path):
+    """A drafter that cannot be read comes to light after the policy was written."""
+    out = tmp_path / "out"
+    folder.run(tiny.cfg, _with_drafter(tiny.source, None), out_dir=out, num_prompts=0)
+    before = (out / "policy" / "provenance.json").read_bytes()
+    (tmp_path / "broken").mkdir()
+    with pytest.raises(ModelError, match="not a readable drafter folder"):
+        folder.run(tiny.cfg, _with_drafter(tiny.source, tmp_path / "broken"), out_dir=out, num_prompts=0)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["broken", "out"]
+    assert (out / "policy" / "provenance.json").read_bytes() == before
+    assert [p.name for p in out.iterdir()] == ["policy"]
+
+
+def test_an_older_export_is_replaced_and_what_dvc_wrote_stays(tiny, tmp_path):
+    out = tmp_path / "out"
+    folder.run(tiny.cfg, tiny.source, out_dir=out, num_prompts=0)
+    (out / "policy.dvc").write_text("outs: []")
+    folder.run(tiny.cfg, _with_drafter(tiny.source, None), out_dir=out, num_prompts=0)
+    assert sorted(p.name for p in out.iterdir()) == ["policy", "policy.dvc"]
+
+
+def test_nothing_else_is_replaced(tiny, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    for out in (tmp_path, tmp_path / "thesis.tex"):
+        with pytest.raises(ModelError, match="so it is not replaced; choose another --out"):
+            folder.run(tiny.cfg, tiny.source, out_dir=out, num_prompts=0)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_passwords_of_the_command_line_stay_here(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/tlt", "export", "tracking.uri=https://me:secret@host/x"])
+    out = folder.run(tiny.cfg, _with_drafter(tiny.source, None), out_dir=tmp_path / "out", num_prompts=0)
+    text = (out / "policy" / "provenance.json").read_text()
+    assert "secret" not in text
+    assert json.loads(text)["command"] == ["tlt", "export", "tracking.uri=https://***@host/x"]
+
+
+def test_the_reference_imports_nothing_of_ours():
+    tree = ast.parse(Path(reference.__file__).read_text())
+    names = {
+        name.partition(".")[0]
+        for node in ast.walk(tree)
+        for name in (
+            [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or "." * node.level]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    assert names == {"json", "sys", "pathlib", "typing", "torch", "safetensors", "transformers"}
