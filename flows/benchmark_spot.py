@@ -34,6 +34,7 @@ from tlt_core.drafter.eagle3_files import load_eagle3
 from tlt_core.drafter.eagle3_sequence import HeadProbs, TrainSequence
 from tlt_core.model.load import load_decoder
 from tlt_core.spot.buffer import SequenceBuffer, StoredSequence
+from tlt_core.spot.checkpoint import load_checkpoint
 
 _MEASURED_ROWS = 2000  # starts of chains in one block
 _FIGURES = (
@@ -165,7 +166,7 @@ def _stored(run: RunConfig) -> list[StoredSequence]:
     found: list[StoredSequence] = []
     bounds = {"max_bytes": 1 << 40, "max_ram_bytes": 1 << 30, "max_sequences": 1 << 30}
     for folder in sorted((run.run_dir / "spot").glob("worker_*")):
-        state = json.loads((folder / "state.json").read_text())
+        state = load_checkpoint(folder / "training.safetensors").values
         found += SequenceBuffer.open(folder, state["buffer"], **bounds).sequences()
     return found
 

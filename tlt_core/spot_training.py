@@ -14,17 +14,13 @@ Hidden states are those of the policy that sampled the response.  This step's re
 before are mixed ("one-step offset", TLT section 4).
 """
 
-import json
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf.schema import SpotConfig
@@ -36,12 +32,13 @@ from tlt_core.drafter.eagle3_windows import Window
 from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.capture import Captured
 from tlt_core.spot.buffer import SequenceBuffer, StoredSequence
+from tlt_core.spot.checkpoint import SpotCheckpoint, SpotCheckpointError, async_checkpoint, load_checkpoint
 from tlt_core.spot.sampling import Candidate, WindowSampler
-from tlt_core.spot.writer import BackgroundWriter
+from tlt_core.spot.writer import BackgroundWriter, WriteError
 
 log = logging.getLogger(__name__)
 
-_STATE, _TENSORS = "state.json", "trainer_{:06d}.safetensors"
+_STATE = "training.safetensors"
 _FIRST_ROWS = 16  # of the first micro-step, before anything was timed
 _RATE_DECAY = 0.7
 _CANARY_EVERY = 8.0  # seconds of training for each second that a candidate's canary takes
@@ -125,22 +122,27 @@ class SpotTraining:
         )
         self.used = _copy(model)
         self._trainer = Eagle3Trainer(model, decoder.embed_tokens.weight, self._settings)
-        self._bounds = {
-            "max_bytes": cfg.max_buffer_mb << 20,
-            "max_ram_bytes": cfg.max_ram_mb << 20,
-            "max_sequences": cfg.max_sequences,
-        }
-        self._buffer = SequenceBuffer(folder, **self._bounds, writer=self._writer)
         self._sampler = WindowSampler(window_rows=cfg.window_rows, length_bias=cfg.length_bias, recency=cfg.recency)
         self._heads: dict[int, Tensor] = {}  # rows of the target's head for the draft vocabulary, by policy version
+        self._stored: dict[str, StoredSequence] | None = None
         self._policy_version = 0
         self._rows_per_s = 0.0
         self._step = 0
         self._rejections = 0
-        self._committed = ""  # the newest file of tensors that the state on disk names
         self._phase = _Phase()
-        if resume:
-            self._resume()
+        saved = self._load() if resume else None
+        # What an earlier run left in the folder goes, unless it is resumed.
+        index: dict[str, Any] = {"files": []} if saved is None else saved.values["buffer"]
+        self._buffer = SequenceBuffer.open(
+            folder,
+            index,
+            max_bytes=cfg.max_buffer_mb << 20,
+            max_ram_bytes=cfg.max_ram_mb << 20,
+            max_sequences=cfg.max_sequences,
+            writer=self._writer,
+        )
+        if saved is not None:
+            self._resume(saved)
 
     # ------------------------------------------------------------------------------------------ rollout
 
@@ -150,11 +152,13 @@ class SpotTraining:
         if policy_version not in self._heads:
             self._heads[policy_version] = self._decoder.head_weight[self.used.draft_ids_J].detach().clone()
         self._phase = _Phase()
+        self._stored = None
 
     def collect(self, captured: Captured) -> None:
         """Keep a finished response."""
         if len(captured.tokens_L) - captured.first >= 2:  # one sampled token alone trains nothing
             self._buffer.add(_stored(captured, self._step))
+            self._stored = None
 
     def end(self) -> None:
         """The step's responses are complete: they go to disk in the background."""
@@ -167,7 +171,7 @@ class SpotTraining:
     @property
     def has_data(self) -> bool:
         """Is there anything to train on?"""
-        return any(True for _ in self._buffer.trainable())
+        return bool(self._trainable())
 
     def micro_step(self) -> None:
         """One bounded piece of work.  There must be data."""
@@ -254,52 +258,46 @@ class SpotTraining:
         """What a restart needs, in the background: trained parameters, optimizer, heads, and the index of the hidden
         states, which are files already.  The drafter in use is part of the run's checkpoint."""
         tensors = self._trainer.state_dict() | {f"head.{version}": head for version, head in self._heads.items()}
-        name = _TENSORS.format(self._step)
         values = {
-            "tensors": name,
             "step": self._step,
             "rejections": self._rejections,
             "rows_per_s": self._rows_per_s,
             "buffer": self._buffer.index(),
             "sampler": self._sampler.state_dict(),
         }
-        self._writer.submit(self._folder / name, lambda path: save_file(tensors, path), raises=False)
-        self._writer.submit(self._folder / _STATE, lambda path: self._commit(path, values), raises=False)
+        try:
+            async_checkpoint(self._writer, self._folder / _STATE, tensors, values)
+        except WriteError as error:  # an earlier one; its file was the drafter's alone
+            log.warning("the drafter's training state could not be saved: %s", error)
 
     def close(self) -> None:
         """Wait for what is being written."""
-        self._writer.close()
-
-    def _commit(self, path: Path, values: Mapping[str, Any]) -> None:
-        """The state names its tensors, so it comes after them; older tensors go after it."""
-        path.write_text(json.dumps(values))
-        for other in self._folder.glob("trainer_*.safetensors"):
-            if other.name not in (values["tensors"], self._committed):
-                other.unlink()
-        self._committed = values["tensors"]
-
-    def _resume(self) -> None:
         try:
-            values = json.loads((self._folder / _STATE).read_text())
-            tensors = load_file(self._folder / values["tensors"])
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError, SafetensorError) as error:
-            log.warning("%s cannot be read (%s); the drafter's training starts anew", self._folder, error)
-            return
+            self._writer.close()
+        except WriteError as error:
+            log.warning("the drafter's training state could not be saved: %s", error)
+
+    def _load(self) -> SpotCheckpoint | None:
+        if not (self._folder / _STATE).is_file():
+            return None
+        try:
+            return load_checkpoint(self._folder / _STATE)
+        except SpotCheckpointError as error:
+            log.warning("%s; the drafter's training starts anew", error)
+            return None
+
+    def _resume(self, saved: SpotCheckpoint) -> None:
+        tensors, values = saved
         self._heads = {int(n.removeprefix("head.")): h for n, h in tensors.items() if n.startswith("head.")}
         self._trainer.load_state_dict({n: v for n, v in tensors.items() if not n.startswith("head.")})
         self._step, self._rejections = values["step"], values["rejections"]
         self._rows_per_s = values["rows_per_s"]
-        self._buffer = SequenceBuffer.open(self._folder, values["buffer"], **self._bounds, writer=self._writer)
         self._sampler.load_state_dict(values["sampler"])
-        self._committed = values["tensors"]
 
     # ------------------------------------------------------------------------------------------ inside
 
     def _train(self) -> None:
-        stored = {item.id: item for item in self._buffer.trainable()}
-        self._sampler.refresh([Candidate(i, _rows(item), item.step) for i, item in stored.items()], self._step)
+        stored = self._trainable()
         wanted = min(self._affordable(), self._cfg.rows_per_step - self._trainer.rows)
         windows = []
         for ref in self._sampler.next(max(1, wanted)):
@@ -311,6 +309,14 @@ class SpotTraining:
         self._phase.rows += metrics.rows
         self._phase.loss += metrics.loss * metrics.rows
         self._phase.overlap += metrics.overlaps[0] * metrics.rows
+
+    def _trainable(self) -> dict[str, StoredSequence]:
+        """What the sampler chooses from, by id; gathered anew when something came in."""
+        if self._stored is None:
+            self._stored = {item.id: item for item in self._buffer.trainable()}
+            candidates = [Candidate(name, _rows(item), item.step) for name, item in self._stored.items()]
+            self._sampler.refresh(candidates, self._step)
+        return self._stored
 
     def _affordable(self) -> int:
         """Rows that a micro-step has time for."""

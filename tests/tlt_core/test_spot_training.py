@@ -142,7 +142,7 @@ def test_a_damaged_state_costs_the_training_not_the_run(decoder, tmp_path, caplo
     train(spot, until=lambda r: r.steps >= 2)
     spot.save()
     spot.close()
-    tensors = next(tmp_path.glob("trainer_*.safetensors"))
+    tensors = tmp_path / "training.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:1000])
     with caplog.at_level(logging.WARNING):
         again = training(decoder, tmp_path, resume=True)
