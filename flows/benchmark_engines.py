@@ -19,7 +19,7 @@ from prefect import flow
 
 from conf.schema import RunConfig, SpeculationConfig
 from flows._terminal import Terminal
-from flows.benchmark import summarise, write_report
+from flows.benchmark import Bound, judge, summarise, write_report
 from tasks.coldstart import cold_start
 from tasks.prepare import prepare_data, prepare_model
 from tlt_core import data
@@ -170,15 +170,9 @@ def verdicts_of(contest: Contest) -> list[dict[str, Any]]:
                     for a, b in zip(contest.measured["plain", case], fastest, strict=True)
                 ]
                 claim = f"plain over {rival}, {case.live} live, temperature {case.temperature:g}"
-                verdicts.append(_verdict(claim, ratios, bound))
+                verdicts += judge([{"ratio": r} for r in ratios], [Bound(claim, "ratio", bound, at_least=True)])
     return verdicts
 
 
 def _median_rate(runs: Sequence[Measured]) -> float:
     return statistics.median(m.tokens_per_s for m in runs)
-
-
-def _verdict(claim: str, ratios: Sequence[float], bound: float) -> dict[str, Any]:
-    value = statistics.median(ratios)
-    spread = [min(ratios), max(ratios)]
-    return {"claim": claim, "value": value, "spread": spread, "bound": bound, "holds": value >= bound}

@@ -1,61 +1,28 @@
-"""Real vLLM servers, one after the other: plain, with a drafter that our code exported, with vLLM's n-gram drafter.
+"""Real vLLM servers, one after the other: plain, with a drafter that our code exported, with vLLM's n-gram drafter."""
 
-Each server is asked everything at once and stopped; tests compare what they told.  `make test-vllm` sets VLLM_PYTHON.
-"""
-
-import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from conf.schema import SpeculationConfig
 from tests.vllm.own_engine import DEPTH, decode
+from tests.vllm.servers import MAX_TOKENS, NGRAM, QUESTIONS, REPEATING, Target, Told, ask
 from tlt_core.data import encode_prompt
 from tlt_core.drafter.eagle3_files import save_eagle3
 from tlt_core.drafter.eagle3_model import choose_draft_vocabulary, eagle3_from_target, tap_scales
 from tlt_core.drafter.eagle3_sequence import observe
 from tlt_core.drafter.eagle3_train import Eagle3Trainer, TrainSettings
-from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import load_decoder, load_tokenizer
-from tlt_core.serving.vllm_server import Completion, SpecCounters, VllmServer
+from tlt_core.serving import vllm_server
 
-MAX_TOKENS = 48
-SAMPLES, SAMPLED_TOKENS = 600, 5
-QUESTIONS = (
-    *(f"What is {a} + {a + 5}?" for a in range(11, 23)),
-    *(f"Write a list of five {things}." for things in ("animals", "colors", "cities", "fruits", "numbers", "verbs")),
-    *(f"Spell the word {word} letter by letter." for word in ("house", "window", "garden", "river", "mountain", "sea")),
-)
-REPEATING = "one two three four one two three four one two"  # so that an n-gram drafter has something to say
 TRAIN_STEPS = 60
-
-
-class Told(NamedTuple):
-    """What a server answered."""
-
-    greedy: list[Completion]  # to QUESTIONS
-    counters: SpecCounters  # of the greedy answers alone
-    sampled: list[Completion]  # SAMPLES answers to REPEATING at temperature 1
-    sampled_counters: SpecCounters
-    log: str
-
-
-class Target(NamedTuple):
-    """The policy and what is asked."""
-
-    folder: Path
-    decoder: Decoder  # float32
-    prompts: list[list[int]]
-    repeating: list[int]
 
 
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
     """Interpreter of vLLM's environment."""
-    path = Path(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
+    path = vllm_server.vllm_python()
     if not path.is_file():
         pytest.skip(f"{path} does not exist: run 'make test-vllm', which builds vLLM's environment")
     return path
@@ -98,41 +65,17 @@ def drafter(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def plain(vllm_python: Path, target: Target, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """Without speculation."""
-    return ask(vllm_python, target, tmp_path_factory.mktemp("plain"), None)
+    return ask(vllm_python, target, tmp_path_factory.mktemp("plain"), None, seed=1)
 
 
 @pytest.fixture(scope="session")
 def with_eagle3(vllm_python: Path, target: Target, drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """Chains of our drafter."""
     config = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": DEPTH}
-    return ask(vllm_python, target, tmp_path_factory.mktemp("eagle3"), config)
+    return ask(vllm_python, target, tmp_path_factory.mktemp("eagle3"), config, seed=2)
 
 
 @pytest.fixture(scope="session")
 def with_ngram(vllm_python: Path, target: Target, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """vLLM's own look-up in the prompt."""
-    return ask(vllm_python, target, tmp_path_factory.mktemp("ngram"), NGRAM)
-
-
-NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-
-
-def ask(
-    python: Path,
-    target: Target,
-    folder: Path,
-    speculative: Mapping[str, Any] | None,
-    variables: Mapping[str, str] | None = None,
-) -> Told:
-    """Start a server, ask, stop it."""
-    server = VllmServer(
-        python, target.folder, log=folder / "vllm.log", speculative=speculative, variables=variables or {}
-    )
-    with server:
-        greedy = server.complete(target.prompts, max_tokens=MAX_TOKENS)
-        counted = server.spec_counters()
-        sampled = server.complete(
-            [target.repeating], max_tokens=SAMPLED_TOKENS, temperature=1.0, samples=SAMPLES, seed=7
-        )
-        after = server.spec_counters()
-    return Told(greedy, counted, sampled, after - counted, server.log())
+    return ask(vllm_python, target, tmp_path_factory.mktemp("ngram"), NGRAM, seed=3)

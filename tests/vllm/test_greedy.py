@@ -3,8 +3,8 @@
 import pytest
 
 from conf.schema import SpeculationConfig
-from tests.vllm.conftest import MAX_TOKENS
 from tests.vllm.own_engine import DEPTH, chain_counters, decode
+from tests.vllm.servers import MAX_TOKENS
 
 pytestmark = pytest.mark.vllm
 
