@@ -23,6 +23,8 @@ def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis, in x's dtype.  The special backward is used where it pays: in training
     on CPUs; elsewhere torch's own operation runs."""
     if x.device.type != "cpu" or not (torch.is_grad_enabled() and x.requires_grad):
+        if x.dtype != weight_D.dtype:  # autocast: half-precision x, float32 weights
+            return F.rms_norm(x.float(), weight_D.shape, weight_D.float(), eps).to(x.dtype)
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
     y_TD: Tensor = _RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight_D, eps)
     return y_TD.view(x.shape)

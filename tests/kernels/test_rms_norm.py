@@ -50,3 +50,15 @@ def test_keeps_one_float_a_row() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         rms_norm(x, torch.ones(32), eps=1e-5)
     assert sum(t.numel() for t in kept if t.data_ptr() != x.data_ptr()) == 64 + 32  # r and the weight
+
+
+def test_half_precision_rows_with_float32_weights(recwarn):
+    """What autocast makes of it, with and without a gradient: the same values, and no complaint."""
+    generator = torch.Generator().manual_seed(5)
+    x, weight = torch.randn(7, 48, generator=generator).bfloat16(), torch.rand(48, generator=generator) + 0.5
+    with torch.no_grad():
+        plain = rms_norm(x, weight, eps=1e-5)
+    trained = rms_norm(x.requires_grad_(), weight, eps=1e-5)
+    assert plain.dtype == torch.bfloat16
+    assert torch.equal(plain, trained)
+    assert not [w for w in recwarn if "rms_norm" in str(w.message)]
