@@ -23,7 +23,8 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
 
-_START_S = 600.0  # compiling and loading on a busy machine
+_START_S = 1200.0  # loading takes a minute, on a busy machine ten
+_ANSWER_S = 1200.0
 _STOP_S = 20.0
 _POLL_S = 0.5
 _LOG_LINES = 25  # of the log, in the message about a server that did not start
@@ -177,7 +178,7 @@ class VllmServer:
             f"http://127.0.0.1:{self._port}{path}", data=data, headers={"Content-Type": "application/json"}
         )
         try:
-            with _DIRECT.open(call, timeout=_START_S) as reply:
+            with _DIRECT.open(call, timeout=_ANSWER_S) as reply:
                 text: str = reply.read().decode()
                 return text
         except urllib.error.HTTPError as error:
