@@ -1,6 +1,7 @@
 """How the wall time of one training step splits into phases and orchestration.
 
-    step = rollout + drafter publish + reward wait + update + reference + weight sync + checkpoint + validation + overhead
+    step = rollout + drafter publish + reward wait + update + reference + weight sync + checkpoint + validation
+           + overhead
 
 Overhead is what is left: Prefect, Ray, MLflow, files between the stations, packing.  Rollout and update count only
 while some worker is in a state (BUSY, IDLE, TRAINING, UPDATING), so the time Ray needs to start a phase and to bring
