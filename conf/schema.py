@@ -373,8 +373,8 @@ class SpotConfig(Section):
     """Tokens of one optimizer step, from as many pieces of work as needed."""
     window_rows: int = Field(128, ge=1)
     """Longer responses are trained on in parts of at most so many tokens, each with its whole context."""
-    learning_rate: float = Field(5e-4, gt=0)
-    """AdamW; 20 steps of warm-up, then constant."""
+    learning_rate: float = Field(1e-4, gt=0)
+    """AdamW; 20 steps of warm-up, then constant.  The first drafter has ended its own training at such a rate."""
     max_buffer_mb: int = Field(1024, ge=1)
     """Hidden states kept on each worker, in files; the oldest go first."""
     max_ram_mb: int = Field(256, ge=1)
