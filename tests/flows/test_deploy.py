@@ -1,0 +1,314 @@
+"""Deployments: what prefect.yaml says, background processes, and (slow) a real server and worker that are killed."""
+
+import contextlib
+import http.server
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+import yaml
+from mlflow import MlflowClient
+
+from flows._daemon import Daemon, end
+
+FILE = Path("prefect.yaml")
+TIMEOUT_S = 1200.0
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(99)"
+
+
+def deployments() -> dict[str, dict[str, Any]]:
+    return {d["name"]: d for d in yaml.safe_load(FILE.read_text())["deployments"]}
+
+
+def test_every_flow_is_deployed_for_one_run_at_a_time_with_a_time_limit() -> None:
+    from flows._automations import LIMITS
+
+    found = deployments()
+    assert set(found) == {"train", "warmup-drafter", "evaluate", "export-drafter", "retrain", "benchmark"}
+    for name, deployment in found.items():
+        assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}, name
+        assert "tlt" in deployment["tags"], name
+        assert len(LIMITS.keys() & set(deployment["tags"])) == 1, name
+    assert [s["cron"] for s in found["retrain"]["schedules"]] == ["0 2 * * *"]
+
+
+@pytest.mark.parametrize("name", deployments())
+def test_a_deployment_s_parameters_are_typed_and_its_own_are_accepted(name: str) -> None:
+    from prefect.flows import load_flow_from_entrypoint
+
+    deployment = deployments()[name]
+    flow = load_flow_from_entrypoint(deployment["entrypoint"])
+    schema = flow.parameters.model_dump()
+    options = schema["properties"]["config"]["anyOf"]
+    assert {"$ref": "#/definitions/RunConfig"} in options, "no form in Prefect's pages"
+    assert {"rollout", "drafter", "retrain"} <= schema["definitions"]["RunConfig"]["properties"].keys()
+    flow.validate_parameters(deployment["parameters"])
+    assert flow.retries == 0
+
+
+def test_a_stubborn_process_is_stopped_in_time_and_a_stranger_with_its_pid_is_not_ours(tmp_path: Path) -> None:
+    daemon = Daemon("stubborn", folder=tmp_path)
+    process = daemon.start(["-c", STUBBORN], env=os.environ)
+    while "up" not in daemon.last_lines():
+        time.sleep(0.05)
+    assert daemon.process() == process
+    same_pid = Daemon("stranger", folder=tmp_path)
+    (tmp_path / "stranger.pid").write_text(f"{process.pid} {process.create_time() - 5}\n")
+    assert same_pid.process() is None
+    assert same_pid.stop(patience_s=0.1) == []
+    assert process.is_running()
+    daemon.stop(patience_s=0.5)
+    assert not process.is_running()
+    assert daemon.process() is None
+    end([process], patience_s=0.1)  # gone already: no error
+
+
+class Deployed(NamedTuple):
+    """A server and a worker of their own, as `tlt deploy` makes them."""
+
+    root: Path
+    port: int
+    env: dict[str, str]
+
+    def tlt(self, *arguments: str) -> str:
+        command = [sys.executable, "-m", "flows.cli", *arguments]
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def up(self) -> None:
+        self.tlt("deploy", "--port", str(self.port), "--file", str(self.root / "prefect.yaml"))
+
+    def worker_alone(self) -> None:
+        """A worker that nobody has told of lost runs, as on another machine."""
+        project = str(Path.cwd())
+        env = self.env | {"PREFECT_API_URL": self.url, "TLT_PROJECT": project, "PYTHONPATH": project}
+        env |= {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
+        command = ["-m", "prefect", "worker", "start", "--pool", "tlt", "--type", "process"]
+        Daemon("worker", folder=self.root / "prefect").start(command, env=env)
+
+    def prefect(self, *arguments: str) -> str:
+        command = [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
+        env = self.env | {"PREFECT_API_URL": self.url}
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/api"
+
+    def daemon(self, name: str) -> psutil.Process:
+        process = Daemon(name, folder=self.root / "prefect").process()
+        assert process is not None, f"{name} is not running"
+        return process
+
+    def flow_runs(self, flow: str) -> list[Any]:
+        from prefect.client.orchestration import get_client
+        from prefect.client.schemas.filters import FlowFilter, FlowFilterName
+        from prefect.settings import PREFECT_API_URL, temporary_settings
+
+        with temporary_settings({PREFECT_API_URL: self.url}), get_client(sync_client=True) as client:
+            return client.read_flow_runs(flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])))
+
+
+def wait_for(ready: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not ready():
+        assert time.monotonic() < deadline, f"{what}: not in {TIMEOUT_S:.0f} s"
+        time.sleep(0.5)
+
+
+def settings(root: Path, name: str, *more: str) -> list[str]:
+    store = f"tracking.uri=sqlite:///{root}/mlflow.db"
+    return [f"name={name}", f"output_dir={root}/runs", store, "cluster.num_workers=1", *more]
+
+
+@pytest.fixture(scope="module")
+def deployed(tmp_path_factory: pytest.TempPathFactory, embedded_model: Path) -> Iterator[Deployed]:
+    """The project's own deployments; the retraining's clock strikes every minute."""
+    root = tmp_path_factory.mktemp("deploy")
+    (root / "home" / "models").mkdir(parents=True)
+    (root / "home" / "models" / embedded_model.name).symlink_to(embedded_model)
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    tree = yaml.safe_load(FILE.read_text())
+    for deployment in tree["deployments"]:
+        if deployment["name"] == "retrain":
+            more = ("coldstart.enabled=false", "rollout.temperature=0.02", "retrain.min_speed=0", "retrain.repeats=1")
+            deployment["schedules"][0]["cron"] = "* * * * *"
+            deployment["parameters"] = {
+                "config": "conf/smoke.yaml",
+                "overrides": settings(root, "scheduled", *more),
+            }
+    (root / "prefect.yaml").write_text(yaml.safe_dump(tree))
+    unset = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT")}
+    env = unset | {"PREFECT_HOME": str(root / "prefect"), "TLT_HOME": str(root / "home"), "OMP_NUM_THREADS": "1"}
+    deployed = Deployed(root, port, env)
+    try:
+        deployed.up()
+        yield deployed
+    finally:
+        assert "server" in deployed.tlt("deploy", "--stop")
+        for name in ("server", "worker"):
+            assert Daemon(name, folder=root / "prefect").process() is None
+
+
+@pytest.mark.slow
+@pytest.mark.prefect
+def test_the_clock_retrains_once_and_then_finds_nothing_changed(deployed: Deployed) -> None:
+    from conf.load import load
+    from tlt_core import inputs
+
+    cfg = load("conf/smoke.yaml", settings(deployed.root, "scheduled"))
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TLT_HOME", deployed.env["TLT_HOME"])
+        start = inputs.start_model(cfg.model, seed=cfg.seed)
+    partial = cfg.run_dir / "partial"  # the clock may strike while it is copied
+    partial.mkdir(parents=True)
+    for file in start.iterdir():
+        (partial / file.name).write_bytes(file.read_bytes())
+    partial.rename(cfg.run_dir / "policy")
+
+    journal = cfg.run_dir / "retrain.jsonl"
+    wait_for(journal.is_file, "a decision by the clock")
+    done = sum(run.state_name == "Completed" for run in deployed.flow_runs("retrain"))
+    wait_for(
+        lambda: sum(r.state_name == "Completed" for r in deployed.flow_runs("retrain")) >= done + 2, "two more runs"
+    )
+    file = deployed.root / "prefect.yaml"
+    file.write_text(file.read_text().replace("* * * * *", "0 0 1 1 *"))
+    deployed.up()
+    (line,) = journal.read_text().splitlines()
+    assert json.loads(line)["outcome"] == "promoted", line
+    assert all(run.auto_scheduled for run in deployed.flow_runs("retrain"))
+    client = MlflowClient(cfg.tracking.uri)
+    assert str(client.get_model_version_by_alias("tlt-scheduled-drafter", "champion").version) == "1"
+
+
+@pytest.mark.slow
+@pytest.mark.prefect
+def test_kubernetes_deployments_make_the_job_that_is_meant(deployed: Deployed) -> None:
+    """A dry run: the server takes pool and deployments, and their variables fill the job's template."""
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+    from prefect.utilities.templating import apply_values
+
+    pool = ["--type", "kubernetes", "--base-job-template", "deploy/kubernetes/pool.json"]
+    deployed.prefect("work-pool", "create", "tlt-kubernetes", *pool)
+    deployed.prefect("deploy", "--all", "--prefect-file", "deploy/kubernetes/prefect.yaml")
+    with temporary_settings({PREFECT_API_URL: deployed.url}), get_client(sync_client=True) as client:
+        deployment = client.read_deployment_by_name("train/train-kubernetes")
+        template = client.read_work_pool("tlt-kubernetes").base_job_template
+    variables = template["variables"]["properties"]
+    assert deployment.job_variables.keys() <= variables.keys()
+    defaults = {name: v["default"] for name, v in variables.items() if "default" in v}
+    job = apply_values(template["job_configuration"], defaults | deployment.job_variables)["job_manifest"]
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (container["image"], job["metadata"]["namespace"]) == ("tlt:0.1.0", "ml")
+    assert container["resources"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": 1}
+    assert container["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
+    assert pod["volumes"][0] == {"name": "state", "persistentVolumeClaim": {"claimName": "tlt-state"}}
+    assert deployment.entrypoint == "flows.train.train"
+
+
+@pytest.mark.slow
+@pytest.mark.prefect
+def test_a_failed_run_is_reported_to_the_webhook(deployed: Deployed) -> None:
+    received: list[dict[str, Any]] = []
+
+    class Hook(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Hook) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        notified = deployed._replace(
+            env=deployed.env | {"TLT_NOTIFY_URL": f"http://127.0.0.1:{server.server_port}/hook"}
+        )
+        notified.up()
+        deployed.prefect("deployment", "run", "evaluate/evaluate", "-p", "config=conf/nowhere.yaml")
+        wait_for(lambda: len(received) > 0, "a message")
+        server.shutdown()
+    assert "TLT: evaluate/nowhere is Failed" in received[0]["text"]
+    assert "conf/nowhere.yaml does not exist" in received[0]["text"]
+
+
+@pytest.mark.slow
+@pytest.mark.prefect
+@pytest.mark.parametrize("lost", ["worker and flow", "flow", "machine"])
+def test_a_run_whose_processes_are_killed_ends_completed_with_every_step_once(deployed: Deployed, lost: str) -> None:
+    name = f"killed-{lost.replace(' ', '-')}"
+    run_dir = deployed.root / "runs" / name
+    steps = 8
+    overrides = json.dumps(settings(deployed.root, name, f"num_steps={steps}"))
+    deployed.prefect("deployment", "run", "train/train", "-p", "config=conf/smoke.yaml", "-p", f"overrides={overrides}")
+    wait_for((run_dir / "checkpoints" / "step_000002").exists, "two steps")
+
+    worker = deployed.daemon("worker")
+    (flow,) = (p for p in worker.children() if "prefect.engine" in " ".join(p.cmdline()))
+    flow.suspend()  # no further step while the worker is killed
+    if lost != "flow":
+        worker.send_signal(signal.SIGKILL)
+        psutil.wait_procs([worker], timeout=30)
+    flow.send_signal(signal.SIGKILL)
+    before = len((run_dir / "metrics.jsonl").read_text().splitlines())
+    assert before <= steps, "the run was over before it was killed"
+    if lost == "worker and flow":
+        deployed.up()
+    elif lost == "machine":
+        deployed.worker_alone()
+
+    def run() -> Any:
+        (found,) = (r for r in deployed.flow_runs("train") if overrides == json.dumps(r.parameters["overrides"]))
+        return found
+
+    wait_for(lambda: run().state_name in ("Completed", "Failed"), "the end of the run")
+    assert run().state_name == "Completed"
+    assert run().run_count == 2
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(steps + 1))
+    assert rows[-1]["training/resume_attempt"] == 1.0
+    client = MlflowClient(f"sqlite:///{deployed.root}/mlflow.db")
+    run_id = json.loads((run_dir / "run.json").read_text())["tracker_run_id"]
+    history = client.get_metric_history(run_id, "training/global_step")
+    assert sorted(point.step for point in history) == list(range(steps + 1))
+    version = client.get_model_version_by_alias(f"tlt-{name}-policy", "champion")
+    assert (version.run_id, version.tags["policy_version"]) == (run_id, str(steps))
+
+
+@pytest.mark.slow
+@pytest.mark.prefect
+def test_a_run_that_takes_too_long_is_cancelled(deployed: Deployed) -> None:
+    from prefect.client.orchestration import get_client
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from flows import _automations
+
+    with temporary_settings({PREFECT_API_URL: deployed.url}), get_client(sync_client=True) as client:
+        _automations.install(client, notify_url="", limits={"limit-48h": timedelta(seconds=10)})
+    overrides = json.dumps(settings(deployed.root, "endless", "num_steps=5000", "coldstart.enabled=false"))
+    deployed.prefect("deployment", "run", "train/train", "-p", "config=conf/smoke.yaml", "-p", f"overrides={overrides}")
+
+    def state() -> str:
+        (found,) = (r for r in deployed.flow_runs("train") if overrides == json.dumps(r.parameters["overrides"]))
+        return str(found.state_name)
+
+    wait_for(lambda: state() in ("Cancelled", "Completed", "Failed"), "the end of the run")
+    assert state() == "Cancelled"
+    wait_for(lambda: not deployed.daemon("worker").children(), "the end of its process")
