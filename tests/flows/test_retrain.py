@@ -18,6 +18,7 @@ from mlflow import MlflowClient
 
 from conf.load import load
 from conf.schema import RunConfig
+from flows import _attempts
 from flows import retrain as flow_module
 from flows.retrain import retrain
 from tasks.registry import RegistryError
@@ -173,3 +174,11 @@ def test_without_a_registry_nothing_is_trained(folder: Path, plant: Callable[[ra
 
 def test_a_run_without_a_policy_has_nothing_to_retrain_for(folder: Path) -> None:
     assert retrain(config(folder, "name=fresh")).outcome == "nothing"
+
+
+def test_a_flow_run_that_was_started_too_often_gives_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_attempts, "MOST", 1)
+    assert retrain(config(folder, "name=fresh")).outcome == "nothing", "the first start is allowed"
+    monkeypatch.setattr(_attempts, "MOST", 0)
+    with pytest.raises(_attempts.GaveUp, match="was started 1 times, 0 are allowed"):
+        retrain(config(folder, "name=fresh"))
