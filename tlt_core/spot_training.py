@@ -3,8 +3,8 @@
     collect(captured) -> buffer -> sampler -> micro_step, micro_step, ... (idle time) -> result -> adopt(published)
 
 A micro-step is one of: gradients of a few windows, an optimizer step, a part of the canary.  Each is bounded by
-`micro_step_s`, from measured rates, so whoever is waiting waits no longer than that.  Gradients, order and canary
-outlive an interruption: nothing is done twice, and nothing is lost but the piece under way.
+`micro_step_s`, as the ones before were timed, so whoever is waiting waits no longer than that.  Gradients, order and
+canary outlive an interruption: nothing is done twice, and nothing is lost but the piece under way.
 
 The canary drafts along held-back recent responses with their own noise and counts the hits, for the drafter in use and
 for the newest trained weights: exactly what chains would have accepted there.  So a candidate's figure is known when
@@ -40,7 +40,8 @@ log = logging.getLogger(__name__)
 
 _STATE = "training.safetensors"
 _FIRST_ROWS = 16  # of the first micro-step, before anything was timed
-_RATE_DECAY = 0.7
+_LEAST_ROWS = 4
+_FASTEST = 2.0  # change of a micro-step's size from one to the next
 _CANARY_EVERY = 8.0  # seconds of training for each second that a candidate's canary takes
 _CANARY_CONTEXT = 4  # tokens of held-back responses for each position that is measured, at most
 
@@ -126,7 +127,7 @@ class SpotTraining:
         self._heads: dict[int, Tensor] = {}  # rows of the target's head for the draft vocabulary, by policy version
         self._stored: dict[str, StoredSequence] | None = None
         self._policy_version = 0
-        self._rows_per_s = 0.0
+        self._wanted_rows = float(_FIRST_ROWS)  # of a micro-step
         self._step = 0
         self._rejections = 0
         self._phase = _Phase()
@@ -261,7 +262,7 @@ class SpotTraining:
         values = {
             "step": self._step,
             "rejections": self._rejections,
-            "rows_per_s": self._rows_per_s,
+            "wanted_rows": self._wanted_rows,
             "buffer": self._buffer.index(),
             "sampler": self._sampler.state_dict(),
         }
@@ -291,21 +292,21 @@ class SpotTraining:
         self._heads = {int(n.removeprefix("head.")): h for n, h in tensors.items() if n.startswith("head.")}
         self._trainer.load_state_dict({n: v for n, v in tensors.items() if not n.startswith("head.")})
         self._step, self._rejections = values["step"], values["rejections"]
-        self._rows_per_s = values["rows_per_s"]
+        self._wanted_rows = values["wanted_rows"]
         self._sampler.load_state_dict(values["sampler"])
 
     # ------------------------------------------------------------------------------------------ inside
 
     def _train(self) -> None:
         stored = self._trainable()
-        wanted = min(self._affordable(), self._cfg.rows_per_step - self._trainer.rows)
+        wanted = min(int(self._wanted_rows), self._cfg.rows_per_step - self._trainer.rows)
         windows = []
         for ref in self._sampler.next(max(1, wanted)):
             sequence = self._sequence(stored[ref.id])
             windows.append(Window(sequence, sequence.earliest + ref.start, sequence.earliest + ref.end))
         began_s = time.perf_counter()
         metrics = self._trainer.accumulate(windows)
-        self._time(metrics.rows, time.perf_counter() - began_s)
+        self._resize(metrics.rows, time.perf_counter() - began_s)
         self._phase.rows += metrics.rows
         self._phase.loss += metrics.loss * metrics.rows
         self._phase.overlap += metrics.overlaps[0] * metrics.rows
@@ -318,13 +319,12 @@ class SpotTraining:
             self._sampler.refresh(candidates, self._step)
         return self._stored
 
-    def _affordable(self) -> int:
-        """Rows that a micro-step has time for."""
-        return int(self._rows_per_s * self._cfg.micro_step_s) if self._rows_per_s else _FIRST_ROWS
-
-    def _time(self, rows: int, seconds: float) -> None:
-        rate = rows / seconds
-        self._rows_per_s = rate if not self._rows_per_s else _RATE_DECAY * self._rows_per_s + (1 - _RATE_DECAY) * rate
+    def _resize(self, rows: int, seconds: float) -> None:
+        """The next micro-step's size, so that it takes `micro_step_s`.  A pass has a fixed cost, so a rate measured on
+        small ones would keep them small; one that was cut short says nothing of larger ones."""
+        factor = min(max(self._cfg.micro_step_s / seconds, 1 / _FASTEST), _FASTEST)
+        if factor < 1 or rows > self._wanted_rows / _FASTEST:
+            self._wanted_rows = min(max(self._wanted_rows * factor, _LEAST_ROWS), float(self._cfg.rows_per_step))
 
     def _candidate_due(self) -> bool:
         """A canary pays when training since the last one has taken several times as long."""
