@@ -21,6 +21,7 @@ _DEMO = "conf/demo.yaml"
 _BENCHMARKS = {
     "step": "flows.benchmark:bench_step",
     "rollout": "flows.benchmark_rollout:bench_rollout",
+    "tuner": "flows.benchmark_tuner:bench_tuner",
     "spot": "flows.benchmark_spot:bench_spot",
     "engines": "flows.benchmark_engines:bench_engines",
 }
@@ -294,8 +295,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "benchmark",
         choices=list(_BENCHMARKS),
-        help="step: the phases of a training step; rollout: decoding under every speculation policy; engines: "
-        "our engine beside transformers and vLLM",
+        help="step: the phases of a training step; rollout: decoding under every speculation policy; tuner: "
+        "those policies on planted workloads; engines: our engine beside transformers and vLLM",
     )
     parser.add_argument("config", nargs="?", default=_DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

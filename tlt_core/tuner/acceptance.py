@@ -23,8 +23,8 @@ from tlt_core.tuner.evidence import OPTIMIST, Rate, RowBelief
 
 _PRIOR_HIT = 0.5
 _PRIOR_WEIGHT = 2.0
-_SMOOTH_WEIGHT = 6.0  # trials that the position before is worth
-_TRANSFER_WEIGHT = 3.0
+_SMOOTH_WEIGHT = 12.0  # trials that the position before is worth
+_TRANSFER_WEIGHT = 10.0
 _AGE_EVERY = 8  # rounds; what was not tested in them loses weight
 _AGE_FACTOR = 0.82  # exp(-8 / 40)
 _TRUSTED_TRIALS = 4

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 _MOST_WEIGHT = 100.0  # trials that a common mean remembers
-_ROW_DECAY = 0.96  # per trial
+_ROW_DECAY = 0.97  # per trial
 _ROW_PRIOR = 10.0  # trials that the common estimate is worth to a request
 OPTIMIST = 0.9
 _OPTIMIST_WEIGHT = 4.0

@@ -1,0 +1,172 @@
+"""An engine with planted costs and acceptance, on a virtual clock: what a tuner earns in it is exact and repeatable.
+
+    tuner.choose -> draws of what each row accepts, seconds with noise and spikes -> tuner.observe
+
+The tuner sees luck and noise as in an engine.  What is recorded of a round are expected tokens and seconds without
+noise, so that two policies differ by their choices alone.
+"""
+
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import count, pairwise
+from math import prod
+from typing import NamedTuple
+
+from tlt_core.speculation import RoundReport, Strategy, Tuner
+
+_POINTS = ((1, 12.5e-3), (4, 13.5e-3), (16, 21.4e-3), (32, 31.7e-3), (160, 125e-3))  # tokens of a pass, seconds
+_PROMPT = 100.0  # tokens
+
+
+def pass_seconds(live: int, tokens: int, context: int) -> float:
+    """A 135M model on two cores: measured anchors, attention over the context, sampling."""
+    sizes = [size for size, _ in _POINTS]
+    at = min(max(bisect_right(sizes, tokens) - 1, 0), len(_POINTS) - 2)
+    (low, low_s), (high, high_s) = tuple(pairwise(_POINTS))[at]
+    base = low_s + (high_s - low_s) * (tokens - low) / (high - low)
+    return (
+        base + 0.22e-3 * tokens + 3.75e-6 * context + 0.7e-6 * context * (tokens / live - 1) + 0.5e-3 * (tokens > live)
+    )
+
+
+def draft_seconds(strategy: Strategy, live: int) -> float:
+    """n-gram: a look-up per request; a network: one layer and a head per step."""
+    if strategy.is_off:
+        return 0.0
+    if strategy.drafter == "ngram":
+        return 0.1e-3 + 0.05e-3 * live
+    return strategy.depth * (1.2e-3 + 0.1e-3 * live * strategy.width)
+
+
+@dataclass
+class Hits:
+    """One drafter's luck: rate of the first token and how it falls, coverage, and spread between requests."""
+
+    first: float
+    fall: float = 0.95
+    cover: float = 1.0
+    spread: float = 0.0
+
+
+class PlayedRound(NamedTuple):
+    """A round as it was to be expected."""
+
+    strategy: Strategy
+    tokens: float
+    seconds: float
+    best_rate: float  # tokens a second of the best strategy in this situation; 0: not asked for
+
+
+class _Outcome(NamedTuple):
+    """One row's draft."""
+
+    offered: int  # depth
+    drafted: int
+    accepted: int
+
+
+@dataclass
+class Engine:
+    """Rows join while `waiting` lasts; each emits tokens until its length."""
+
+    hits: dict[str, Hits]  # by drafter; may be changed between runs
+    live: int
+    lengths: Callable[[random.Random], int]
+    waiting: int = 0
+    seed: int = 0
+    noise: float = 0.03
+    spikes: float = 0.02  # share of rounds that take three times as long
+    compare: Iterable[Strategy] = ()  # strategies among which each round's best rate is looked for
+    history: list[PlayedRound] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens a second of the choices made: luck and spikes are left out."""
+        return sum(r.tokens for r in self.history) / sum(r.seconds for r in self.history)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._arrivals = random.Random(self.seed + 1)  # of its own, so that each tuner meets the same requests
+        self._ids = count()
+        self.rows: dict[int, list[float]] = {}  # id -> context, tokens left, ability
+        for _ in range(self.live):
+            self._join()
+
+    def _join(self) -> None:
+        self.rows[next(self._ids)] = [_PROMPT, float(self.lengths(self._arrivals)), self._arrivals.uniform(-1, 1)]
+
+    def run(self, tuner: Tuner, rounds: int = 10**9) -> None:
+        """Until the rounds are done or no request is left."""
+        for _ in range(rounds):
+            if not self.rows:
+                return
+            self._round(tuner)
+
+    def share(self, *arms: Strategy, last: int) -> float:
+        """Share of the last rounds that used one of the arms."""
+        return sum(r.strategy in arms for r in self.history[-last:]) / last
+
+    def _round(self, tuner: Tuner) -> None:
+        rows, live = list(self.rows), len(self.rows)
+        context = int(sum(row[0] for row in self.rows.values()))
+        strategy = tuner.choose(rows, context)
+        offered, drafted, accepted = zip(*(self._draft(strategy, row[2]) for row in self.rows.values()), strict=True)
+        shake = self._random.gauss(1.0, self.noise) * (3.0 if self._random.random() < self.spikes else 1.0)
+        verify_s, draft_s = pass_seconds(live, live + sum(drafted), context), draft_seconds(strategy, live)
+        best = max((self._rate_of(arm, context) for arm in self.compare), default=0.0)
+        self.history.append(PlayedRound(strategy, live + self._expected(strategy), verify_s + draft_s, best))
+        tuner.observe(
+            rows, RoundReport(strategy, live, context, drafted, offered, accepted, draft_s * shake, verify_s * shake)
+        )
+        for key, new in zip(rows, accepted, strict=True):
+            row = self.rows[key]
+            row[0] += new + 1
+            row[1] -= new + 1
+            if row[1] <= 0:
+                del self.rows[key]
+                tuner.forget(key)
+                if self.waiting:
+                    self.waiting -= 1
+                    self._join()
+
+    def _draft(self, strategy: Strategy, ability: float) -> _Outcome:
+        hits = self.hits.get(strategy.drafter)
+        if strategy.is_off or hits is None:
+            return _Outcome(0, 0, 0)
+        if self._random.random() >= hits.cover:
+            return _Outcome(0, 0, 0)
+        rates = _rates(hits, strategy, ability)
+        accepted = next((step for step, rate in enumerate(rates) if self._random.random() >= rate), len(rates))
+        return _Outcome(len(rates), _asked(strategy), accepted)
+
+    def _expected(self, strategy: Strategy) -> float:
+        """Draft tokens accepted of all rows, before any draw."""
+        hits = self.hits.get(strategy.drafter)
+        if strategy.is_off or hits is None:
+            return 0.0
+        total = 0.0
+        for _, _, ability in self.rows.values():
+            rates = _rates(hits, strategy, ability)
+            total += hits.cover * sum(prod(rates[: step + 1]) for step in range(len(rates)))
+        return total
+
+    def _rate_of(self, strategy: Strategy, context: int) -> float:
+        """Expected tokens a second of a round with this strategy, now."""
+        live, hits = len(self.rows), self.hits.get(strategy.drafter)
+        drafted = 0.0 if strategy.is_off or hits is None else live * hits.cover * _asked(strategy)
+        seconds = pass_seconds(live, live + round(drafted), context) + draft_seconds(strategy, live)
+        return (live + self._expected(strategy)) / seconds
+
+
+def _asked(strategy: Strategy) -> int:
+    return min(strategy.depth, strategy.tokens) if strategy.width == 1 else strategy.tokens
+
+
+def _rates(hits: Hits, strategy: Strategy, ability: float) -> list[float]:
+    """Conditional hit rates by depth."""
+    breadth = 1.0 if strategy.width == 1 else (strategy.width * strategy.tokens / strategy.depth) ** 0.5
+    first = min(max(hits.first + hits.spread * ability, 0.0), 0.98)
+    depth = min(strategy.depth, strategy.tokens)
+    return [1 - (1 - first * hits.fall**step) ** breadth**0.6 for step in range(depth)]
