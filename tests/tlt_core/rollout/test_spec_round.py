@@ -47,6 +47,7 @@ class Recorder:
 
     name = "d"
     taps: tuple[int, ...] = ()
+    backlog_s = 0.0
 
     def __init__(self) -> None:
         self.rows: dict[int, NoiseKey] = {}

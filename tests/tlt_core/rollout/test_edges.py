@@ -1,0 +1,170 @@
+"""Where speculation engines break: batches that start small or grow again, requests that join, responses that end
+inside a draft.  Each with a proof that the case did occur, and the tokens of plain decoding."""
+
+import pytest
+import torch
+
+from conf.schema import SpeculationConfig, StrategyConfig
+from tests.tlt_core.rollout.test_spec_round import Oracle, Recorder, assert_same
+from tlt_core import adaptive
+from tlt_core.drafter.eagle3_files import save_eagle3
+from tlt_core.drafter.eagle3_model import eagle3_from_target
+from tlt_core.model.load import random_decoder
+from tlt_core.rollout.engine import RolloutEngine, Speculation
+from tlt_core.speculation import DraftTree, Strategy
+from tlt_core.tuner.policies import make_tuner
+from tlt_core.types import FinishReason, GenerationRequest, NoiseKey, SamplingParams
+
+VOCAB, MAX_LEN, MAX_LIVE = 64, 96, 8
+CHAIN, TREE = Strategy("d", 5, 1, 5), Strategy("d", 4, 3, 12)
+LONG = SamplingParams(max_new_tokens=50)
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_config):
+    return random_decoder(tiny_config, seed=1, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def drafter_folder(decoder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drafter") / "d-eagle3"
+    model = eagle3_from_target(decoder, torch.arange(0, VOCAB, 2), scales=(1.0, 1.0, 1.0), seed=0)
+    save_eagle3(model, folder, dtype=torch.float32)
+    return folder
+
+
+def requests(count):
+    generator = torch.Generator().manual_seed(4)
+    prompts = [torch.randint(3, VOCAB, (1 + 3 * p,), generator=generator).to(torch.int32) for p in range(4)]
+    return [GenerationRequest(NoiseKey(0, 1, i % 4, i // 4), prompts[i % 4]) for i in range(count)]
+
+
+def play(engine, items, params, arrivals=()):
+    """arrivals: (round, requests that have come by then); all at once by default.  Responses and rounds."""
+    waiting, finished, traces = list(items), {}, []
+
+    def pull(wanted):
+        come = next((n for at, n in reversed(arrivals) if len(traces) >= at), len(items))
+        free = come - (len(items) - len(waiting))
+        taken, waiting[:] = waiting[: min(wanted, free)], waiting[min(wanted, free) :]
+        return taken
+
+    engine.generate(pull, lambda r: finished.__setitem__(r.key, r), params, on_round=traces.append)
+    assert len(finished) == len(items)
+    return finished, traces
+
+
+def plain(decoder, items, params):
+    return play(RolloutEngine(decoder, max_live=MAX_LIVE, max_len=MAX_LEN), items, params)[0]
+
+
+def real(decoder, folder, drafter, *, max_live):
+    """An engine with the real drafter under the threshold rule."""
+    arm = StrategyConfig(drafter=drafter, depth=4, width=2, tokens=8)
+    cfg = SpeculationConfig(policy="threshold", menu=(arm,), max_live=max_live, drafter_path=str(folder))
+    return adaptive.make_engine(decoder, cfg, max_live=MAX_LIVE, max_len=MAX_LEN, seed=0)
+
+
+def fixed(decoder, drafter, arm):
+    speculation = Speculation({"d": drafter}, make_tuner("fixed", [arm]), [arm])
+    return RolloutEngine(decoder, max_live=MAX_LIVE, max_len=MAX_LEN, speculation=speculation)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
+def test_a_batch_that_starts_below_the_threshold(decoder, drafter_folder, drafter):
+    """The first decode round of all is speculative: there was no plain one to prepare anything."""
+    items = requests(2)
+    engine = real(decoder, drafter_folder, drafter, max_live=4)
+    finished, traces = play(engine, items, LONG)
+    assert not traces[0].report.strategy.is_off
+    assert sum(sum(t.report.drafted) for t in traces) > 0
+    assert engine.drafter_failures == {}
+    assert_same(plain(decoder, items, LONG), finished)
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
+def test_growth_above_the_threshold_and_back(decoder, drafter_folder, drafter):
+    """Speculation stops when five more requests come, and goes on with all when some have ended."""
+    items = requests(7)
+    engine = real(decoder, drafter_folder, drafter, max_live=3)
+    short_and_long = SamplingParams(max_new_tokens=50, stop_token_ids=(2, 7, 30))
+    # the engine asks for more after each round, as long as there are free slots
+    finished, traces = play(engine, items, short_and_long, arrivals=((0, 2), (3, 7)))
+    phases = [traces[0].report.strategy.is_off]
+    for trace in traces:
+        assert trace.report.strategy.is_off == (trace.report.live > 3)
+        if trace.report.strategy.is_off != phases[-1]:
+            phases.append(trace.report.strategy.is_off)
+    assert phases == [False, True, False]
+    assert engine.drafter_failures == {}
+    assert_same(plain(decoder, items, short_and_long), finished)
+
+
+@pytest.mark.parametrize("arm", [CHAIN, TREE], ids=str)
+def test_requests_that_join_while_others_are_drafted_for(decoder, arm):
+    """One more before every round; each has drafts in its first round already."""
+    items = requests(8)
+    reference = plain(decoder, items, LONG)
+    engine = fixed(decoder, Oracle(reference), arm)
+    finished, traces = play(engine, items, LONG, arrivals=tuple((i, i + 1) for i in range(8)))
+    assert [t.report.live for t in traces[:8]] == list(range(1, 9))
+    assert all(t.report.drafted[-1] > 0 for t in traces[:8])
+    assert_same(reference, finished)
+
+
+@pytest.mark.parametrize("arm", [CHAIN, TREE], ids=str)
+@pytest.mark.parametrize("limit", range(1, 12))
+def test_max_length_inside_a_draft(decoder, arm, limit):
+    """Drafts are right, so that without the limit each round would emit six (five) tokens."""
+    items = requests(8)
+    longer, params = plain(decoder, items, LONG), SamplingParams(max_new_tokens=limit)
+    finished, traces = play(fixed(decoder, Oracle(longer), arm), items, params)
+    assert {len(r.completion) for r in finished.values()} == {limit}
+    assert {r.finish for r in finished.values()} == {FinishReason.LENGTH}
+    assert len(traces) == -(-limit // (arm.depth + 1))
+    assert_same(plain(decoder, items, params), finished)
+
+
+def test_the_cache_ends_inside_a_draft(decoder):
+    params = SamplingParams(max_new_tokens=500)
+    items = requests(8)
+    reference = plain(decoder, items, params)
+    assert {len(r.tokens) for r in reference.values()} == {MAX_LEN}
+    for arm in (CHAIN, TREE):
+        assert_same(reference, play(fixed(decoder, Oracle(reference), arm), items, params)[0])
+
+
+class Reckless(Recorder):
+    """Drafts deeper than the row has room for."""
+
+    def propose(self, view, strategy):
+        depth = strategy.depth
+        return DraftTree.of_lists([1] * depth, range(-1, depth - 1), [0] * depth, range(1, depth + 1))
+
+
+def test_a_draft_beyond_the_end_is_refused(decoder):
+    items, params = requests(2), SamplingParams(max_new_tokens=8)
+    engine = fixed(decoder, Reckless(), CHAIN)
+    assert_same(plain(decoder, items, params), play(engine, items, params)[0])
+    assert engine.drafter_failures == {("d", "DraftError"): 5}  # of the eight rounds, those with less room than six
+
+
+@pytest.mark.parametrize("arm", [CHAIN, TREE], ids=str)
+def test_eos_inside_a_draft(decoder, arm):
+    """The drafter goes on beyond the end with the very tokens that the target would choose: they are accepted, and
+    dropped."""
+    items = requests(8)
+    longer = plain(decoder, items, LONG)
+    stops = tuple({int(r.completion[9]) for r in longer.values()})
+    params = SamplingParams(max_new_tokens=50, stop_token_ids=stops)
+    finished, traces = play(fixed(decoder, Oracle(longer), arm), items, params)
+    reference = plain(decoder, items, params)
+    assert_same(reference, finished)
+    assert {r.finish for r in finished.values()} == {FinishReason.STOP}
+    for rollout in finished.values():
+        ends = [int(token) in stops for token in rollout.completion]
+        assert ends[-1]
+        assert not any(ends[:-1])
+    dropped = [t.report.live + sum(t.report.accepted) - t.tokens for t in traces]
+    assert sum(dropped) > 0, "no response ended before its draft did"
+    assert sum(t.tokens for t in traces) == sum(len(r.completion) for r in reference.values())
