@@ -34,7 +34,7 @@ def spec_metrics(reports: Sequence[GenerateReport]) -> dict[str, float]:
             told = trace.report
             rounds += 1
             seconds += trace.seconds
-            draft_s += told.draft_s
+            draft_s += told.draft_s + told.backlog_s
             switches += before not in (None, told.strategy)
             before = told.strategy
             if told.strategy.is_off:

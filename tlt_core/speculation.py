@@ -84,6 +84,7 @@ class Drafter(Protocol):
     """
 
     name: str
+    backlog_s: float  # of the latest proposal: seconds for what was decoded since the one before without this drafter
     taps: tuple[int, ...]  # residual streams of the target that `record` wants (see `Decoder.forward`); often none
 
     def admit(self, row: int, request: GenerationRequest) -> None:
@@ -113,8 +114,9 @@ class RoundReport(NamedTuple):
     drafted: tuple[int, ...]  # draft tokens verified, per row
     offered: tuple[int, ...]  # depth of the deepest draft token, per row
     accepted: tuple[int, ...]  # draft tokens accepted, per row (a row emits one token more, unless it ended)
-    draft_s: float  # seconds in the drafter
+    draft_s: float  # seconds in the drafter, without `backlog_s`
     verify_s: float  # seconds in the target's pass, sampling and commit; the whole round when it is plain
+    backlog_s: float = 0.0  # seconds in which the drafter caught up with what was decoded without it: paid once
 
 
 class Tuner(Protocol):

@@ -12,6 +12,7 @@ All rows draft together; a level is one pass of the layer over B tokens (chains)
 Shapes: B live rows, T positions of a catch-up, E tapped width, D hidden size, J draft vocabulary, w width.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -34,6 +35,7 @@ class Eagle3Drafter:
     """
 
     name = "eagle3"
+    backlog_s = 0.0
 
     def __init__(
         self, model: Eagle3Model, decoder: Decoder, *, max_live: int, max_len: int, error_scale: float = 1.0
@@ -113,7 +115,7 @@ class Eagle3Drafter:
         lengths_B = torch.tensor(list(view.lengths), device=self._slots_B.device)
         noise_BLJ = draft_noise(view, lengths_B, self._noise_ids_J, depth=depth)
         tree = TreeBuilder(len(limits), width=width, error_scale=self._error_scale)
-        y_ND = self._catch_up(view)
+        y_ND = self._catch_up(view, depth=depth)
         levels = self._cache.draft(_positions(view.lengths), levels=depth - 1, width=width)
         for level in range(depth):
             noise_BJ = None if noise_BLJ is None else noise_BLJ[:, level]
@@ -125,7 +127,7 @@ class Eagle3Drafter:
         limits_B = torch.tensor(limits, device=lengths_B.device)
         return tree.finish(self._net.draft_ids_J, limits_B, tokens=strategy.tokens)
 
-    def _catch_up(self, view: LiveView) -> Tensor:
+    def _catch_up(self, view: LiveView, *, depth: int) -> Tensor:
         """Run what is recorded but not in the cache; y of each row's last position, [B, D].
 
         The last position is run in any case: its y is needed.
@@ -135,7 +137,11 @@ class Eagle3Drafter:
         todo = self._cache.catch_up(starts, ends)
         taps_TE = self._taps_SCE[self._slots_B[todo.rows_T], todo.positions_T]
         embeds_TD = self._embedding(view.tokens_BC[todo.rows_T, todo.positions_T + 1])
+        began_s = time.perf_counter()
         y_TD = self._net(embeds_TD, self._net.fuse(taps_TE), self._cache.rope_C21d[todo.positions_T], todo.attend)
+        # What a round in use leaves to catch up with is at most its depth and one; the rest was decoded without.
+        usual, total = len(ends) * (1 + depth), len(todo.positions_T)
+        self.backlog_s = (time.perf_counter() - began_s) * max(0.0, 1 - usual / total)
         self._done[: len(ends)] = ends
         return y_TD[todo.last_B]
 

@@ -81,6 +81,7 @@ class NgramDrafter:
     """`tlt_core.speculation.Drafter` over the rollouts of the same prompt."""
 
     name = "ngram"
+    backlog_s = 0.0
     taps: tuple[int, ...] = ()
 
     def __init__(

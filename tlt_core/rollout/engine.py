@@ -168,6 +168,7 @@ class RolloutEngine:
         strategy = OFF if self.speculation is None else self.speculation.tuner.choose(numbers, context)
         tree = DraftTree.empty() if strategy.is_off else self._propose(strategy, params)
         drafted_s = time.perf_counter()
+        backlog_s = self._backlog_s(strategy) if len(tree.tokens_N) else 0.0
         emitted = self._decode(tree, params)
         finished = batch.commit(emitted, params)
         end_s = time.perf_counter()
@@ -183,8 +184,9 @@ class RolloutEngine:
             drafted=tuple(rows.count(row) for row in range(live)),
             offered=tuple(offered),
             accepted=tuple(count - 1 for count in emitted.counts_B.tolist()),
-            draft_s=drafted_s - started_s,
+            draft_s=drafted_s - started_s - backlog_s,
             verify_s=end_s - drafted_s,
+            backlog_s=backlog_s,
         )
         if self.speculation is not None:
             self.speculation.tuner.observe(numbers, report)
@@ -195,6 +197,10 @@ class RolloutEngine:
         assert self.speculation is not None, "only a tuner chooses a strategy"
         drafter = self.speculation.drafters[strategy.drafter]
         return self._guard.propose(drafter, self._batch.view(params), strategy)
+
+    def _backlog_s(self, strategy: Strategy) -> float:
+        assert self.speculation is not None, "there is a draft, so there is a drafter"
+        return self.speculation.drafters[strategy.drafter].backlog_s
 
     def _decode(self, tree: DraftTree, params: SamplingParams) -> Emitted:
         """Verify, and hand tapped hidden states to the drafters."""

@@ -64,7 +64,7 @@ class BucketedGreedy:
         windows = self._windows[self._bucket(report.live)]
         if report.strategy in windows:
             tokens = report.live + sum(report.accepted)
-            windows[report.strategy].add(tokens / max(report.draft_s + report.verify_s, 1e-9))
+            windows[report.strategy].add(tokens / max(report.draft_s + report.backlog_s + report.verify_s, 1e-9))
 
     def clear(self, drafter: str | None) -> None:
         """Forget what a drafter (None: each) has earned."""

@@ -23,7 +23,7 @@ class Ledger:
         bucket[arm] = bucket.get(arm, 0) + 1
         self.switches += self._last not in ("", arm)
         self._last = arm
-        self.seconds += report.draft_s + report.verify_s
+        self.seconds += report.draft_s + report.backlog_s + report.verify_s
         self.plain_seconds += plain_s * (report.live + sum(report.accepted)) / report.live
 
     def snapshot(self, current: Strategy) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class CostModelTuner(RecordedTuner):
     def observe(self, rows: Sequence[int], report: RoundReport) -> None:
         """See `Tuner`."""
         expected_s = self.cost.pass_seconds(report.live, report.live + sum(report.drafted), report.context)
-        blamed_s = report.draft_s + min(report.verify_s, _MOST_BLAMED * expected_s)
+        blamed_s = report.draft_s + report.backlog_s + min(report.verify_s, _MOST_BLAMED * expected_s)
         self._gate.settle(report.strategy, report.live + sum(report.accepted), blamed_s)
         super().observe(rows, report)
         self._acceptance.observe(rows, report)

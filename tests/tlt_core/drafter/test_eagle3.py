@@ -7,7 +7,7 @@ from kernels.packed_attention import packed_causal_attention
 from tests.tlt_core.drafter.eagle3_reference import lively_model, logits_after, paths, propose
 from tlt_core.drafter.eagle3 import Eagle3Drafter
 from tlt_core.drafter.eagle3_files import export_weights, import_weights
-from tlt_core.drafter.eagle3_model import blank_eagle3
+from tlt_core.drafter.eagle3_model import Eagle3Config, blank_eagle3, random_eagle3
 from tlt_core.drafter.eagle3_tree import TreeBuilder, draft_noise, perturbed_scores
 from tlt_core.model.config import ModelError
 from tlt_core.model.load import random_decoder
@@ -306,3 +306,30 @@ def test_whole_vocabulary(decoder, tiny_config):
     logits = logits_after(model, decoder.embed_tokens.weight, bench.tokens[0][:6].tolist(), bench.taps[0], ())
     first = choose(logits[None], row_keys(view.streams_B[:1], torch.tensor([6])), view.params).tokens_N
     assert drafter.propose(view, CHAIN).tokens_N[0] == first[0]
+
+
+def test_catching_up_is_not_the_price_of_drafting(tiny_config):
+    """Positions decoded without the drafter are paid once, and said apart: a probe would else look dear."""
+    decoder = random_decoder(tiny_config, seed=0, dtype=torch.float32)
+    drafter = Eagle3Drafter(
+        random_eagle3(Eagle3Config.for_target(tiny_config, 64), torch.arange(64), seed=0),
+        decoder,
+        max_live=1,
+        max_len=64,
+    )
+    request = GenerationRequest(NoiseKey(0, 0, 0, 0), torch.arange(3, 43).int())
+    drafter.admit(0, request)
+    width = 3 * tiny_config.hidden_size
+    drafter.record(torch.zeros(40, dtype=torch.int64), torch.arange(40), torch.randn(40, width))
+    tokens = torch.zeros(1, 64, dtype=torch.int64)
+    tokens[0, :40] = request.prompt_tokens
+    strategy = Strategy("eagle3", 3, 1, 3)
+    drafter.propose(
+        LiveView([request], tokens, [40], [20], torch.zeros(1, dtype=torch.int64), SamplingParams()), strategy
+    )
+    assert drafter.backlog_s > 0
+    drafter.record(torch.zeros(2, dtype=torch.int64), torch.arange(40, 42), torch.randn(2, width))
+    drafter.propose(
+        LiveView([request], tokens, [42], [20], torch.zeros(1, dtype=torch.int64), SamplingParams()), strategy
+    )
+    assert drafter.backlog_s == 0
