@@ -199,7 +199,7 @@ def transformers_sample(model, prompt, count):
         top_k=0,
         max_new_tokens=TOKENS,
         pad_token_id=0,
-        eos_token_id=-1,
+        eos_token_id=[],
     )[:, len(prompt) :]
 
 

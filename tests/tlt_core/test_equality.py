@@ -1,0 +1,117 @@
+"""Speculation changes no token, on 201 (prompt, seed) pairs of a small model in fp32: every drafter, every tree shape,
+every policy of the tuner, T = 0, 0.7 and 1.  (`test_lossless.py` does the same on a real model.)"""
+
+import pytest
+import torch
+
+from conf.schema import SpeculationConfig, StrategyConfig
+from tests.tlt_core.drafter.training_texts import lively_decoder
+from tlt_core import adaptive
+from tlt_core.drafter.eagle3_files import save_eagle3
+from tlt_core.drafter.eagle3_model import Eagle3Config, eagle3_from_target, random_eagle3, tap_scales
+from tlt_core.drafter.eagle3_sequence import observe
+from tlt_core.drafter.eagle3_train import Eagle3Trainer, TrainSettings
+from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
+
+VOCAB, NEW_TOKENS, MAX_LEN = 64, 16, 40
+PROMPTS, SEEDS = 67, 3
+TEMPERATURES = (0.0, 0.7, 1.0)
+IDS = torch.arange(0, VOCAB, 2)
+SHAPES = {
+    "one": (1, 1, 1),
+    "chain": (4, 1, 4),
+    "long chain": (9, 1, 9),
+    "pair": (1, 2, 2),
+    "star": (1, 8, 8),
+    "narrow tree": (5, 2, 9),
+    "wide tree": (3, 4, 14),
+}
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_config):
+    return lively_decoder(tiny_config)
+
+
+@pytest.fixture(scope="module")
+def drafters(decoder, tmp_path_factory):
+    """Folders of an EAGLE-3 drafter with random weights, and of one trained on what the model writes."""
+    root = tmp_path_factory.mktemp("drafters")
+    random = random_eagle3(Eagle3Config.for_target(decoder.config, len(IDS)), IDS, seed=4)
+    texts = [r for t in TEMPERATURES for r in decode(decoder, SpeculationConfig(policy="off"), t)[0].values()]
+    firsts = [r.prompt_len for r in texts]
+    probe = eagle3_from_target(decoder, IDS, scales=(1.0, 1.0, 1.0), seed=1)
+    seen = observe(decoder, [r.tokens for r in texts], probe, firsts=firsts, dtype=torch.float32)
+    trained = eagle3_from_target(decoder, IDS, scales=tap_scales(torch.cat([s.taps_LE for s in seen])), seed=1)
+    trainer = Eagle3Trainer(trained, decoder.embed_tokens.weight, TrainSettings(learning_rate=3e-3, warmup_steps=5))
+    for step in range(40):
+        trainer.step(seen[step % 4 :: 4])
+    for name, model in (("random", random), ("trained", trained)):
+        save_eagle3(model, root / f"{name}-eagle3", dtype=torch.float32)
+    return {name: str(root / f"{name}-eagle3") for name in ("random", "trained")}
+
+
+@pytest.fixture(scope="module")
+def plain(decoder):
+    """By temperature."""
+    rollouts = {t: decode(decoder, SpeculationConfig(policy="off"), t)[0] for t in TEMPERATURES}
+    assert len({tuple(r.completion.tolist()) for r in rollouts[1.0].values()}) > 150
+    return rollouts
+
+
+def decode(decoder, cfg, temperature, *, max_live=32):
+    """Responses, and accepted draft tokens."""
+    params = SamplingParams(temperature=temperature, max_new_tokens=NEW_TOKENS, stop_token_ids=(2,))
+    engine = adaptive.make_engine(decoder, cfg, max_live=max_live, max_len=MAX_LEN, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, VOCAB, (1 + p % 9,), generator=generator).to(torch.int32) for p in range(PROMPTS)]
+    waiting = [GenerationRequest(NoiseKey(s, 1, p, 0), t) for p, t in enumerate(prompts) for s in range(SEEDS)]
+    finished, accepted = {}, []
+
+    def pull(wanted):
+        taken, waiting[:] = waiting[:wanted], waiting[wanted:]
+        return taken
+
+    engine.generate(
+        pull,
+        lambda r: finished.__setitem__(r.key, r),
+        params,
+        on_round=lambda t: accepted.append(sum(t.report.accepted)),
+    )
+    assert len(finished) == PROMPTS * SEEDS >= 200
+    assert engine.drafter_failures == {}
+    return finished, sum(accepted)
+
+
+def check(plain, finished):
+    """Tokens are equal; log-probs as far as two batch sizes make them."""
+    for key, rollout in plain.items():
+        assert finished[key].tokens.tolist() == rollout.tokens.tolist(), key
+        assert finished[key].finish == rollout.finish
+        torch.testing.assert_close(finished[key].logprobs, rollout.logprobs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("drafter", ["ngram", "random", "trained"])
+def test_every_drafter_in_every_shape(decoder, drafters, plain, drafter, shape, temperature):
+    depth, width, tokens = SHAPES[shape]
+    name = "ngram" if drafter == "ngram" else "eagle3"
+    menu = (StrategyConfig(drafter=name, depth=depth, width=width, tokens=tokens),)
+    cfg = SpeculationConfig(policy="fixed", menu=menu, drafter_path=drafters.get(drafter))
+    finished, accepted = decode(decoder, cfg, temperature)
+    assert accepted > (100 if drafter == "trained" else 10)  # drafts were accepted: their keys and values were kept
+    check(plain[temperature], finished)
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("policy", ["cost_model", "beg_mab", "threshold", "fixed"])
+def test_every_policy_with_the_whole_menu(decoder, drafters, plain, policy, temperature):
+    cfg = SpeculationConfig(policy=policy, drafter_path=drafters["trained"], max_live=16)
+    check(plain[temperature], decode(decoder, cfg, temperature)[0])
+
+
+@pytest.mark.parametrize("max_live", [1, 5, 201])
+def test_every_batch_size(decoder, drafters, plain, max_live):
+    cfg = SpeculationConfig(policy="beg_mab", drafter_path=drafters["trained"])
+    check(plain[1.0], decode(decoder, cfg, 1.0, max_live=max_live)[0])
