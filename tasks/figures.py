@@ -3,7 +3,8 @@
 matplotlib's figure objects are used directly, without pyplot: no global state, no window, and quick (about 0.1 s each).
 """
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
 from tlt_core.rollout.engine import RoundTrace
+from tlt_core.tuner.ledger import live_bucket
 from tlt_core.types import ScoredBatch, WorkerSpan, WorkerState
 
 _STATES = {
@@ -72,14 +74,17 @@ def lengths(response_lens_R: Tensor, *, step: int, max_new_tokens: int, path: Pa
 
 
 def speculation(rounds_by_worker: Sequence[Sequence[RoundTrace]], *, step: int, path: Path) -> None:
-    """A rollout's life on each worker: live requests, coloured by strategy, and tokens per request and round."""
+    """A rollout's life on each worker: live requests, coloured by strategy, and tokens per request and round.  Below,
+    which share of the rounds each strategy had, by live requests."""
     origin_s = min((r[0].end_s - r[0].seconds for r in rounds_by_worker if r), default=0.0)
     arms = sorted({str(t.report.strategy) for rounds in rounds_by_worker for t in rounds})
     colors = {arm: _OFF if arm == "off" else _ARMS[index % len(_ARMS)] for index, arm in enumerate(arms)}
-    figure = Figure(figsize=(8.0, 0.8 + 1.8 * len(rounds_by_worker)), layout="constrained")
+    count = len(rounds_by_worker)
+    figure = Figure(figsize=(8.0, 3.0 + 1.8 * count), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(len(rounds_by_worker), 1, sharex=True, squeeze=False)[:, 0]
-    for worker, (axes, rounds) in enumerate(zip(panels, rounds_by_worker, strict=True)):
+    panels = figure.subplots(count + 1, 1, squeeze=False)[:, 0]
+    for worker, (axes, rounds) in enumerate(zip(panels, rounds_by_worker, strict=False)):
+        axes.sharex(panels[0])
         for arm in arms:
             own = [t for t in rounds if str(t.report.strategy) == arm]
             bars = [_rectangle(t.end_s - t.seconds - origin_s, t.end_s - origin_s, t.report.live) for t in own]
@@ -101,8 +106,25 @@ def speculation(rounds_by_worker: Sequence[Sequence[RoundTrace]], *, step: int, 
         gain.set_ylabel("tokens per request\nand round")
     panels[0].set_title(f"step {step}: strategy of each round")
     panels[0].legend(loc="upper right", frameon=False, fontsize="small")
-    panels[-1].set_xlabel("seconds since rollout began")
+    panels[count - 1].set_xlabel("seconds since rollout began")
+    _strategy_shares(panels[-1], [t for rounds in rounds_by_worker for t in rounds], colors)
     _save(figure, path)
+
+
+def _strategy_shares(axes: Axes, rounds: Sequence[RoundTrace], colors: Mapping[str, str]) -> None:
+    """One bar for each range of live requests, as high as 1."""
+    by_live: dict[str, Counter[str]] = defaultdict(Counter)
+    for report in sorted((t.report for t in rounds), key=lambda report: report.live):
+        by_live[live_bucket(report.live)][str(report.strategy)] += 1
+    bottoms = [0.0] * len(by_live)
+    for arm, color in colors.items():
+        shares = [counts[arm] / counts.total() for counts in by_live.values()]
+        axes.bar(range(len(by_live)), shares, bottom=bottoms, color=color, label=arm)
+        bottoms = [bottom + share for bottom, share in zip(bottoms, shares, strict=True)]
+    axes.set_xticks(range(len(by_live)), [f"{live}\n{counts.total()} rounds" for live, counts in by_live.items()])
+    axes.set_ylim(0, 1)
+    axes.set_ylabel("share of rounds")
+    axes.set_xlabel("live requests of a worker")
 
 
 def _rectangle(left: float, right: float, height: float) -> list[tuple[float, float]]:

@@ -6,6 +6,8 @@ rollout/spec_accept_length_requests   the same, mean over requests of each one's
 rollout/spec_accept_rate              accepted / verified draft tokens
 rollout/spec_accept_rate_pos_i        of the drafts that reach depth i, the share accepted to that depth
 rollout/spec_active_frac              speculative rounds / rounds;    spec_switches: changes of strategy
+rollout/spec_active_frac_live_A-B     the same of the rounds with A to B live requests (the figure shows which strategy)
+rollout/spec_tail_time_share          of the decode time, the share in rounds with at most four live requests
 rollout/spec_speedup_est              decode time against the tuner's cost of plain rounds for the same tokens,
                                       since the start, mean over workers
 rollout/spec_draft_share              drafters' share of the decode time
@@ -16,8 +18,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from tlt_core.cluster.worker import GenerateReport
+from tlt_core.tuner.ledger import live_bucket
 
 _DEEPEST = 8  # positions reported
+_TAIL_LIVE = 4
 
 
 def spec_metrics(reports: Sequence[GenerateReport]) -> dict[str, float]:
@@ -25,7 +29,8 @@ def spec_metrics(reports: Sequence[GenerateReport]) -> dict[str, float]:
     if not any(report.tuner for report in reports):
         return {}
     drafted = accepted = rounds = active = switches = 0
-    seconds = draft_s = 0.0
+    seconds = draft_s = tail_s = 0.0
+    speculative: dict[str, list[bool]] = defaultdict(list)  # by live requests: of each round
     reached, passed = [0] * (_DEEPEST + 1), [0] * (_DEEPEST + 1)
     lengths: dict[tuple[int, int], list[int]] = defaultdict(list)  # by (worker, request): tokens of its rounds
     for worker, report in enumerate(reports):
@@ -37,6 +42,8 @@ def spec_metrics(reports: Sequence[GenerateReport]) -> dict[str, float]:
             draft_s += told.draft_s + told.backlog_s
             switches += before not in (None, told.strategy)
             before = told.strategy
+            speculative[live_bucket(told.live)].append(not told.strategy.is_off)
+            tail_s += trace.seconds if told.live <= _TAIL_LIVE else 0.0
             if told.strategy.is_off:
                 continue
             active += 1
@@ -55,11 +62,14 @@ def spec_metrics(reports: Sequence[GenerateReport]) -> dict[str, float]:
         "rollout/spec_switches": float(switches),
         "rollout/spec_speedup_est": sum(speedups) / len(speedups),
         "rollout/spec_draft_share": draft_s / max(seconds, 1e-9),
+        "rollout/spec_tail_time_share": tail_s / max(seconds, 1e-9),
         "rollout/spec_drafter_failures": float(sum(report.drafter_failures for report in reports)),
         "rollout/spec_accept_length": sum(per_round) / len(per_round) if per_round else 1.0,
         "rollout/spec_accept_length_requests": sum(per_request) / len(per_request) if per_request else 1.0,
         "rollout/spec_accept_rate": accepted / drafted if drafted else 0.0,
     }
+    for live, chosen in speculative.items():
+        metrics[f"rollout/spec_active_frac_live_{live}"] = sum(chosen) / len(chosen)
     for depth in range(1, _DEEPEST + 1):
         if reached[depth]:
             metrics[f"rollout/spec_accept_rate_pos_{depth}"] = passed[depth] / reached[depth]

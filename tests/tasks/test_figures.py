@@ -9,6 +9,8 @@ from matplotlib.figure import Figure
 
 from tasks import figures
 from tests.tasks.scored_batches import scored_batch
+from tlt_core.rollout.engine import RoundTrace
+from tlt_core.speculation import OFF, RoundReport, Strategy
 from tlt_core.types import WorkerSpan, WorkerState
 
 
@@ -60,6 +62,32 @@ def test_the_length_histogram_marks_the_quantiles_and_the_limit(drawn: list[Figu
         "limit = 120": 120,
     }
     assert sum(patch.get_height() for patch in drawn[0].axes[0].patches) == 101
+
+
+def _round(strategy: Strategy, live: int, end_s: float, *, accepted: int = 0) -> RoundTrace:
+    """A tenth of a second."""
+    zeros, hits = (0,) * live, (accepted,) * live
+    report = RoundReport(strategy, live, 10, zeros, zeros, hits, 0.0, 0.1)
+    return RoundTrace(report, tuple(range(live)), live * (1 + accepted), end_s, 0.1)
+
+
+def test_the_speculation_figure_shows_strategies_over_time_and_by_live_requests(drawn: list[Figure]) -> None:
+    chain = Strategy("ngram", 3, 1, 3)
+    first = [_round(OFF, 6, 100.1), _round(OFF, 5, 100.2), _round(chain, 5, 100.3, accepted=1)]
+    second = [_round(chain, 1, 100.1, accepted=3)]
+    figures.speculation([first, second], step=2, path=Path("unused"))
+    (figure,) = drawn
+    lives = [axes for axes in figure.axes if axes.get_ylabel().endswith("live requests")]
+    assert [axes.get_ylabel().split("\n")[0] for axes in lives] == ["worker 0", "worker 1"]
+    bars = {str(c.get_label()): [p.get_extents() for p in c.get_paths()] for c in lives[0].collections}
+    assert [(b.x0, b.x1, b.y1) for b in bars["off"]] == [pytest.approx((0.0, 0.1, 6)), pytest.approx((0.1, 0.2, 5))]
+    assert [(b.x0, b.x1, b.y1) for b in bars[str(chain)]] == [pytest.approx((0.2, 0.3, 5))]
+    (gain,) = (axes.lines[0] for axes in figure.axes if axes.lines and len(axes.lines[0].get_xdata()) == 3)
+    assert list(gain.get_ydata()) == [1.0, 1.0, 2.0]
+    (shares,) = (axes for axes in figure.axes if axes.get_ylabel() == "share of rounds")
+    assert [t.get_text() for t in shares.get_xticklabels()] == ["1\n1 rounds", "5-8\n3 rounds"]
+    heights = {str(c.get_label()): [bar.get_height() for bar in c] for c in shares.containers}
+    assert heights == {"off": [0, pytest.approx(2 / 3)], str(chain): [1.0, pytest.approx(1 / 3)]}
 
 
 def test_the_reward_curve_shows_training_and_validation(drawn: list[Figure]) -> None:
