@@ -30,12 +30,13 @@ def gumbel_noise(keys_N2: Tensor, ids_V: Tensor) -> Tensor:
     Returns [N, V] float32 Gumbel noise, between -2.9 and 22.2.
     """
     bits = ids_V.mul(_GOLDEN) ^ keys_N2[:, :1]
-    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
+    shifted = torch.empty_like(bits)  # fresh memory in every line would cost more than the arithmetic
+    bits ^= torch.bitwise_right_shift(bits, 16, out=shifted).bitwise_and_(0xFFFF)
     bits *= _MIX_1
     bits ^= keys_N2[:, 1:]
-    bits ^= (bits >> 13).bitwise_and_(0x7FFFF)
+    bits ^= torch.bitwise_right_shift(bits, 13, out=shifted).bitwise_and_(0x7FFFF)
     bits *= _MIX_2
-    bits ^= (bits >> 16).bitwise_and_(0xFFFF)
+    bits ^= torch.bitwise_right_shift(bits, 16, out=shifted).bitwise_and_(0xFFFF)
     bits &= 0x7FFFFFFF
     u = bits.to(torch.float32).add_(0.5).mul_(_SCALE).clamp_(max=_LARGEST_U)
     return u.neg_().log1p_().neg_().log_().neg_()
@@ -43,4 +44,4 @@ def gumbel_noise(keys_N2: Tensor, ids_V: Tensor) -> Tensor:
 
 def coupled_argmax(scores_NV: Tensor, keys_N2: Tensor, ids_V: Tensor) -> Tensor:
     """arg-max over V of scores + noise: an exact sample of softmax(scores) per row.  Returns [N] int64 columns."""
-    return (gumbel_noise(keys_N2, ids_V) + scores_NV).argmax(dim=-1)
+    return gumbel_noise(keys_N2, ids_V).add_(scores_NV).argmax(dim=-1)

@@ -15,10 +15,10 @@ size, T tokens in this pass; N draft tokens, W queries of the slot that has most
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.packed_attention import packed_causal_attention
+from kernels.slot_attention import SlotMask, slot_attention
 from tlt_core.model.config import DecoderConfig
 from tlt_core.model.decoder import Attend
 from tlt_core.speculation import DraftTree
@@ -110,42 +110,37 @@ class SlotCache:
         """Attention of one new token per live slot, at `positions_B`; `longest` is their maximum plus one."""
         num_live = len(positions_B)
         slots_B = torch.arange(num_live, device=positions_B.device)
-        visible_B11C = (torch.arange(longest, device=positions_B.device) <= positions_B[:, None])[:, None, None]
+        visible_B1C = (torch.arange(longest, device=positions_B.device) <= positions_B[:, None])[:, None]
+        mask: SlotMask | None = None
 
         def attend(layer: int, q_BHd: Tensor, k_BKd: Tensor, v_BKd: Tensor) -> Tensor:
+            nonlocal mask
             keys, values = self.keys_YSKCd[layer], self.values_YSKCd[layer]
             keys[slots_B, :, positions_B] = k_BKd
             values[slots_B, :, positions_B] = v_BKd
-            num_kv, head_dim = k_BKd.shape[1:]
-            out_BKGd = F.scaled_dot_product_attention(
-                q_BHd.reshape(num_live, num_kv, -1, head_dim),
-                keys[:num_live, :, :longest],
-                values[:num_live, :, :longest],
-                attn_mask=visible_B11C,
-            )
-            return out_BKGd.reshape(num_live, -1, head_dim)
+            q_BKGd = q_BHd.unflatten(1, (k_BKd.shape[1], -1))
+            mask = mask or _slot_mask(visible_B1C, q_BKGd)
+            out_BKGd = slot_attention(q_BKGd, keys[:num_live, :, :longest], values[:num_live, :, :longest], mask)
+            return out_BKGd.flatten(1, 2)
 
         return attend
 
     def verify_attend(self, layout: TreeLayout) -> Attend:
         """Attention of newest and draft tokens, each of which sees its slot's known tokens and its own ancestors."""
         live, width, longest = layout.visible_BWC.shape
-        mask_B1NC: Tensor | None = None
+        mask: SlotMask | None = None
 
         def attend(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-            nonlocal mask_B1NC
+            nonlocal mask
             keys, values = self.keys_YSKCd[layer], self.values_YSKCd[layer]
             keys[layout.rows_T, :, layout.places_T] = k_TKd
             values[layout.rows_T, :, layout.places_T] = v_TKd
-            num_kv = k_TKd.shape[1]
-            grouped = q_THd.shape[1] // num_kv
-            if mask_B1NC is None:  # W queries of G heads below each other
-                mask_B1NC = layout.visible_BWC.repeat_interleave(grouped, dim=1)[:, None]
-            q_BKNd = q_THd[layout.queries_BW].unflatten(2, (num_kv, grouped)).transpose(1, 2).flatten(2, 3)
-            out_BKNd = F.scaled_dot_product_attention(
-                q_BKNd, keys[:live, :, :longest], values[:live, :, :longest], attn_mask=mask_B1NC
-            )
-            out_BWHd = out_BKNd.unflatten(2, (width, grouped)).transpose(1, 2).flatten(2, 3)
+            # W queries of G heads below each other
+            q_BWKGd = q_THd[layout.queries_BW].unflatten(2, (k_TKd.shape[1], -1))
+            mask = mask or _slot_mask(layout.visible_BWC, q_BWKGd[:, 0])
+            q_BKNd = q_BWKGd.transpose(1, 2).flatten(2, 3)
+            out_BKNd = slot_attention(q_BKNd, keys[:live, :, :longest], values[:live, :, :longest], mask)
+            out_BWHd = out_BKNd.unflatten(2, (width, -1)).transpose(1, 2).flatten(2, 3)
             return out_BWHd[layout.rows_T, layout.columns_T]
 
         return attend
@@ -163,3 +158,8 @@ class SlotCache:
         if len(nodes):
             for cache in (self.keys_YSKCd, self.values_YSKCd):
                 cache[:, rows, :, targets] = cache[:, rows, :, sources]
+
+
+def _slot_mask(visible_BWC: Tensor, q_BKGd: Tensor) -> SlotMask:
+    _, num_kv, grouped, _ = q_BKGd.shape
+    return SlotMask.of(visible_BWC, num_kv=num_kv, grouped=grouped, dtype=q_BKGd.dtype)
