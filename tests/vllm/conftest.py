@@ -40,7 +40,8 @@ def target(embedded_model: Path) -> Target:
 @pytest.fixture(scope="session")
 def drafter(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drafter trained for a minute on the very answers, so that most chains are accepted in part; exported."""
-    answers = decode(target.folder, target.prompts, SpeculationConfig(policy="off"), max_tokens=MAX_TOKENS)
+    asked = [*target.prompts, target.repeating]
+    answers = decode(target.folder, asked, SpeculationConfig(policy="off"), max_tokens=MAX_TOKENS)
     counts_V = torch.cat([r.completion for r in answers.rollouts]).long().bincount(minlength=49152)
     ids_J = choose_draft_vocabulary(counts_V, 2048, always=(2,))
     probe = eagle3_from_target(target.decoder, ids_J, scales=(1.0, 1.0, 1.0), seed=0)
@@ -65,17 +66,17 @@ def drafter(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def plain(vllm_python: Path, target: Target, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """Without speculation."""
-    return ask(vllm_python, target, tmp_path_factory.mktemp("plain"), None, seed=1)
+    return ask(vllm_python, target, tmp_path_factory.mktemp("plain"), None, seed=10000)
 
 
 @pytest.fixture(scope="session")
 def with_eagle3(vllm_python: Path, target: Target, drafter: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """Chains of our drafter."""
     config = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": DEPTH}
-    return ask(vllm_python, target, tmp_path_factory.mktemp("eagle3"), config, seed=2)
+    return ask(vllm_python, target, tmp_path_factory.mktemp("eagle3"), config, seed=20000)
 
 
 @pytest.fixture(scope="session")
 def with_ngram(vllm_python: Path, target: Target, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """vLLM's own look-up in the prompt."""
-    return ask(vllm_python, target, tmp_path_factory.mktemp("ngram"), NGRAM, seed=3)
+    return ask(vllm_python, target, tmp_path_factory.mktemp("ngram"), NGRAM, seed=30000)

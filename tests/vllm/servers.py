@@ -47,7 +47,10 @@ def ask(
     seed: int,
     variables: Mapping[str, str] | None = None,
 ) -> Told:
-    """Start a server, ask, stop it.  seed: of the sampled answers; with one seed, servers share the first token."""
+    """Start a server, ask, stop it.
+
+    seed: of the first sampled answer; vLLM gives the others the numbers after it, so seeds must be SAMPLES apart.
+    """
     server = VllmServer(
         python, target.folder, log=folder / "vllm.log", speculative=speculative, variables=variables or {}
     )
