@@ -9,12 +9,26 @@ The hash is counter based: two 32-bit key words are injected before and between 
 murmur3 finaliser, whose counter is the token id.  u has 31 bits, mapped to float32 so that the *small* values, which
 win, keep full resolution: the noise is exact down to probabilities of about 2^-32.
 
-Shapes: N rows (one sampled position each), V vocabulary.  Only integer and elementwise operations are used, so the
-integer stream is the same on every device.
+`coupled_sample` does the whole choice in one reading of the logits: with z = logits / temperature, -inf below a row's
+floor, the token is arg-max_v (z_v + g_v), or arg-max_v z_v at temperature 0 (z is then the logits); its log-probability
+is z_token - logsumexp(z).
+
+What is the same where: the integers (bits of the hash) to the bit everywhere; z likewise, since the division is the
+correctly rounded one in Triton and on the CPU.  Logarithms are not: Triton takes log1p(-u) as log(w) (-u) / (w - 1),
+w = 1 - u, and each device has its own log, so noise agrees to a few float32 roundings (2e-6 or less; it is below 22.2).
+Tokens therefore agree unless two scores lie within that distance, which one position in about a million shows.
+
+Shapes: N rows (one sampled position each), V vocabulary, S splits of the vocabulary.
 """
+
+from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kernels.dispatch import Impl, jit, power_of_two, tl, uses_triton
 
 _GOLDEN = 0x9E3779B1 - (1 << 32)  # as signed 32-bit
 _MIX_1 = 0x85EBCA6B - (1 << 32)
@@ -45,3 +59,151 @@ def gumbel_noise(keys_N2: Tensor, ids_V: Tensor) -> Tensor:
 def coupled_argmax(scores_NV: Tensor, keys_N2: Tensor, ids_V: Tensor) -> Tensor:
     """arg-max over V of scores + noise: an exact sample of softmax(scores) per row.  Returns [N] int64 columns."""
     return gumbel_noise(keys_N2, ids_V).add_(scores_NV).argmax(dim=-1)
+
+
+class Sampled(NamedTuple):
+    """One choice a row."""
+
+    tokens_N: Tensor  # int64
+    logprobs_N: Tensor  # float32, log softmax(z) of the token
+    lognorms_N: Tensor  # float32, logsumexp(z)
+
+
+def coupled_sample(
+    logits_NV: Tensor,
+    keys_N2: Tensor,
+    *,
+    temperature: float = 1.0,
+    floors_N: Tensor | None = None,
+    impl: Impl = "auto",
+) -> Sampled:
+    """See the module docstring.  logits_NV: any float dtype, last axis contiguous; keys_N2: int32.
+
+    floors_N: the lowest logit of each row that may be drawn, for top-k and the like; as a logit, before the
+    temperature.  A row whose logsumexp is not finite (NaN, +inf, nothing left) is refused with a RuntimeError; on a GPU
+    by an assertion on the device, which the next synchronisation raises, so that no row costs one.
+    """
+    if uses_triton(impl, logits_NV, op="coupled_sample"):
+        sampled = _coupled_sample_triton(logits_NV, keys_N2, temperature, floors_N)
+    else:
+        sampled = coupled_sample_reference(logits_NV, keys_N2, temperature=temperature, floors_N=floors_N)
+    torch._assert_async(sampled.lognorms_N.isfinite().all(), "coupled_sample: a row's logits are NaN, +inf or all -inf")
+    return sampled
+
+
+def coupled_sample_reference(
+    logits_NV: Tensor, keys_N2: Tensor, *, temperature: float, floors_N: Tensor | None
+) -> Sampled:
+    """The specification."""
+    z = logits_NV.float()
+    if floors_N is not None:
+        z = z.masked_fill(z < floors_N[:, None], -torch.inf)
+    if temperature not in (0.0, 1.0):
+        z = z / temperature
+    ids = torch.arange(z.shape[-1], dtype=torch.int32, device=z.device)
+    tokens_N = z.argmax(-1) if temperature == 0 else coupled_argmax(z, keys_N2, ids)
+    lognorms_N = z.logsumexp(-1)
+    return Sampled(tokens_N, z.gather(-1, tokens_N[:, None]).squeeze(-1) - lognorms_N, lognorms_N)
+
+
+_BLOCK = 2048  # logits that a program has in registers
+_PROGRAMS = 512  # wanted in flight: a few for each multiprocessor of a large GPU
+_MOST_SPLITS = 64
+
+
+def _coupled_sample_triton(logits_NV: Tensor, keys_N2: Tensor, temperature: float, floors_N: Tensor | None) -> Sampled:
+    num_rows, vocab = logits_NV.shape
+    device = logits_NV.device
+    tokens_N = torch.empty(num_rows, dtype=torch.int64, device=device)
+    logprobs_N, lognorms_N = torch.empty(2, num_rows, dtype=torch.float32, device=device)
+    if num_rows == 0:
+        return Sampled(tokens_N, logprobs_N, lognorms_N)
+    assert logits_NV.stride(1) == 1, f"coupled_sample: logits with strides {logits_NV.stride()}: make them contiguous"
+    keys_N2 = keys_N2.contiguous()
+    blocks = -(-vocab // _BLOCK)
+    chunk = -(-blocks // min(_MOST_SPLITS, max(1, _PROGRAMS // num_rows), blocks)) * _BLOCK
+    splits = -(-vocab // chunk)
+    parts_4NS = torch.empty(4, num_rows, splits, dtype=torch.float32, device=device)
+    columns_NS = torch.empty(num_rows, splits, dtype=torch.int32, device=device)
+    _choose_in_split[(num_rows, splits)](
+        logits_NV, keys_N2, logits_NV if floors_N is None else floors_N.contiguous(), parts_4NS, columns_NS,
+        vocab, logits_NV.stride(0), chunk, splits, num_rows * splits, float(temperature),
+        GREEDY=temperature == 0, SCALED=temperature not in (0.0, 1.0), FLOORED=floors_N is not None, BLOCK=_BLOCK,
+    )  # fmt: skip
+    _choose_among_splits[(num_rows,)](
+        parts_4NS, columns_NS, tokens_N, logprobs_N, lognorms_N, splits, num_rows * splits, SPLITS=power_of_two(splits)
+    )
+    return Sampled(tokens_N, logprobs_N, lognorms_N)
+
+
+@jit
+def _choose_in_split(
+    logits, keys, floors, parts, columns,
+    vocab, row_stride, chunk, splits, plane, temperature,
+    GREEDY: tl.constexpr, SCALED: tl.constexpr, FLOORED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of one row and one part of the vocabulary: best score, its column and z, maximum of z and sum of exp(z - max)."""
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    key_0 = tl.load(keys + 2 * row).to(tl.uint32, bitcast=True)
+    key_1 = tl.load(keys + 2 * row + 1).to(tl.uint32, bitcast=True)
+    best, best_z, column = float("-inf"), float("-inf"), split * chunk
+    top, total = float("-inf"), 0.0
+    for first in range(split * chunk, tl.minimum(split * chunk + chunk, vocab), BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        z = tl.load(logits + row * row_stride + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
+        if FLOORED:
+            z = tl.where(z < tl.load(floors + row).to(tl.float32), float("-inf"), z)
+        if SCALED:
+            z = tl.math.div_rn(z, temperature + tl.zeros_like(z))
+        score = z if GREEDY else z + _gumbel(ids, key_0, key_1)
+        block_best, at = tl.max(score, axis=0, return_indices=True)
+        better = block_best > best  # the first of equals stays
+        best = tl.where(better, block_best, best)
+        column = tl.where(better, first + at, column)
+        best_z = tl.where(better, tl.max(tl.where(ids == first + at, z, float("-inf")), axis=0), best_z)
+        new_top = tl.maximum(top, tl.max(z, axis=0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        total = total * tl.exp(top - shift) + tl.sum(tl.exp(z - shift), axis=0)
+        top = new_top
+    at_part = parts + row * splits + split
+    tl.store(at_part, best)
+    tl.store(at_part + plane, best_z)
+    tl.store(at_part + 2 * plane, top)
+    tl.store(at_part + 3 * plane, total)
+    tl.store(columns + row * splits + split, column)
+
+
+@jit
+def _choose_among_splits(parts, columns, tokens, logprobs, lognorms, splits, plane, SPLITS: tl.constexpr):
+    row, split = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
+    used = split < splits
+    at_part = parts + row * splits + split
+    best = tl.load(at_part, mask=used, other=float("-inf"))
+    winner = tl.argmax(best, axis=0)
+    z = tl.max(tl.where(split == winner, tl.load(at_part + plane, mask=used, other=0.0), float("-inf")), axis=0)
+    tops = tl.load(at_part + 2 * plane, mask=used, other=float("-inf"))
+    totals = tl.load(at_part + 3 * plane, mask=used, other=0.0)
+    top = tl.max(tops, axis=0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    lognorm = shift + tl.log(tl.sum(totals * tl.exp(tops - shift), axis=0))
+    tl.store(tokens + row, tl.load(columns + row * splits + winner).to(tl.int64))
+    tl.store(logprobs + row, z - lognorm)
+    tl.store(lognorms + row, lognorm)
+
+
+@jit
+def _gumbel(ids, key_0, key_1):
+    """`gumbel_noise` in unsigned integers, whose right shift is the logical one."""
+    bits = (ids.to(tl.uint32) * 0x9E3779B1) ^ key_0
+    bits ^= bits >> 16
+    bits = bits * 0x85EBCA6B
+    bits ^= key_1
+    bits ^= bits >> 13
+    bits = bits * 0xC2B2AE35
+    bits ^= bits >> 16
+    u = (bits & 0x7FFFFFFF).to(tl.float32)
+    u = tl.minimum((u + 0.5) * 4.656612873077393e-10, 0.99999994)  # 2^-31, 1 - 2^-24
+    w = 1.0 - u
+    off = tl.where(w == 1.0, 1.0, w - 1.0)
+    log1p = tl.where(w == 1.0, -u, tl.log(w) * tl.math.div_rn(-u, off))
+    return -tl.log(-log1p)

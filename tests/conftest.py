@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Before a module with a Triton kernel is imported: the kernels then run on CPU tensors.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tlt_core.model.config import DecoderConfig
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.embedded import embedded_model_dir
 from tlt_core.model.load import random_decoder, save_hf
-
-if not torch.cuda.is_available():
-    # Read when a module with a Triton kernel is imported: the kernels then run on CPU tensors.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.coupled_sample import coupled_argmax
+from kernels.coupled_sample import coupled_argmax, coupled_sample
 from tlt_core.types import NoiseKey, SamplingParams
 
 _MASK_64 = (1 << 64) - 1
@@ -77,11 +77,20 @@ def policy_scores(logits_NV: Tensor, params: SamplingParams) -> Tensor:
 def choose(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
     """Sample one token a row.  logits_NV: any float dtype; keys_N2: from `row_keys`."""
     if logits_NV.device.type != "cpu":
-        return _choose(logits_NV, keys_N2, params)
+        return _choose_on_device(logits_NV, keys_N2, params)
     rows = max(1, _CACHED_SCORES // logits_NV.shape[-1])
     parts = zip(logits_NV.split(rows), keys_N2.split(rows), strict=True)
     chosen = [_choose(logits, keys, params) for logits, keys in parts]
     return Choice(*(torch.cat(column) for column in zip(*chosen, strict=True)))
+
+
+def _choose_on_device(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
+    """One fused pass where `policy_scores` keeps whatever reaches a floor; top-p cuts among equal logits too."""
+    if params.top_p < 1:
+        return _choose(logits_NV, keys_N2, params)
+    filtered = 0 < params.top_k < logits_NV.shape[-1]
+    floors_N = logits_NV.topk(params.top_k, dim=-1).values[:, -1] if filtered else None
+    return Choice(*coupled_sample(logits_NV, keys_N2, temperature=params.temperature, floors_N=floors_N))
 
 
 def _choose(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
