@@ -4,7 +4,7 @@ from pathlib import Path
 
 from prefect.runtime import flow_run
 
-from conf.load import load
+from conf.load import ConfigError, load
 from conf.schema import RunConfig
 from flows import _attempts
 
@@ -13,6 +13,13 @@ def as_config(config: RunConfig | str, overrides: list[str] | None) -> RunConfig
     """Raises ConfigError, or GaveUp when this flow run has crashed too often."""
     _attempts.check()
     return config if isinstance(config, RunConfig) else load(config, overrides or ())
+
+
+def as_policy(folder: str) -> Path:
+    """Folder of a policy that a user named.  Raises ConfigError."""
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"no policy at {folder}: name a Hugging Face folder, e.g. runs/NAME/policy")
+    return Path(folder)
 
 
 def run_name() -> str:

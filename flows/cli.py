@@ -55,20 +55,37 @@ def _prepare(cfg: RunConfig, _: argparse.Namespace) -> None:
     print(f"{dataset.count} training prompts in {dataset.path}, digest {dataset.sha256[:12]}")
 
 
-def _coldstart(cfg: RunConfig, _: argparse.Namespace) -> None:
+def _params(cfg: RunConfig, args: argparse.Namespace) -> None:
+    from flows.params import write
+
+    write(cfg, args.out, source=" ".join([args.config, *args.overrides]))
+    print(f"parameters of dvc.yaml: {args.out}    run what has changed: dvc repro")
+
+
+def _coldstart(cfg: RunConfig, args: argparse.Namespace) -> None:
+    if args.if_enabled and not cfg.coldstart.enabled:
+        print("coldstart.enabled=false: nothing to do")
+        _write_metrics(args.metrics, {})
+        return
     done = _run(cfg, "flows.coldstart:coldstart")
     print(f"model after the cold start: {done.model_dir}")
     _print_metrics(done.metrics)
+    _write_metrics(args.metrics, done.metrics)
 
 
-def _train(cfg: RunConfig, _: argparse.Namespace) -> None:
+def _train(cfg: RunConfig, args: argparse.Namespace) -> None:
+    if args.out is not None:
+        _run(cfg, "flows.train_stage:train_stage", out=args.out, summary=args.summary or args.out)
+        print(f"policy: {args.out}/policy    figures: {args.summary or args.out}")
+        return
     policy = _run(cfg, "flows.train:train")
     print(f"policy: {policy}    figures, samples, metrics: {cfg.run_dir}    MLflow: tlt ui --uri {cfg.tracking.uri}")
 
 
-def _warmup(cfg: RunConfig, _: argparse.Namespace) -> None:
-    folder, metrics = _run(cfg, "flows.warmup:warmup")
+def _warmup(cfg: RunConfig, args: argparse.Namespace) -> None:
+    folder, metrics = _run(cfg, "flows.warmup:warmup", out=args.out)
     _print_metrics(metrics)
+    _write_metrics(args.metrics, metrics)
     print(f"drafter: {folder}    use it: rollout.speculation.drafter_path={folder}")
 
 
@@ -76,6 +93,7 @@ def _export(cfg: RunConfig, args: argparse.Namespace) -> None:
     folder = _run(
         cfg,
         "flows.export:export",
+        policy=args.policy,
         drafter=args.drafter,
         out=args.out,
         num_prompts=args.prompts,
@@ -100,8 +118,10 @@ def _retrain(cfg: RunConfig, _: argparse.Namespace) -> None:
     print(f"{decision.outcome}: {decision.reason}")
 
 
-def _evaluate(cfg: RunConfig, _: argparse.Namespace) -> None:
-    _print_metrics(_run(cfg, "flows.evaluate:evaluate"))
+def _evaluate(cfg: RunConfig, args: argparse.Namespace) -> None:
+    metrics = _run(cfg, "flows.evaluate:evaluate", policy=args.policy)
+    _print_metrics(metrics)
+    _write_metrics(args.metrics, metrics)
 
 
 def _bench(cfg: RunConfig, args: argparse.Namespace) -> None:
@@ -110,6 +130,7 @@ def _bench(cfg: RunConfig, args: argparse.Namespace) -> None:
     report = _run(cfg, _BENCHMARKS[args.benchmark], repeats=args.repeats, out=out, command=command)
     for verdict in report["verdicts"]:
         print(f"{'holds' if verdict['holds'] else 'FAILS'}: {verdict['claim']}: {verdict['value']:.3f}")
+    _write_metrics(args.metrics, {v["claim"]: v["value"] for v in report["verdicts"]})
     print(f"report: {out}")
 
 
@@ -183,6 +204,7 @@ def _recover(args: argparse.Namespace) -> None:
 
 
 _ON_CONFIG = {
+    "params": _params,
     "prepare": _prepare,
     "coldstart": _coldstart,
     "train": _train,
@@ -219,6 +241,13 @@ def _print_metrics(metrics: dict[str, float]) -> None:
         print(f"{name:45} {value:.4f}")
 
 
+def _write_metrics(path: Path | None, metrics: dict[str, float]) -> None:
+    if path is not None:
+        from tlt_core.run_summary import write_json
+
+        write_json(path, metrics)
+
+
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Settings may stand anywhere after CONFIG, also behind options; argparse alone refuses that."""
     parser = _parser()
@@ -237,7 +266,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tlt", description="Reinforcement learning of reasoning models.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    stages = {}
     for name, text in (
+        ("params", "write a configuration as params.yaml, whole: the parameters of dvc.yaml"),
         ("prepare", "fetch or make the model, make the data set"),
         ("coldstart", "supervised warm-up on worked solutions"),
         ("train", "the whole pipeline; started again, it resumes"),
@@ -245,7 +276,9 @@ def _parser() -> argparse.ArgumentParser:
         ("retrain", "train a drafter for the newest policy; it becomes the champion if it is better"),
         ("evaluate", "validate the newest checkpoint of a run"),
     ):
-        _add_config(commands.add_parser(name, help=text, description=text))
+        stages[name] = commands.add_parser(name, help=text, description=text)
+        _add_config(stages[name])
+    _add_outputs(stages)
     _add_export(commands.add_parser("export", help="policy and drafter as folders that vLLM and SGLang load"))
     _add_verify(commands.add_parser("verify-export", help="may this export be served?  Exit code 0: yes, 1: no"))
     _add_bench(commands.add_parser("bench", help="measure, and write reports/NAME.json"))
@@ -269,8 +302,25 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings in place of the file's")
 
 
+def _add_outputs(stages: dict[str, argparse.ArgumentParser]) -> None:
+    """Where commands put what a stage of dvc.yaml tracks."""
+    stages["params"].add_argument("--out", type=Path, default=Path("params.yaml"), help="default: params.yaml")
+    stages["coldstart"].add_argument(
+        "--if-enabled", action="store_true", help="do nothing where coldstart.enabled=false"
+    )
+    stages["warmup"].add_argument("--out", metavar="DIR", help="of the drafter; default: runs/NAME/drafter-eagle3")
+    stages["train"].add_argument(
+        "--out", type=Path, metavar="DIR", help="leave policy, drafter and records there, and no run folder"
+    )
+    stages["train"].add_argument("--summary", type=Path, metavar="DIR", help="with --out: figures of the run as files")
+    stages["evaluate"].add_argument("--policy", metavar="FOLDER", help="validate this one in place of the run's own")
+    for name in ("coldstart", "warmup", "evaluate"):
+        stages[name].add_argument("--metrics", type=Path, metavar="FILE", help="write the metrics there, as JSON")
+
+
 def _add_export(parser: argparse.ArgumentParser) -> None:
     _add_config(parser)
+    parser.add_argument("--policy", metavar="FOLDER", help="default: the run's own, at its newest checkpoint")
     parser.add_argument("--drafter", metavar="FOLDER|none", help="default: the run's own; none: the policy alone")
     parser.add_argument("--out", metavar="DIR", help="default: exports/NAME; an older export there is replaced")
     parser.add_argument(
@@ -302,6 +352,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--repeats", type=int, default=3, help="times that everything is measured")
     parser.add_argument("--out", type=Path, help="default: reports/BENCHMARK.json")
+    parser.add_argument("--metrics", type=Path, metavar="FILE", help="write the verdicts' values there, as JSON")
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from prefect import flow
 
 from conf.schema import RunConfig
-from flows._config import as_config, run_name
+from flows._config import as_config, as_policy, run_name
 from flows._logging import run_log
 from flows._terminal import Terminal
 from tasks.coldstart import cold_start
@@ -18,16 +18,23 @@ from tlt_core.store import write_atomically
 
 
 @flow(name="evaluate", flow_run_name=run_name)
-def evaluate(config: RunConfig | str, overrides: list[str] | None = None) -> dict[str, float]:
-    """Validation metrics, also written to `runs/NAME/evaluation.json`."""
+def evaluate(
+    config: RunConfig | str, overrides: list[str] | None = None, *, policy: str | None = None
+) -> dict[str, float]:
+    """Validation metrics, also written to `runs/NAME/evaluation.json`.  policy: folder of one that is validated in
+    place of the run's own."""
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
     with run_log(cfg.run_dir), Terminal() as show:
-        policy = prepare_model(cfg)
-        dataset = prepare_data(cfg, policy)
-        if cfg.coldstart.enabled:
-            policy = cold_start(cfg, policy, dataset, show.stage).model_dir
-        with Session.resume_or_init(cfg, data_dir=Path(dataset.path), start_model=policy, on_progress=show) as session:
+        start = prepare_model(cfg)
+        dataset = prepare_data(cfg, start)
+        if policy is not None:
+            start = as_policy(policy)
+        elif cfg.coldstart.enabled:
+            start = cold_start(cfg, start, dataset, show.stage).model_dir
+        with Session.resume_or_init(
+            cfg, data_dir=Path(dataset.path), start_model=start, on_progress=show, resume=policy is None
+        ) as session:
             step = session.completed_steps
             metrics = validate(session, step)
     text = json.dumps({"step": step, "metrics": metrics}, indent=1)

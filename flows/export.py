@@ -6,7 +6,7 @@ from prefect import flow
 
 from conf.load import ConfigError
 from conf.schema import RunConfig
-from flows._config import as_config, run_name
+from flows._config import as_config, as_policy, run_name
 from flows._logging import run_log
 from flows._terminal import Terminal
 from tasks.coldstart import cold_start
@@ -16,6 +16,7 @@ from tasks.prepare import prepare_data, prepare_model
 from tlt_core import checkpoint, preflight
 from tlt_core.export.folder import DRAFTER, POLICY
 from tlt_core.export.record import Source
+from tlt_core.run_summary import last_step
 from tlt_core.session import Session
 from tlt_core.store import Ref
 
@@ -25,6 +26,7 @@ def export(
     config: RunConfig | str,
     overrides: list[str] | None = None,
     *,
+    policy: str | None = None,
     drafter: str | None = None,
     out: str | None = None,
     num_prompts: int = 16,
@@ -32,8 +34,9 @@ def export(
 ) -> Path:
     """Folder with `policy/` and `drafter-eagle3/`.
 
-    drafter: folder of one; `none`: the policy alone; None: the run's own.  out: default `exports/NAME`.  num_prompts:
-    validation prompts that acceptance and costs are measured on.  verifier: target named in the drafter's folder.
+    policy: folder of one, in a run's folder; None: the run's own, at its newest checkpoint.  drafter: folder of one;
+    `none`: the policy alone; None: the run's own.  out: default `exports/NAME`.  num_prompts: validation prompts that
+    acceptance and costs are measured on.  verifier: target named in the drafter's folder.
     """
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
@@ -44,10 +47,15 @@ def export(
     with run_log(cfg.run_dir), Terminal() as show:
         start = prepare_model(cfg)
         dataset = prepare_data(cfg, start)
-        if cfg.coldstart.enabled:
-            start = cold_start(cfg, start, dataset, show.stage).model_dir
-        policy, step = _newest_policy(cfg, start, dataset, show)
-        source = Source(policy, _drafter_folder(cfg, drafter), Path(dataset.path), step)
+        if policy is not None:
+            newest, run_dir = as_policy(policy), Path(policy).parent
+            step = last_step(run_dir)
+        else:
+            if cfg.coldstart.enabled:
+                start = cold_start(cfg, start, dataset, show.stage).model_dir
+            newest, step = _newest_policy(cfg, start, dataset, show)
+            run_dir = cfg.run_dir
+        source = Source(newest, _drafter_folder(cfg, drafter), Path(dataset.path), step, run_dir)
         out_dir = Path(out or f"exports/{cfg.name}")
         return export_drafter(cfg, source, out_dir, num_prompts=num_prompts, verifier=verifier)
 

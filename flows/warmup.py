@@ -16,8 +16,10 @@ from tlt_core import preflight
 
 
 @flow(name="warmup", flow_run_name=run_name)
-def warmup(config: RunConfig | str, overrides: list[str] | None = None) -> tuple[Path, dict[str, float]]:
-    """Folder of the drafter, `runs/NAME/drafter-eagle3`, and its metrics."""
+def warmup(
+    config: RunConfig | str, overrides: list[str] | None = None, *, out: str | None = None
+) -> tuple[Path, dict[str, float]]:
+    """Folder of the drafter, and its metrics.  out: default `runs/NAME/drafter-eagle3`."""
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
     with run_log(cfg.run_dir), Terminal() as show:
@@ -28,7 +30,7 @@ def warmup(config: RunConfig | str, overrides: list[str] | None = None) -> tuple
             policy = trained
         elif cfg.coldstart.enabled:
             policy = cold_start(cfg, policy, dataset, show.stage).model_dir
-        out_dir = cfg.run_dir / "drafter-eagle3"  # vLLM takes the method from the folder's name
+        out_dir = Path(out) if out else cfg.run_dir / "drafter-eagle3"  # vLLM takes the method from the folder's name
         metrics = warm_up_drafter(cfg, policy, dataset, out_dir, show.stage)
         register_drafter(cfg, out_dir, policy, dataset, metrics, tracker_run_id="")
         return out_dir, metrics

@@ -8,7 +8,6 @@ model folder, data set (its validation questions are excluded).  Out: a Hugging 
 import hashlib
 import json
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ from tlt_core import data, solutions
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.worker import TrainerSpec, WorkerSpec
 from tlt_core.grpo.batch import make_supervised_batches
+from tlt_core.inputs import made_dir
 from tlt_core.model.load import load_tokenizer
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def output_dir(cfg: RunConfig) -> Path:
     inputs = cfg.model_dump(mode="json", include={"seed", "model", "data", "coldstart"})
     inputs["dtype"] = cfg.rollout.dtype
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
-    return Path(os.environ.get("TLT_HOME", "artifacts")) / "coldstart" / digest
+    return made_dir() / "coldstart" / digest
 
 
 def run(

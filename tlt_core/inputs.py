@@ -1,7 +1,7 @@
 """What a run starts from, by folder: the policy's first weights and the data set.
 
-Folders lie under $TLT_HOME (./artifacts) and are named by all that decides their content, so that runs share them and
-a changed setting never reads a stale one.
+Folders lie under $TLT_HOME (./artifacts), what is made from a configuration under $TLT_STAGES where that is set.  They
+are named by all that decides their content, so that runs share them and a changed setting never reads a stale one.
 """
 
 import hashlib
@@ -23,10 +23,16 @@ def artifacts_dir() -> Path:
     return Path(os.environ.get("TLT_HOME", "artifacts"))
 
 
+def made_dir() -> Path:
+    """Where data sets and cold starts are made: $TLT_STAGES (dvc.yaml sets it, and tracks what appears there), or the
+    folder that runs share."""
+    return Path(os.environ["TLT_STAGES"]) if "TLT_STAGES" in os.environ else artifacts_dir()
+
+
 def data_dir(cfg: RunConfig) -> Path:
     """Folder of the run's data set.  The model counts because its tokenizer decides which prompts are too long."""
     decides = cfg.model_dump(mode="json", include={"data", "model"})
-    return artifacts_dir() / "data" / _digest({**decides, "max_prompt_tokens": cfg.rollout.max_prompt_tokens})
+    return made_dir() / "data" / _digest({**decides, "max_prompt_tokens": cfg.rollout.max_prompt_tokens})
 
 
 def start_model(cfg: ModelConfig, *, seed: int) -> Path:

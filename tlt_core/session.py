@@ -95,10 +95,16 @@ class Session:
 
     @classmethod
     def resume_or_init(
-        cls, cfg: RunConfig, *, data_dir: Path, start_model: Path, on_progress: Callable[[Progress], None]
+        cls,
+        cfg: RunConfig,
+        *,
+        data_dir: Path,
+        start_model: Path,
+        on_progress: Callable[[Progress], None],
+        resume: bool = True,
     ) -> "Session":
-        """Start the workers, from the newest valid checkpoint of this run where there is one."""
-        newest = checkpoint.newest_valid(cfg.run_dir / "checkpoints")
+        """Start the workers, from the newest valid checkpoint of this run where there is one and it is wanted."""
+        newest = checkpoint.newest_valid(cfg.run_dir / "checkpoints") if resume else None
         state = None if newest is None else checkpoint.load_state(newest)
         if state is not None and state.fingerprint != _fingerprint(cfg):
             raise checkpoint.CheckpointError(

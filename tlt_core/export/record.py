@@ -25,13 +25,15 @@ class Source:
     drafter: Path | None  # None: the policy alone
     data_dir: Path
     step: int | None  # RL steps that the policy has behind it, where they are known
+    run_dir: Path | None = None  # folder with the run's own records; None: the configuration's
 
 
 def origin(cfg: RunConfig, source: Source) -> dict[str, Any]:
     """What both records begin with."""
     machine = doctor.machine()
     manifest = json.loads((source.data_dir / "manifest.json").read_text(encoding="utf-8"))
-    record = cfg.run_dir / "run.json"
+    run_dir = source.run_dir or cfg.run_dir
+    record = run_dir / "run.json"
     attempts = json.loads(record.read_text(encoding="utf-8")).get("attempts", []) if record.is_file() else []
     return {
         "format": "tlt-export-1",
@@ -44,7 +46,7 @@ def origin(cfg: RunConfig, source: Source) -> dict[str, Any]:
             "name": cfg.name,
             "step": source.step,
             "seed": cfg.seed,
-            "mlflow_run_id": provenance.tracker_run_id(cfg.run_dir),
+            "mlflow_run_id": provenance.tracker_run_id(run_dir),
             "attempts": [
                 {"started": a["started"], "commit": a["commit"], "argv": _without_secrets(a["argv"])} for a in attempts
             ],

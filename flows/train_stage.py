@@ -1,0 +1,83 @@
+"""`tlt train --out`: a whole run as one stage of dvc.yaml, from inputs to a folder.
+
+    OUT/        policy, drafter-eagle3, metrics.jsonl, run.json, config.yaml, samples
+    SUMMARY/    train.json, curves.csv, lengths.csv: what `dvc metrics` and `dvc plots` show
+
+DVC remembers what a finished stage made, checkpoints what an unfinished one has done.  So the run works in a folder
+named by a digest of all its inputs: started again after a kill it resumes; with any setting or input changed, it
+begins anew.  The folder goes when the stage is done.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from conf.load import ConfigError
+from conf.schema import RunConfig
+from flows.train import train
+from tlt_core import coldstart, inputs, run_summary
+from tlt_core.export.digests import weights_digest
+
+log = logging.getLogger(__name__)
+
+_KEPT = ("policy", "drafter-eagle3", "metrics.jsonl", "run.json", "config.yaml", "samples")
+
+
+def train_stage(cfg: RunConfig, *, out: Path, summary: Path) -> Path:
+    """Train, then fill both folders; returns the policy's."""
+    if out.exists():
+        raise ConfigError(f"{out} exists: --out is for a stage of dvc.yaml, which begins without it; remove it first")
+    root = Path(cfg.output_dir) / "train"
+    work = cfg.model_copy(update={"output_dir": str(root / _inputs_digest(cfg))})
+    for older in (p for p in root.glob("*") if p != Path(work.output_dir)):
+        log.info("%s is of other settings or inputs and goes", older)
+        shutil.rmtree(older)
+    train(work)
+    first = cfg.rollout.speculation.drafter_path
+    if first is not None and not (work.run_dir / "drafter-eagle3").is_dir():  # plain decoding trains none
+        shutil.copytree(first, work.run_dir / "drafter-eagle3")
+    _summarise(work, summary)
+    _move(work.run_dir, out)
+    shutil.rmtree(work.output_dir)
+    return out / "policy"
+
+
+def _inputs_digest(cfg: RunConfig) -> str:
+    """Of the configuration, and of the weights that it starts from."""
+    start, drafter = coldstart.output_dir(cfg), cfg.rollout.speculation.drafter_path
+    dataset = inputs.data_dir(cfg) / "manifest.json"
+    content = {
+        "config": cfg.model_dump(mode="json", exclude={"tracking"}),
+        "data": dataset.read_text() if dataset.is_file() else "",
+        "start": weights_digest(start) if cfg.coldstart.enabled and start.is_dir() else "",
+        "drafter": weights_digest(Path(drafter)) if drafter is not None else "",
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _summarise(cfg: RunConfig, folder: Path) -> None:
+    rows = run_summary.rows_of(cfg.run_dir)
+    run_summary.write_json(folder / "train.json", run_summary.summary(rows))
+    run_summary.write_csv(folder / "curves.csv", run_summary.curves(rows), ["step", *run_summary.CURVES])
+    lengths = run_summary.length_histogram(cfg.run_dir, max_new_tokens=cfg.rollout.max_new_tokens)
+    run_summary.write_csv(folder / "lengths.csv", lengths, ["tokens", "first", "last"])
+
+
+def _move(run_dir: Path, out: Path) -> None:
+    """OUT appears whole."""
+    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        for name in _KEPT:
+            source = run_dir / name
+            if source.is_dir():
+                shutil.copytree(source, partial / name)
+            elif source.is_file():
+                shutil.copy2(source, partial / name)
+        partial.rename(out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
