@@ -327,6 +327,18 @@ class SpeculationConfig(Section):
         return self
 
 
+class VllmConfig(Section):
+    """vLLM as rollout engine: a process of each worker's own, in the environment that $VLLM_PYTHON names."""
+
+    kv_cache_mb: int = Field(512, ge=16)
+    """Memory for keys and values on each worker."""
+    eager: bool = True
+    """Run the model as it is; false compiles it first, which takes minutes."""
+    max_probs_diff: float = Field(0.05, gt=0, le=1)
+    """The run ends when the probabilities of sampled tokens in vLLM and in the update differ by more than this, mean
+    over a step (`training/rollout_probs_diff_mean`).  Not checked with top_p or top_k: the update has no filters."""
+
+
 class RolloutConfig(Section):
     """What is sampled in one RL step, and how."""
 
@@ -352,6 +364,30 @@ class RolloutConfig(Section):
     """Precision of the rollout replica."""
     speculation: SpeculationConfig = SpeculationConfig()
     """How rounds are sped up; `policy: off` decodes plainly."""
+    engine: Literal["own", "vllm"] = "own"
+    """own: this package's; vllm: vLLM, for rollouts and validation.  vLLM samples with random numbers of its own, so
+    responses are others than our engine's, and it speculates with chains by a fixed table of live requests (policies
+    fixed, threshold and off); the drafter is not trained in idle time then."""
+    vllm: VllmConfig = VllmConfig()
+    """Settings of that engine."""
+
+    @model_validator(mode="after")
+    def _vllm_can(self) -> "RolloutConfig":
+        if self.engine != "vllm":
+            return self
+        speculation = self.speculation
+        if speculation.policy in ("cost_model", "beg_mab"):
+            raise ValueError(
+                f"rollout.engine='vllm' with rollout.speculation.policy={speculation.policy!r}: vLLM lets no tuner "
+                "choose round by round; set rollout.speculation.policy to threshold (drafts up to "
+                "rollout.speculation.max_live requests), fixed or off"
+            )
+        if speculation.policy != "off" and speculation.menu is not None and speculation.menu[0].width > 1:
+            raise ValueError(
+                f"rollout.engine='vllm' with width={speculation.menu[0].width} in the first strategy of "
+                "rollout.speculation.menu: vLLM drafts chains; set its width to 1"
+            )
+        return self
 
 
 class SpotConfig(Section):
@@ -606,6 +642,11 @@ class RunConfig(Section):
                 "data.kind='file' with reward kind 'reasoning_gym': that scorer knows reasoning-gym tasks only and "
                 "every response would score 0; set reward.functions to [{kind: math_verify}], [{kind: exact}] or your "
                 "own function ({kind: python, path: 'package.module:function'})"
+            )
+        if self.rollout.engine == "vllm" and self.drafter.spot.enabled:
+            raise ValueError(
+                "rollout.engine='vllm' with drafter.spot.enabled=true: vLLM keeps the hidden states that a drafter is "
+                "trained on to itself; set drafter.spot.enabled to false, or rollout.engine to own"
             )
         if self.rollout.temperature == 0:
             raise ValueError(

@@ -15,6 +15,8 @@ from tlt_core.grpo.reward import check_reward_functions
 from tlt_core.model.config import ModelError
 from tlt_core.model.embedded import EMBEDDED_NAME
 from tlt_core.model.load import load_config, resolve
+from tlt_core.serving.vllm_rollout import require_vllm
+from tlt_core.serving.vllm_server import vllm_python
 
 _CHECKPOINT_BYTES = 12  # a parameter's fp32 master weight and its two moments
 
@@ -24,11 +26,14 @@ class SpaceError(ValueError):
 
 
 def check_run(cfg: RunConfig) -> None:
-    """Everything that can be checked before any model is on this machine.  Raises RewardError, ModelError, SpaceError.
+    """Everything that can be checked before any model is on this machine.  Raises RewardError, ModelError, SpaceError,
+    VllmError.
 
     A local model folder is checked here; a hub name or the embedded model when it has been fetched (`check_model`).
     """
     check_reward_functions(cfg.reward)
+    if cfg.rollout.engine == "vllm":
+        require_vllm(vllm_python())
     if isinstance(cfg.model, PretrainedModel) and not _is_fetched(cfg.model.path):
         check_model(cfg, resolve(cfg.model.path))
 

@@ -23,8 +23,10 @@ from tlt_core import checkpoint, data
 from tlt_core.canary import canary_metrics
 from tlt_core.cluster.dispatcher import Drained
 from tlt_core.cluster.group import WorkerGroup
+from tlt_core.cluster.vllm_replica import VllmSpec
 from tlt_core.cluster.worker import TrainerSpec, WorkerSpec
 from tlt_core.drafter_release import bubble_metrics, decide, results_of, spot_metrics
+from tlt_core.engine_agreement import require_agreement
 from tlt_core.grpo import advantage, batch
 from tlt_core.grpo.reward import Scorer
 from tlt_core.metrics import StepMetrics, rollout_metrics, score_metrics, validation_metrics
@@ -32,7 +34,8 @@ from tlt_core.model.load import load_tokenizer, stop_token_ids
 from tlt_core.progress import Progress, sample_rows
 from tlt_core.prompt_order import PromptOrder
 from tlt_core.rollout.engine import RoundTrace
-from tlt_core.spec_metrics import spec_metrics
+from tlt_core.serving.vllm_server import vllm_python
+from tlt_core.spec_metrics import spec_metrics, vllm_spec_metrics
 from tlt_core.spot.coordinator import PhaseReport, SpotSettings
 from tlt_core.spot_training import SpotResult
 from tlt_core.types import (
@@ -248,6 +251,7 @@ class Session:
             )
             reports = self._group.update(shares)
         self.metrics.log(reports[0].metrics)
+        require_agreement(reports[0].metrics, self.cfg.rollout)
         for report in reports:
             self.metrics.spans.extend(report.spans)
 
@@ -392,7 +396,7 @@ class Session:
             self.metrics.spans.extend(workers.spans)
             self._phases.append(workers)
             self.rounds = [report.rounds for report in reports]
-            self.metrics.log(spec_metrics(reports))
+            self.metrics.log(spec_metrics(reports) | vllm_spec_metrics(reports))
             self._trained = results_of(reports)
             self.metrics.log(canary_metrics([report.canary for report in reports]))
         return RolloutBatch.pack(finished)
@@ -449,6 +453,7 @@ class Session:
             seed=cfg.seed,
             drafter=cfg.drafter,
             spot_dir=(cfg.run_dir / "spot").resolve() if self._trains_drafter else None,
+            vllm=VllmSpec(vllm_python(), (cfg.run_dir / "vllm").resolve()) if cfg.rollout.engine == "vllm" else None,
         )
 
 
@@ -468,7 +473,7 @@ def _informative_groups(scored: ScoredBatch) -> list[int]:
 
 def _fingerprint(cfg: RunConfig) -> str:
     """Digest of what may not change between attempts.  More steps, workers, another tracker or other speculation
-    (which changes no token) are fine."""
+    (which changes no token of our engine) are fine."""
     sections = {"seed", "model", "data", "coldstart", "rollout", "algorithm", "update"}
-    fixed = cfg.model_dump(mode="json", include=sections, exclude={"rollout": {"speculation"}})
+    fixed = cfg.model_dump(mode="json", include=sections, exclude={"rollout": {"speculation", "vllm"}})
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()

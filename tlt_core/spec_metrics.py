@@ -12,6 +12,8 @@ rollout/spec_speedup_est              decode time against the tuner's cost of pl
                                       since the start, mean over workers
 rollout/spec_draft_share              drafters' share of the decode time
 rollout/spec_drafter_failures         proposals that could not be used, since the start
+
+vLLM counts chains, not rounds: of these it tells spec_accept_length, spec_accept_rate and spec_accept_rate_pos_i.
 """
 
 from collections import defaultdict
@@ -73,4 +75,23 @@ def spec_metrics(reports: Sequence[GenerateReport]) -> dict[str, float]:
     for depth in range(1, _DEEPEST + 1):
         if reached[depth]:
             metrics[f"rollout/spec_accept_rate_pos_{depth}"] = passed[depth] / reached[depth]
+    return metrics
+
+
+def vllm_spec_metrics(reports: Sequence[GenerateReport]) -> dict[str, float]:
+    """The same from vLLM's counters.  Empty where nothing was drafted, or the engine is another."""
+    counted = [report.chains for report in reports if report.chains is not None and report.chains.drafts]
+    if not counted:
+        return {}
+    drafts, drafted = sum(c.drafts for c in counted), sum(c.draft_tokens for c in counted)
+    accepted = sum(c.accepted for c in counted)
+    metrics = {
+        "rollout/spec_accept_length": 1 + accepted / drafts,
+        "rollout/spec_accept_rate": accepted / max(drafted, 1),
+    }
+    reached = drafts
+    for depth, passed in enumerate(map(sum, zip(*(c.accepted_per_pos for c in counted), strict=True)), start=1):
+        if reached and depth <= _DEEPEST:
+            metrics[f"rollout/spec_accept_rate_pos_{depth}"] = passed / reached
+        reached = passed
     return metrics

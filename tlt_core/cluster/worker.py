@@ -8,7 +8,7 @@ idle) are made here and in the dispatcher.  States are time-stamped as `WorkerSp
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,12 +20,15 @@ from conf.schema import AlgorithmConfig, DrafterConfig, RolloutConfig, UpdateCon
 from tlt_core import adaptive
 from tlt_core.canary import CanaryReport, WeightDigest
 from tlt_core.cluster.drafting import DrafterPublished, Drafting, newest_drafter
+from tlt_core.cluster.vllm_replica import VllmSpec, start_vllm
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.policy import FrozenPolicy
 from tlt_core.grpo.update import PolicyTrainer
 from tlt_core.host_memory import keep_freed_memory
 from tlt_core.model.load import load_decoder, save_hf
 from tlt_core.rollout.engine import RolloutEngine, RoundTrace
+from tlt_core.serving.vllm_rollout import VllmRollout
+from tlt_core.serving.vllm_server import SpecCounters
 from tlt_core.spot.coordinator import Action, Order, Progress, WorkerIdle
 from tlt_core.spot_training import SpotResult, SpotTraining
 from tlt_core.types import GenerationRequest, Rollout, SamplingParams, WorkerSpan, WorkerState
@@ -56,16 +59,18 @@ class WorkerSpec(NamedTuple):
     seed: int = 0  # of the tuner's explorations
     drafter: DrafterConfig = DrafterConfig()
     spot_dir: Path | None = None  # where hidden states and the drafter's training state are kept; None: no training
+    vllm: VllmSpec | None = None  # None: our own engine
 
 
 class GenerateReport(NamedTuple):
     """What one worker did in a generation phase."""
 
-    rounds: tuple[RoundTrace, ...]
+    rounds: tuple[RoundTrace, ...]  # none of vLLM, which does not tell
     tuner: dict[str, Any]  # what it knows of itself, see `RecordedTuner.snapshot`; empty without speculation
     drafter_failures: int  # proposals that could not be used, since the start
     spot: SpotResult | None = None  # None: this worker trains no drafter
     canary: CanaryReport = CanaryReport((), ())
+    chains: SpecCounters | None = None  # of vLLM
 
 
 class UpdateReport(NamedTuple):
@@ -83,7 +88,8 @@ class Worker:
         keep_freed_memory()
         self._rank, self._world_size, self._spec = rank, world_size, spec
         self._device = torch.device(spec.device)
-        self._engine: RolloutEngine | None = None
+        self._engine: RolloutEngine | None = None  # this one, or vLLM
+        self._vllm: VllmRollout | None = None
         self._trainer: PolicyTrainer | None = None
         self._reference: FrozenPolicy | None = None
         self._drafting: Drafting | None = None
@@ -98,6 +104,36 @@ class Worker:
         """Build replica and trainer from the start model, or from a checkpoint's parts."""
         spec = self._spec
         dtype = getattr(torch, spec.rollout.dtype)
+        self._policy_version = policy_version
+        if spec.vllm is None:
+            self._load_own_engine(checkpoint, dtype)
+        else:
+            self._vllm = start_vllm(
+                spec.vllm,
+                spec.rollout,
+                model_dir=spec.model_dir,
+                max_len=spec.max_len,
+                threads=spec.threads,
+                rank=self._rank,
+                seed=spec.seed,
+                policy_version=policy_version,
+            )
+        if spec.trainer is None:
+            return
+        self._trainer = self._make_trainer(spec.trainer, dtype)
+        if checkpoint is not None:
+            self._trainer.load(checkpoint)
+            self._load_weights(self._trainer.weights(), policy_version)
+        if spec.trainer.algorithm.kl.coef > 0:
+            self._reference = FrozenPolicy(
+                load_decoder(spec.model_dir, dtype=dtype, device=spec.device),
+                temperature=spec.trainer.temperature,
+                token_budget=spec.trainer.update.tokens_per_micro_batch,
+                device=self._device,
+            )
+
+    def _load_own_engine(self, checkpoint: Path | None, dtype: torch.dtype) -> None:
+        spec = self._spec
         replica = load_decoder(spec.model_dir, dtype=dtype, device=spec.device)
         speculation = newest_drafter(spec.rollout.speculation, checkpoint)
         self._engine = adaptive.make_engine(
@@ -108,7 +144,6 @@ class Worker:
             seed=spec.seed + self._rank,
             capture=spec.spot_dir is not None,
         )
-        self._policy_version = policy_version
         self._drafting = Drafting(self._engine, rank=self._rank, world_size=self._world_size)
         self._drafting.prepare(checkpoint)
         if spec.spot_dir is not None:
@@ -119,19 +154,13 @@ class Worker:
                 folder=spec.spot_dir / f"worker_{self._rank}",
                 resume=checkpoint is not None,
             )
-        if spec.trainer is None:
-            return
-        self._trainer = self._make_trainer(spec.trainer, dtype)
-        if checkpoint is not None:
-            self._trainer.load(checkpoint)
-            self._engine.load_weights(self._trainer.weights())
-        if spec.trainer.algorithm.kl.coef > 0:
-            self._reference = FrozenPolicy(
-                load_decoder(spec.model_dir, dtype=dtype, device=spec.device),
-                temperature=spec.trainer.temperature,
-                token_budget=spec.trainer.update.tokens_per_micro_batch,
-                device=self._device,
-            )
+
+    def _load_weights(self, weights: Iterable[tuple[str, Tensor]], policy_version: int) -> None:
+        if self._vllm is not None:
+            self._vllm.load_weights(weights, policy_version=policy_version)
+        else:
+            assert self._engine is not None, "load() comes first"
+            self._engine.load_weights(weights)
 
     def _make_trainer(self, spec: TrainerSpec, dtype: torch.dtype) -> PolicyTrainer:
         return PolicyTrainer(
@@ -153,9 +182,8 @@ class Worker:
         """
         import ray  # the dispatcher is a Ray actor handle; the class itself runs without Ray in tests
 
-        engine, drafting = self._engine, self._drafting
-        assert engine is not None and drafting is not None, "load() comes first"  # noqa: PT018
-        spot = drafting.spot if is_training else None
+        vllm, engine, drafting = self._vllm, self._engine, self._drafting
+        spot = drafting.spot if is_training and drafting is not None else None
         pushed: list[Any] = []
         rounds: list[RoundTrace] = []
         exhausted, tokens, reported_s = False, 0, time.monotonic()
@@ -171,11 +199,14 @@ class Worker:
             pushed.append(dispatcher.push.remote(self._rank, rollout))
 
         def on_round(trace: RoundTrace) -> None:
-            nonlocal tokens, reported_s
-            tokens += trace.tokens
             rounds.append(trace)
-            if is_training:
+            if is_training and drafting is not None:
                 drafting.observe(trace.report)
+            on_tokens(trace.tokens)
+
+        def on_tokens(count: int) -> None:
+            nonlocal tokens, reported_s
+            tokens += count
             if time.monotonic() - reported_s > _REPORT_S:
                 dispatcher.report.remote(self._rank, tokens)
                 reported_s = time.monotonic()
@@ -183,6 +214,10 @@ class Worker:
         if spot is not None:
             spot.begin(step, self._policy_version)
         while not exhausted:  # a fair share may be empty for a moment while others hold more than theirs
+            if vllm is not None:
+                vllm.generate(pull, on_finish, params, on_tokens=on_tokens, worker=self._rank)
+                continue
+            assert engine is not None, "load() comes first"
             engine.generate(
                 pull,
                 on_finish,
@@ -196,6 +231,9 @@ class Worker:
         ray.get(pushed)
         dispatcher.report.remote(self._rank, tokens)
         self._use_idle_time(idle, lambda event: ray.get(dispatcher.ask.remote(event)), spot)
+        if vllm is not None:
+            return GenerateReport((), {}, 0, chains=vllm.counters())
+        assert engine is not None and drafting is not None, "load() comes first"  # noqa: PT018
         failures = sum(engine.drafter_failures.values())
         return GenerateReport(
             tuple(rounds),
@@ -244,14 +282,14 @@ class Worker:
         return self._reference.logprobs(batch)
 
     def publish(self, policy_version: int) -> tuple[int, int]:
-        """Copy the trainer's weights into the rollout replica, without touching disk; the version and a digest of what
-        was copied, which all workers must agree about."""
-        engine, trainer, drafting = self._engine, self._trainer, self._drafting
-        assert engine is not None and trainer is not None and drafting is not None, "load() comes first"  # noqa: PT018
+        """Copy the trainer's weights into the rollout replica, without touching disk (except for vLLM); the version and
+        a digest of what was copied, which all workers must agree about."""
+        assert self._trainer is not None, "load() comes first"
         digest = WeightDigest()
-        engine.load_weights(digest.through(trainer.weights()))
+        self._load_weights(digest.through(self._trainer.weights()), policy_version)
         self._policy_version = policy_version
-        drafting.changed()
+        if self._drafting is not None:
+            self._drafting.changed()
         return policy_version, digest.value
 
     def publish_drafter(self, share: float, version: int, verify: bool) -> DrafterPublished:
@@ -271,9 +309,10 @@ class Worker:
 
     def save(self, folder: Path) -> None:
         """Write this worker's part of a checkpoint."""
-        assert self._trainer is not None and self._drafting is not None, "load() comes first"  # noqa: PT018
+        assert self._trainer is not None, "load() comes first"
         self._trainer.save(folder)
-        self._drafting.save(folder, dtype=getattr(torch, self._spec.rollout.dtype))
+        if self._drafting is not None:
+            self._drafting.save(folder, dtype=getattr(torch, self._spec.rollout.dtype))
 
     def export(self, out_dir: Path, tokenizer_from: Path, dtype: str) -> None:
         """Write the policy as a plain Hugging Face folder (rank 0 writes, all take part in gathering)."""
@@ -289,6 +328,8 @@ class Worker:
         """Leave the torch.distributed group in step with the others; without the barrier gloo may abort at exit."""
         if self._drafting is not None:
             self._drafting.close()
+        if self._vllm is not None:
+            self._vllm.close()
         if dist.is_initialized():
             dist.barrier()
             if self._trainer is not None:
