@@ -37,7 +37,8 @@ def explain(error: BaseException, *, run_dir: Path | None) -> Report | None:
         return Report(str(error), 2)
     if module in ("flows._server", "tasks.registry"):
         return Report(str(error), 1)
-    if module == "tlt_core.cluster.group":  # WorkerDied, with the worker's own traceback
+    # WorkerDied, with the worker's own traceback, and what vLLM told
+    if module in ("tlt_core.cluster.group", "tlt_core.serving.vllm_rollout", "tlt_core.engine_agreement"):
         return Report(f"{error}{see_log}", 1)
     if isinstance(error, PermissionError):
         return Report(f"{error}.  Make the folder writable, or set output_dir or TLT_HOME to one that is.{see_log}", 1)

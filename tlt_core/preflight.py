@@ -27,7 +27,7 @@ class SpaceError(ValueError):
 
 def check_run(cfg: RunConfig) -> None:
     """Everything that can be checked before any model is on this machine.  Raises RewardError, ModelError, SpaceError,
-    VllmError.
+    VllmUnusable.
 
     A local model folder is checked here; a hub name or the embedded model when it has been fetched (`check_model`).
     """

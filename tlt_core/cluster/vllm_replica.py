@@ -31,7 +31,7 @@ def start_vllm(
     seed: int,
     policy_version: int,
 ) -> VllmRollout:
-    """A running engine with the weights of `model_dir`.  Raises VllmError."""
+    """A running engine with the weights of `model_dir`.  Raises VllmError, VllmUnusable."""
     model, speculation = load_config(model_dir), cfg.speculation
 
     def write_policy(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:

@@ -44,8 +44,12 @@ _NGRAM_MATCH = 3  # longest suffix that is looked up
 _log = logging.getLogger(__name__)
 
 
+class VllmUnusable(ValueError):
+    """There is no vLLM that could be started as configured; the message says what is missing."""
+
+
 class VllmError(Exception):
-    """vLLM cannot be used as configured, did not start, ended, or refused a request; the message says what it told."""
+    """vLLM did not start, ended, or refused a request; the message says what it told."""
 
 
 class VllmRollout:
@@ -93,7 +97,7 @@ class VllmRollout:
         self._count = 0  # requests so far: their names in the process
 
     def __enter__(self) -> "VllmRollout":
-        """Start the process and wait until the model is loaded.  Raises VllmError."""
+        """Start the process and wait until the model is loaded.  Raises VllmError, VllmUnusable."""
         self._folder.mkdir(parents=True, exist_ok=True)
         with self._log_file.open("wb") as log:
             self._process = subprocess.Popen(
@@ -108,7 +112,7 @@ class VllmRollout:
             began_s = time.monotonic()
             described = self._ask(self._settings, limit_s=_START_S)["ready"]
             if self._settings["speculative"] is not None and not described["samples_rightly"]:
-                raise VllmError(
+                raise VllmUnusable(
                     f"this build of vLLM ({described['version']}) samples wrongly when it speculates on a CPU, and the "
                     f"plugin that repairs it (tlt_cpu_fix) is not in the environment of {self._python}: run 'make "
                     "vllm-env', or set rollout.speculation.policy to off"
@@ -227,16 +231,16 @@ class VllmRollout:
 
 
 def require_vllm(python: Path) -> None:
-    """Raises VllmError when there is no such interpreter, or it has no vLLM."""
+    """Raises VllmUnusable when there is no such interpreter, or it has no vLLM."""
     remedy = "run 'make vllm-env', or set VLLM_PYTHON to an interpreter that has it"
     if not python.is_file():
-        raise VllmError(
+        raise VllmUnusable(
             f"rollout.engine='vllm' needs vLLM in an environment of its own, but {python} does not exist: {remedy}"
         )
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     kept = environment(python, threads=1)
     if subprocess.run([str(python), "-P", "-c", look], env=kept, check=False, capture_output=True).returncode:
-        raise VllmError(f"rollout.engine='vllm', but {python} has no package vllm: {remedy}")
+        raise VllmUnusable(f"rollout.engine='vllm', but {python} has no package vllm: {remedy}")
 
 
 def vllm_speculation(cfg: SpeculationConfig, first: Strategy | None, *, max_live: int) -> dict[str, Any] | None:
