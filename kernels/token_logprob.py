@@ -7,8 +7,14 @@ logits are recomputed there, a chunk of tokens at a time (as in Hsu et al., "Lig
 The vocabulary matrix product runs in the dtype of its inputs (bf16 on the fast path), softmax in float32 on a few rows
 at a time, so that those rows stay in the processor's cache; nothing of size [T, V] exists.
 
+On a GPU the chunk's logits stay in their dtype.  A Triton kernel reads each row once, in blocks of the vocabulary, for
+its maximum m, s = sum exp(z - m) and e = sum exp(z - m) (z - m); when m grows by d, e becomes e^-d (e - d s) and s
+becomes e^-d s.  At the end logsumexp = m + log s and H = log s - e / s.  Another overwrites logits by their gradient.
+
 Shapes: T tokens, V vocabulary, D hidden size, C tokens of one chunk, B tokens of one cached block.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
@@ -16,7 +22,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Impl = Literal["auto", "torch", "chunked"]
+from kernels.dispatch import jit, tl, uses_triton
+
+Impl = Literal["auto", "torch", "chunked", "triton"]
 
 _CHUNK_ELEMENTS = 1 << 26  # logits of one chunk: 128 MiB in bf16
 _CACHED_ELEMENTS = 1 << 18  # float32 logits worked on at once on CPU: 1 MiB, a core's second-level cache
@@ -35,13 +43,16 @@ def linear_token_logprob(
     """log softmax(hidden W^T / temperature)[ids] and its entropy, both [T] float32.
 
     hidden_TD, weight_VD: same float dtype; ids_T: integer token ids.  `impl`: torch materialises [T, V] in float32 and
-    is the specification; chunked (what auto means) does not.  Raises ValueError on a temperature that is not positive.
+    is the specification; chunked (auto on a CPU) does not; triton (auto on a GPU) is chunked with fused kernels.  A NaN
+    in the logits makes the row's log-probability and entropy NaN.  Raises ValueError on a temperature that is not
+    positive, and where triton cannot run.
     """
     if temperature <= 0:
         raise ValueError(f"temperature={temperature}: log-probabilities need a positive temperature")
     if impl == "torch":
         return token_logprob_reference(hidden_TD, weight_VD, ids_T, temperature=temperature)
-    return TokenLogprobs(*_ChunkedLogprob.apply(hidden_TD, weight_VD, ids_T.long(), temperature))
+    fused = impl != "chunked" and uses_triton(impl, hidden_TD, op="token_logprob")
+    return TokenLogprobs(*_ChunkedLogprob.apply(hidden_TD, weight_VD, ids_T.long(), temperature, fused))
 
 
 def token_logprob_reference(
@@ -56,10 +67,14 @@ def token_logprob_reference(
 
 class _ChunkedLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor, temperature: float) -> Any:
+    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor, temperature: float, fused: bool) -> Any:
         logprob_T = hidden_TD.new_empty(len(hidden_TD), dtype=torch.float32)
         lse_T, entropy_T = torch.empty_like(logprob_T), torch.empty_like(logprob_T)
         for start, logits_CV in _logit_chunks(hidden_TD, weight_VD):
+            if fused:
+                chunk = slice(start, start + len(logits_CV))
+                _statistics(logits_CV, ids_T[chunk], logprob_T[chunk], lse_T[chunk], entropy_T[chunk], temperature)
+                continue
             for block, z_BV, p_BV in _float_blocks(logits_CV, temperature):
                 rows = slice(start + block.start, start + block.stop)
                 picked = z_BV.gather(-1, ids_T[rows, None]).squeeze(-1)
@@ -72,7 +87,7 @@ class _ChunkedLogprob(torch.autograd.Function):
                 lse_T[rows] = lse.add_(top)
                 logprob_T[rows] = picked - lse
         ctx.save_for_backward(hidden_TD, weight_VD, ids_T, lse_T)
-        ctx.temperature = temperature
+        ctx.temperature, ctx.fused = temperature, fused
         ctx.mark_non_differentiable(entropy_T)
         return logprob_T, entropy_T
 
@@ -83,7 +98,8 @@ class _ChunkedLogprob(torch.autograd.Function):
         grad_VD: Tensor | None = None
         for start, logits_CV in _logit_chunks(hidden_TD, weight_VD):
             chunk = slice(start, start + len(logits_CV))
-            _to_logit_gradient(logits_CV, ids_T[chunk], lse_T[chunk], grads[0][chunk], ctx.temperature)
+            to_gradient = _to_logit_gradient_fused if ctx.fused else _to_logit_gradient
+            to_gradient(logits_CV, ids_T[chunk], lse_T[chunk], grads[0][chunk], ctx.temperature)
             if grad_hidden_TD is not None:
                 torch.mm(logits_CV, weight_VD, out=grad_hidden_TD[chunk])
             if ctx.needs_input_grad[1]:
@@ -92,7 +108,7 @@ class _ChunkedLogprob(torch.autograd.Function):
                 grad_VD = part_VD if grad_VD is None else grad_VD.float().add_(part_VD)
         if ctx.needs_input_grad[1]:
             grad_VD = torch.zeros_like(weight_VD) if grad_VD is None else grad_VD.to(weight_VD.dtype)
-        return grad_hidden_TD, grad_VD, None, None
+        return grad_hidden_TD, grad_VD, None, None, None
 
 
 def _to_logit_gradient(logits_CV: Tensor, ids_C: Tensor, lse_C: Tensor, grad_C: Tensor, temperature: float) -> None:
@@ -128,3 +144,62 @@ def _float_blocks(logits_CV: Tensor, temperature: float) -> Iterator[tuple[slice
         z_BV, p_BV = buffers[:, : block.stop - block.start]
         z_BV.copy_(logits_CV[block])
         yield block, z_BV if temperature == 1 else z_BV.div_(temperature), p_BV
+
+
+_BLOCK = 4096  # logits that a program has in registers
+
+
+def _statistics(
+    logits_CV: Tensor, ids_C: Tensor, logprob_C: Tensor, lse_C: Tensor, entropy_C: Tensor, temperature: float
+) -> None:
+    """Fill the last three, one program a row."""
+    _statistics_kernel[(len(logits_CV),)](
+        logits_CV, ids_C, logprob_C, lse_C, entropy_C, logits_CV.shape[1], float(temperature), BLOCK=_BLOCK
+    )
+
+
+def _to_logit_gradient_fused(
+    logits_CV: Tensor, ids_C: Tensor, lse_C: Tensor, grad_C: Tensor, temperature: float
+) -> None:
+    """What `_to_logit_gradient` does, one program a row."""
+    _gradient_kernel[(len(logits_CV),)](
+        logits_CV, ids_C, lse_C, grad_C.contiguous(), logits_CV.shape[1], float(temperature), BLOCK=_BLOCK
+    )
+
+
+@jit
+def _statistics_kernel(logits, ids, logprob, lse, entropy, vocab, temperature, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * vocab
+    top, total, weighted = float("-inf"), 0.0, 0.0
+    for first in range(0, vocab, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        z = tl.load(logits + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
+        z = tl.math.div_rn(z, temperature + tl.zeros_like(z))
+        new_top = tl.maximum(top, tl.max(z, axis=0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        grown = tl.where(top == float("-inf"), 0.0, shift - top)
+        decay = tl.exp(-grown)
+        p = tl.exp(z - shift)
+        weighted = decay * (weighted - grown * total) + tl.sum(tl.where(p > 0.0, p * (z - shift), p), axis=0)
+        total = decay * total + tl.sum(p, axis=0)
+        top = new_top
+    log_total = tl.log(total)
+    picked = tl.load(logits + tl.load(ids + row)).to(tl.float32)
+    picked = tl.math.div_rn(picked, temperature + tl.zeros_like(picked))
+    tl.store(logprob + row, picked - top - log_total)
+    tl.store(lse + row, top + log_total)
+    tl.store(entropy + row, log_total - weighted / total)
+
+
+@jit
+def _gradient_kernel(logits, ids, lse, grad, vocab, temperature, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * vocab
+    scaled, log_norm, chosen = tl.load(grad + row) / temperature, tl.load(lse + row), tl.load(ids + row)
+    for first in range(0, vocab, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        z = tl.load(logits + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
+        p = tl.exp(tl.math.div_rn(z, temperature + tl.zeros_like(z)) - log_norm)
+        result = (tl.where(columns == chosen, 1.0, 0.0) - p) * scaled
+        tl.store(logits + columns, result.to(logits.dtype.element_ty), mask=columns < vocab)

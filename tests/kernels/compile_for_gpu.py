@@ -1,0 +1,48 @@
+"""Compile every Triton kernel to the machine code of an NVIDIA GPU, which needs none.  Started by test_compile.py in a
+process of its own, without the interpreter; prints the names of the kernels."""
+
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels import coupled_sample, slot_attention, token_logprob
+
+# kernel, types of its tensors and numbers in their order, constants
+KERNELS = [
+    (
+        coupled_sample._choose_in_split,
+        "*bf16 *i32 *fp32 *fp32 *i32 i32 i32 i32 i32 i32 fp32",
+        dict(GREEDY=False, SCALED=True, FLOORED=True, BLOCK=2048),
+    ),
+    (coupled_sample._choose_in_split, "*fp32 *i32 *fp32 *fp32 *i32 i32 i32 i32 i32 i32 fp32",
+     dict(GREEDY=True, SCALED=False, FLOORED=False, BLOCK=2048)),
+    (coupled_sample._choose_among_splits, "*fp32 *i32 *i64 *fp32 *fp32 i32 i32", dict(SPLITS=64)),
+    (token_logprob._statistics_kernel, "*bf16 *i64 *fp32 *fp32 *fp32 i32 fp32", dict(BLOCK=4096)),
+    (token_logprob._gradient_kernel, "*bf16 *i64 *fp32 *fp32 i32 fp32", dict(BLOCK=4096)),
+    (
+        slot_attention._attend_split,
+        "*bf16 *bf16 *bf16 *u8 *i32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i64 i64 i32 fp32",
+        dict(ROWS=16, KEYS=64, SIZE=128, WIDEN=False),
+    ),
+    (
+        slot_attention._attend_split,
+        "*fp32 *fp32 *fp32 *u8 *i32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i64 i64 i32 fp32",
+        dict(ROWS=64, KEYS=64, SIZE=64, WIDEN=False),
+    ),
+    (slot_attention._join_splits, "*fp32 *fp32 *bf16 i32 i32 i32", dict(SPLITS=64, SIZE=128)),
+]  # fmt: skip
+
+
+def main(capability: int) -> None:
+    """capability: 80 for A100, 90 for H100 and H200."""
+    for kernel, types, constants in KERNELS:
+        names = [name for name in kernel.arg_names if name not in constants]
+        signature = dict(zip(names, types.split(), strict=True)) | dict.fromkeys(constants, "constexpr")
+        compiled = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", capability, 32))
+        print(kernel.__name__, compiled.metadata.shared, len(compiled.asm["cubin"]))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
