@@ -35,7 +35,7 @@ def explain(error: BaseException, *, run_dir: Path | None) -> Report | None:
     module = type(error).__module__
     if isinstance(error, ValueError) and module.startswith(("tlt_core.", "flows.")):
         return Report(str(error), 2)
-    if module in ("flows._server", "tasks.registry"):
+    if module in ("flows._server", "tasks.registry", "tasks.version"):
         return Report(str(error), 1)
     # WorkerDied, with the worker's own traceback, and what vLLM told
     if module in ("tlt_core.cluster.group", "tlt_core.serving.vllm_rollout", "tlt_core.engine_agreement"):

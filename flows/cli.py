@@ -98,6 +98,7 @@ def _export(cfg: RunConfig, args: argparse.Namespace) -> None:
         out=args.out,
         num_prompts=args.prompts,
         verifier=args.verifier,
+        track=args.track,
     )
     print(f"export: {folder}    check it: tlt verify-export {folder}")
 
@@ -323,6 +324,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", metavar="FOLDER", help="default: the run's own, at its newest checkpoint")
     parser.add_argument("--drafter", metavar="FOLDER|none", help="default: the run's own; none: the policy alone")
     parser.add_argument("--out", metavar="DIR", help="default: exports/NAME; an older export there is replaced")
+    parser.add_argument("--track", action="store_true", help="version it with DVC (DIR.dvc), and push it to the remote")
     parser.add_argument(
         "--prompts", type=int, default=16, help="held-out prompts that the drafter is measured on; 0: it is not"
     )

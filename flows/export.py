@@ -13,6 +13,7 @@ from tasks.coldstart import cold_start
 from tasks.export import export_policy
 from tasks.export_drafter import export_drafter
 from tasks.prepare import prepare_data, prepare_model
+from tasks.version import project_of, version_folder
 from tlt_core import checkpoint, preflight
 from tlt_core.export.folder import DRAFTER, POLICY
 from tlt_core.export.record import Source
@@ -31,12 +32,14 @@ def export(
     out: str | None = None,
     num_prompts: int = 16,
     verifier: str | None = None,
+    track: bool = False,
 ) -> Path:
     """Folder with `policy/` and `drafter-eagle3/`.
 
     policy: folder of one, in a run's folder; None: the run's own, at its newest checkpoint.  drafter: folder of one;
     `none`: the policy alone; None: the run's own.  out: default `exports/NAME`.  num_prompts: validation prompts that
-    acceptance and costs are measured on.  verifier: target named in the drafter's folder.
+    acceptance and costs are measured on.  verifier: target named in the drafter's folder.  track: version the folder
+    with DVC, and push it to the remote.
     """
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
@@ -44,6 +47,9 @@ def export(
         raise ConfigError(f"num_prompts={num_prompts}: give the number of held-out prompts, 0 to measure nothing")
     if drafter is not None:
         _drafter_folder(cfg, drafter)  # a slip is reported before anything is computed
+    out_dir = Path(out or f"exports/{cfg.name}")
+    if track:
+        project_of(out_dir)
     with run_log(cfg.run_dir), Terminal() as show:
         start = prepare_model(cfg)
         dataset = prepare_data(cfg, start)
@@ -56,8 +62,10 @@ def export(
             newest, step = _newest_policy(cfg, start, dataset, show)
             run_dir = cfg.run_dir
         source = Source(newest, _drafter_folder(cfg, drafter), Path(dataset.path), step, run_dir)
-        out_dir = Path(out or f"exports/{cfg.name}")
-        return export_drafter(cfg, source, out_dir, num_prompts=num_prompts, verifier=verifier)
+        export_drafter(cfg, source, out_dir, num_prompts=num_prompts, verifier=verifier)
+        if track:
+            version_folder(out_dir)
+        return out_dir
 
 
 def _newest_policy(cfg: RunConfig, start: Path, dataset: Ref, show: Terminal) -> tuple[Path, int | None]:

@@ -20,6 +20,7 @@ from conf.schema import RunConfig
 from flows.train import train
 from tlt_core import coldstart, inputs, run_summary
 from tlt_core.export.digests import weights_digest
+from tlt_core.file_lock import exclusive
 
 log = logging.getLogger(__name__)
 
@@ -28,20 +29,21 @@ _KEPT = ("policy", "drafter-eagle3", "metrics.jsonl", "run.json", "config.yaml",
 
 def train_stage(cfg: RunConfig, *, out: Path, summary: Path) -> Path:
     """Train, then fill both folders; returns the policy's."""
-    if out.exists():
-        raise ConfigError(f"{out} exists: --out is for a stage of dvc.yaml, which begins without it; remove it first")
     root = Path(cfg.output_dir) / "train"
-    work = cfg.model_copy(update={"output_dir": str(root / _inputs_digest(cfg))})
-    for older in (p for p in root.glob("*") if p != Path(work.output_dir)):
-        log.info("%s is of other settings or inputs and goes", older)
-        shutil.rmtree(older)
-    train(work)
-    first = cfg.rollout.speculation.drafter_path
-    if first is not None and not (work.run_dir / "drafter-eagle3").is_dir():  # plain decoding trains none
-        shutil.copytree(first, work.run_dir / "drafter-eagle3")
-    _summarise(work, summary)
-    _move(work.run_dir, out)
-    shutil.rmtree(work.output_dir)
+    with exclusive(root / "lock", wait=True):  # a killed `dvc repro` may have left its stage running
+        if out.exists():
+            raise ConfigError(f"{out} exists: a stage of dvc.yaml begins without what it makes; remove it first")
+        work = cfg.model_copy(update={"output_dir": str(root / _inputs_digest(cfg))})
+        for older in (p for p in root.iterdir() if p.is_dir() and p != Path(work.output_dir)):
+            log.info("%s is of other settings or inputs and goes", older)
+            shutil.rmtree(older)
+        train(work)
+        first = cfg.rollout.speculation.drafter_path
+        if first is not None and not (work.run_dir / "drafter-eagle3").is_dir():  # plain decoding trains none
+            shutil.copytree(first, work.run_dir / "drafter-eagle3")
+        _summarise(work, summary)
+        _move(work.run_dir, out)
+        shutil.rmtree(work.output_dir)
     return out / "policy"
 
 

@@ -36,6 +36,7 @@ def test_the_stations_are_there() -> None:
         "track-{step}",
         "export-policy",
         "export-drafter",
+        "version-folder",
         "warm-up-drafter",
         "register-policy",
         "register-drafter",

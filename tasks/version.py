@@ -1,0 +1,62 @@
+"""Station: a folder that a flow has made becomes a version that DVC knows, in the remote.
+
+    exports/demo  ->  exports/demo.dvc (its digest, for git)  ->  bytes in DVC's cache and remote
+
+The one place where this project calls DVC: one process at a time, the others wait.  DVC itself would refuse the second
+at once.  What stages of dvc.yaml make is tracked by `dvc repro`, not here.
+"""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from tlt_core.file_lock import exclusive
+
+log = logging.getLogger(__name__)
+
+
+class VersionError(RuntimeError):
+    """DVC did not do what it was asked.  The text has its reason."""
+
+
+class FolderVersion(NamedTuple):
+    """FolderVersion(pointer=Path("exports/demo.dvc"), md5="9f...dir")"""
+
+    pointer: Path  # goes into git
+    md5: str  # of the folder's content
+
+
+@task(task_run_name="version-folder", cache_policy=NO_CACHE)
+def version_folder(folder: Path, *, push: bool = True) -> FolderVersion:
+    """Track the folder's present content, and push it.  Does nothing twice.  Raises VersionError."""
+    root = project_of(folder)
+    with exclusive(root / ".dvc" / "tmp" / "tlt.lock", wait=True):
+        _dvc(root, "add", str(folder.absolute()))
+        pointer = folder.with_name(f"{folder.name}.dvc")
+        if push:
+            _dvc(root, "push", str(pointer.absolute()))
+    version = FolderVersion(pointer, yaml.safe_load(pointer.read_text())["outs"][0]["md5"])
+    log.info("%s is version %s; commit %s", folder, version.md5, pointer)
+    return version
+
+
+def project_of(folder: Path) -> Path:
+    """Root of the DVC project that the folder is in.  Raises VersionError."""
+    for parent in folder.absolute().parents:
+        if (parent / ".dvc").is_dir():
+            return parent
+    raise VersionError(f"{folder} is in no DVC project; choose a folder in one, or run 'dvc init' there")
+
+
+def _dvc(root: Path, *arguments: str) -> None:
+    """Another process's plain `dvc` command is waited for, too."""
+    command = [sys.executable, "-m", "dvc", "--wait-for-lock", *arguments]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise VersionError(f"dvc {arguments[0]} failed: {done.stderr.strip() or done.stdout.strip()}")
