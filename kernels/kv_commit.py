@@ -1,0 +1,76 @@
+"""Moves the keys and values of accepted draft tokens to the positions that they turned out to have.
+
+A verification pass wrote a row's draft tokens behind its newest one, in tree order.  The accepted path's i-th token is
+at place s_i of its slot and belongs to position t_i:
+
+    cache[layer, slot, head, t_i] = cache[layer, slot, head, s_i]    for the i that are to be moved
+
+In place, without copies: a path is in tree order, and its i-th token comes after the i - 1 before it, so t_i <= s_i and
+t_1 < t_2 < ..., s_1 < s_2 < ...  Moved in that order, a token overwrites only what nobody will read: t_i = s_j means
+j <= i.  (The reference reads everything first, so that it needs no order.)
+
+Shapes: Y layers, S slots, B live ones, K key/value heads, C cache length, d head size, A tokens of a path at most.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.dispatch import Impl, jit, power_of_two, tl, uses_triton
+
+
+def kv_commit(
+    keys_YSKCd: Tensor,
+    values_YSKCd: Tensor,
+    sources_BA: Tensor,
+    targets_BA: Tensor,
+    moved_BA: Tensor,
+    *,
+    impl: Impl = "auto",
+) -> None:
+    """Row b is slot b.  sources, targets: int64 places, as in the module docstring; moved_BA: bool, which to move.
+
+    In place.  Triton needs no host sync; torch takes one, to learn how many are moved.
+    """
+    if not uses_triton(impl, keys_YSKCd, op="kv_commit"):
+        kv_commit_reference(keys_YSKCd, values_YSKCd, sources_BA, targets_BA, moved_BA)
+        return
+    assert keys_YSKCd.stride() == values_YSKCd.stride(), "kv_commit: keys and values are laid out alike"
+    assert keys_YSKCd.stride(4) == 1, "kv_commit: the head size is the innermost axis of the cache"
+    layers, _, num_kv, _, size = keys_YSKCd.shape
+    live, longest = sources_BA.shape
+    if live:
+        _move_path[(layers, live, 2 * num_kv)](
+            keys_YSKCd, values_YSKCd, sources_BA.contiguous(), targets_BA.contiguous(),
+            moved_BA.contiguous().view(torch.uint8), longest, num_kv, size, *keys_YSKCd.stride()[:4],
+            SIZE=power_of_two(size), num_warps=1,
+        )  # fmt: skip
+
+
+def kv_commit_reference(
+    keys_YSKCd: Tensor, values_YSKCd: Tensor, sources_BA: Tensor, targets_BA: Tensor, moved_BA: Tensor
+) -> None:
+    """The specification."""
+    rows = torch.arange(len(moved_BA), device=moved_BA.device)[:, None].expand(moved_BA.shape)[moved_BA]
+    sources, targets = sources_BA[moved_BA], targets_BA[moved_BA]
+    if len(rows):
+        for cache in (keys_YSKCd, values_YSKCd):
+            cache[:, rows, :, targets] = cache[:, rows, :, sources]
+
+
+@jit
+def _move_path(
+    keys, values, sources, targets, moved, longest, num_kv, size,
+    stride_layer, stride_slot, stride_head, stride_place, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The path of one layer, slot and head, of keys or of values; a thread moves the same features of every token."""
+    layer, slot, half_head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    head, feature = half_head % num_kv, tl.arange(0, SIZE)
+    cache = values if half_head >= num_kv else keys
+    cache += layer * stride_layer + slot.to(tl.int64) * stride_slot + head.to(tl.int64) * stride_head
+    for step in range(longest):
+        is_moved = (tl.load(moved + slot * longest + step) != 0) & (feature < size)
+        source = tl.load(sources + slot * longest + step) * stride_place
+        target = tl.load(targets + slot * longest + step) * stride_place
+        tl.store(cache + target + feature, tl.load(cache + source + feature, mask=is_moved), mask=is_moved)
