@@ -1,0 +1,330 @@
+"""vLLM as rollout engine: new weights reach the running engine, its probabilities are the update's, a run trains.
+
+Our plain greedy float32 decoding is the reference: it is what the same weights say without vLLM.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from conf.schema import AlgorithmConfig, ClusterConfig, RolloutConfig, SpeculationConfig, UpdateConfig
+from tests.vllm.own_engine import DEPTH, chain_counters, decode
+from tests.vllm.servers import MAX_TOKENS
+from tlt_core.cluster.group import WorkerGroup
+from tlt_core.cluster.vllm_replica import VllmSpec, start_vllm
+from tlt_core.cluster.worker import TrainerSpec, WorkerSpec
+from tlt_core.drafter.eagle3_files import load_eagle3, save_eagle3
+from tlt_core.drafter.eagle3_model import eagle3_from_target
+from tlt_core.grpo.batch import join_logprobs, make_forward_batches, make_train_batches
+from tlt_core.grpo.policy import FrozenPolicy
+from tlt_core.model.config import DecoderConfig
+from tlt_core.model.load import load_decoder, random_decoder, save_hf
+from tlt_core.serving.vllm_rollout import VllmError, VllmRollout
+from tlt_core.serving.vllm_server import SpecCounters
+from tlt_core.types import GenerationRequest, NoiseKey, Rollout, RolloutBatch, SamplingParams, ScoredBatch
+
+pytestmark = pytest.mark.vllm
+
+OFF = SpeculationConfig(policy="off")
+# Mean difference of a token's probabilities in float32; rounding alone.  A wrong temperature gives 0.1.
+ROUNDING = 1e-4
+TINY_PROMPTS = [[1, 5 + i, 9, 30 - i] for i in range(4)]
+GREEDY, SAMPLED = SamplingParams(temperature=0.0, max_new_tokens=24), SamplingParams(max_new_tokens=24)
+
+
+def requests(prompts, samples=1, step=0):
+    return [
+        [GenerationRequest(NoiseKey(0, step, i, s), torch.tensor(list(p)).int()) for s in range(samples)]
+        for i, p in enumerate(prompts)
+    ]
+
+
+def run(engine: VllmRollout, prompts, params: SamplingParams, samples: int = 1) -> list[Rollout]:
+    """In the order of prompts and samples."""
+    waiting = [r for group in requests(prompts, samples) for r in group]
+    finished: list[Rollout] = []
+    told: list[int] = []
+
+    def pull(wanted):
+        taken, waiting[:] = waiting[:wanted], waiting[wanted:]
+        return taken
+
+    engine.generate(pull, finished.append, params, on_tokens=told.append)
+    assert sum(told) == sum(len(r.completion) for r in finished)
+    return sorted(finished, key=lambda r: (r.key.prompt_id, r.key.sample))
+
+
+def mean_difference(decoder, rollouts: list[Rollout], *, temperature: float) -> float:
+    """Of the probabilities of sampled tokens, vLLM's and those that the update computes."""
+    batch = RolloutBatch.pack(rollouts)
+    shares = make_forward_batches(batch, num_workers=1)
+    policy = FrozenPolicy(decoder, temperature=temperature, token_budget=4096, device=torch.device("cpu"))
+    ours_T = join_logprobs(shares, [policy.logprobs(shares[0])], batch)
+    return float((ours_T.exp() - batch.logprobs_T.exp()).abs().sum() / batch.response_lens_R.sum())
+
+
+def completions(rollouts) -> list[list[int]]:
+    return [r.completion.tolist() for r in rollouts]
+
+
+# ---------------------------------------------------------------------------------------------- SmolLM2, one engine
+
+
+class Seen(NamedTuple):
+    """What one engine said, after each change."""
+
+    before: list[list[int]]  # greedy, with a drafter that knows nothing
+    before_counters: SpecCounters
+    after: list[list[int]]  # greedy, the trained drafter swapped in
+    after_counters: SpecCounters
+    crowd_counters: SpecCounters  # more requests than the table drafts for
+    sampled: list[Rollout]
+    sampled_counters: SpecCounters
+    other: list[list[int]]  # greedy, other policy weights swapped in
+    other_sampled: list[Rollout]
+    error: str  # after the process was killed
+
+
+@pytest.fixture(scope="module")
+def other_policy(target, tmp_path_factory) -> Path:
+    """SmolLM2 with every weight moved, by more than any step of training."""
+    decoder = load_decoder(target.folder, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    moved = [
+        (name, w + 0.02 * w.std() * torch.randn(w.shape, generator=generator)) if w.ndim == 2 else (name, w)
+        for name, w in decoder.named_parameters()
+    ]
+    folder = tmp_path_factory.mktemp("other") / "policy"
+    save_hf(
+        [(name, w.detach()) for name, w in moved],
+        decoder.config,
+        folder,
+        tokenizer_from=target.folder,
+        dtype=torch.float32,
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def seen(vllm_python, target, drafter, other_policy, tmp_path_factory) -> Seen:
+    """Table: chains up to 6 requests, none above."""
+    folder = tmp_path_factory.mktemp("engine")
+    trained = load_eagle3(drafter, target.decoder.config)
+    ignorant = eagle3_from_target(target.decoder, trained.draft_ids_J, scales=(1.0, 1.0, 1.0), seed=1)
+    save_eagle3(ignorant, folder / "drafter-eagle3", dtype=torch.float32)
+    cfg = RolloutConfig(
+        engine="vllm",
+        dtype="float32",
+        max_live_requests=16,
+        speculation=SpeculationConfig(
+            policy="threshold",
+            max_live=6,
+            menu=[{"drafter": "eagle3", "depth": DEPTH, "tokens": DEPTH}],
+            drafter_path=str(folder / "drafter-eagle3"),
+        ),
+    )
+    engine = start_vllm(
+        VllmSpec(vllm_python, folder),
+        cfg,
+        model_dir=target.folder,
+        max_len=max(map(len, target.prompts)) + MAX_TOKENS,
+        threads=1,
+        rank=0,
+        seed=0,
+        policy_version=0,
+    )
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=MAX_TOKENS)
+    sampled = SamplingParams(temperature=0.7, max_new_tokens=16)
+    with_decoder = load_decoder(other_policy, dtype=torch.float32)
+    try:
+        before, before_counters = completions(run(engine, target.prompts[:6], greedy)), engine.counters()
+        engine.load_drafter(drafter)
+        after, after_counters = completions(run(engine, target.prompts[:6], greedy)), engine.counters()
+        run(engine, target.prompts[:12], SamplingParams(temperature=0.0, max_new_tokens=8))
+        crowd_counters = engine.counters()
+        tempered, sampled_counters = run(engine, target.prompts[:2], sampled, samples=3), engine.counters()
+        engine.load_weights(with_decoder.named_parameters(), policy_version=1)
+        other = completions(run(engine, target.prompts[:6], greedy))
+        other_sampled = run(engine, target.prompts[:2], sampled, samples=3)
+        os.killpg(engine._process.pid, signal.SIGKILL)
+        with pytest.raises(VllmError) as error:
+            run(engine, target.prompts[:1], greedy)
+    finally:
+        engine.close()
+    return Seen(
+        before,
+        before_counters,
+        after,
+        after_counters,
+        crowd_counters,
+        tempered,
+        sampled_counters,
+        other,
+        other_sampled,
+        str(error.value),
+    )
+
+
+def test_text_is_our_greedy_text_whatever_drafts(seen, target):
+    ours = completions(decode(target.folder, target.prompts[:6], OFF, max_tokens=MAX_TOKENS).rollouts)
+    assert seen.before == ours
+    assert seen.after == ours
+
+
+def test_a_drafter_is_swapped_in_the_running_engine(seen, target, drafter):
+    """From hardly any hits to exactly those of our engine with the same drafter."""
+    firsts = [tokens[0] for tokens in seen.after]
+    expected = chain_counters(target.folder, target.prompts[:6], firsts, drafter, max_tokens=MAX_TOKENS)
+    print("before:", seen.before_counters, "after:", seen.after_counters, "ours:", expected)
+    assert seen.before_counters.accepted < 0.1 * seen.before_counters.drafts
+    assert seen.after_counters == expected
+
+
+def test_the_table_switches_drafting_off(seen):
+    """Twelve requests of equal length stay above six to the end."""
+    assert seen.crowd_counters.drafts == 0
+    assert seen.after_counters.drafts > 0
+
+
+def test_a_policy_is_swapped_in_the_running_engine(seen, other_policy, target):
+    """Its head is tied to the embedding: a packed copy of the old one would show here."""
+    ours = completions(decode(other_policy, target.prompts[:6], OFF, max_tokens=MAX_TOKENS).rollouts)
+    assert ours != seen.after
+    assert seen.other == ours
+
+
+def test_log_probs_are_the_updates(seen, other_policy, target):
+    """At another temperature than 1, with drafts, before and after new weights came."""
+    assert seen.sampled_counters.accepted > 0
+    before = mean_difference(target.decoder, seen.sampled, temperature=0.7)
+    after = mean_difference(load_decoder(other_policy, dtype=torch.float32), seen.other_sampled, temperature=0.7)
+    wrong = mean_difference(target.decoder, seen.sampled, temperature=1.0)
+    print(f"mean difference of probabilities: {before:.2g}, new weights {after:.2g}, wrong temperature {wrong:.2g}")
+    assert max(before, after) < ROUNDING
+    assert wrong > 100 * ROUNDING
+
+
+def test_a_rollout_knows_where_it_came_from(seen):
+    assert {r.policy_version for r in seen.sampled} == {0}
+    assert {r.policy_version for r in seen.other_sampled} == {1}
+    assert [(r.key.prompt_id, r.key.sample) for r in seen.sampled] == [(p, s) for p in range(2) for s in range(3)]
+    assert len({tuple(c) for c in completions(seen.sampled[:3])}) > 1, "siblings have seeds of their own"
+
+
+def test_an_engine_that_died_says_so(seen):
+    assert "vLLM has ended; the end of" in seen.error
+
+
+# ---------------------------------------------------------------------------------------------- training
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    """A random model with heads of a size that vLLM's CPU attention takes."""
+    config = DecoderConfig(
+        family="llama",
+        vocab_size=64,
+        hidden_size=64,
+        intermediate_size=96,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=32,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        tie_word_embeddings=True,
+        max_position_embeddings=512,
+        eos_token_ids=(2,),
+        bos_token_id=1,
+    )
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    decoder = random_decoder(config, seed=0, dtype=torch.float32)
+    # Weights of this size make distributions that differ from token to token.
+    weights = [(name, w.detach() * (8 if w.ndim == 2 else 1)) for name, w in decoder.named_parameters()]
+    save_hf(weights, config, folder, tokenizer_from=folder, dtype=torch.float32)
+    return folder
+
+
+def scored(batch: RolloutBatch) -> ScoredBatch:
+    """Even tokens are good."""
+    rewards = torch.tensor([float((batch.completion(i) % 2 == 0).float().mean()) for i in range(len(batch))])
+    zeros = torch.zeros(len(batch))
+    return ScoredBatch(batch, rewards, rewards, rewards[:, None], zeros.long(), zeros, rewards - rewards.mean())
+
+
+def test_steps_of_training_reach_vllm(vllm_python, tiny, tmp_path):
+    """Rollout, update, publish, three times: what vLLM says greedily is what the exported policy says."""
+    update = UpdateConfig.model_validate({"optimizer": {"learning_rate": 0.01}, "tokens_per_micro_batch": 512})
+    rollout = RolloutConfig(engine="vllm", dtype="float32", max_live_requests=8, num_prompts=4, speculation=OFF)
+    spec = WorkerSpec(
+        model_dir=tiny,
+        rollout=rollout,
+        max_len=64,
+        trainer=TrainerSpec(update, AlgorithmConfig(), total_steps=3, max_new_tokens=24, temperature=1.0),
+        threads=1,
+        device="cpu",
+        vllm=VllmSpec(vllm_python, tmp_path / "vllm"),
+    )
+    said, differences = [], []
+    with WorkerGroup(ClusterConfig(num_workers=1), spec) as group:
+        group.load(None, 0)
+
+        def generate(params, samples, step):
+            finished: list[Rollout] = []
+            group.generate(
+                requests(TINY_PROMPTS, samples, step),
+                params,
+                dispatch="pull",
+                on_progress=lambda drained: finished.extend(drained.finished),
+                step=step,
+                is_training=True,
+            )
+            return RolloutBatch.pack(finished)
+
+        for step in (1, 2, 3):
+            batch = generate(SAMPLED, 4, step)
+            assert batch.policy_version_R.tolist() == [step - 1] * 16
+            shares = make_train_batches(scored(batch), update, AlgorithmConfig(), num_workers=1, seed=0, step=step)
+            differences.append(group.update(shares)[0].metrics["training/rollout_probs_diff_mean"])
+            group.publish(step)
+            group.export(tmp_path / f"policy_{step}", tokenizer_from=tiny, dtype="float32")
+            greedy = generate(GREEDY, 1, step)
+            said.append([greedy.completion(i).tolist() for i in range(len(greedy))])
+    ours = [
+        completions(decode(tmp_path / f"policy_{step}", TINY_PROMPTS, OFF, max_tokens=24).rollouts)
+        for step in (1, 2, 3)
+    ]
+    print("differences of probabilities:", differences)
+    assert said == ours
+    assert said[0] != said[2], "the policy has changed"
+    assert max(differences) < ROUNDING
+
+
+def test_a_training_run(vllm_python, embedded_model, tmp_path):
+    """The command, two steps, validation before and after; speculation by n-grams."""
+    arguments = [
+        *("model={kind: random, hidden_size: 128}", "coldstart.enabled=false", f"output_dir={tmp_path}/runs"),
+        *(f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", "cluster.num_workers=1", "drafter.spot.enabled=false"),
+        *("rollout.engine=vllm", "rollout.speculation.policy=threshold", "rollout.vllm.kv_cache_mb=64"),
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *arguments],
+        env=os.environ | {"VLLM_PYTHON": str(vllm_python)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    rows = [json.loads(line) for line in (tmp_path / "runs/smoke/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["training/rollout_probs_diff_mean"] < ROUNDING for row in rows[1:])
+    assert all(row["actor/grad_norm"] >= 0 for row in rows[1:])
+    assert (tmp_path / "runs/smoke/vllm/worker_0/vllm.log").is_file()
