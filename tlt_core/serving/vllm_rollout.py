@@ -13,6 +13,7 @@ with speculation they depend on the drafts.  So responses are not those of our e
 far as vLLM's batches are.  Log-probs are the sampling policy's, after temperature and filters, as ours are.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -132,10 +133,11 @@ class VllmRollout:
         if process is None:
             return
         assert process.stdin is not None and process.stdout is not None, "opened as pipes"  # noqa: PT018
-        try:
+        with contextlib.suppress(BrokenPipeError):
             process.stdin.close()  # it ends by itself then
+        try:
             process.wait(_STOP_S)
-        except (subprocess.TimeoutExpired, BrokenPipeError):
+        except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         process.stdout.close()
