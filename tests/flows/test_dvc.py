@@ -1,0 +1,211 @@
+"""The stages of dvc.yaml: what they depend on, and (slow) the whole pipeline in git clones, with real DVC."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from conf.load import load
+from conf.schema import CheckpointConfig
+from flows import cli
+from tlt_core.export.digests import weights_digest
+
+_REPO = Path(__file__).parents[2]
+_STAGES = ["prepare", "coldstart", "warmup", "train", "evaluate", "export", "benchmark"]
+_DEPEND = {  # a changed value, and the stages that name it; others follow where what they read has changed
+    "data.num_train=31": {"prepare"},
+    "coldstart.num_examples=15": {"coldstart"},
+    "drafter.num_steps=3": {"warmup"},
+    "drafter.spot.interval=2": {"train"},
+    "algorithm.clip_low=0.1": {"train"},
+    "update.optimizer.learning_rate=0.001": {"train"},
+    "reward.timeout_s=4.0": {"train", "evaluate"},
+    "evaluation.num_samples=1": {"train", "evaluate"},
+    "rollout.speculation.policy=fixed": {"train", "benchmark"},
+    "rollout.temperature=0.9": {"warmup", "train", "evaluate", "export", "benchmark"},
+    "name=other": {"export"},
+    "retrain.repeats=2": set(),
+    "checkpoint.keep_last=1": set(),
+    "tracking.experiment=other": set(),
+}
+
+
+def test_params_yaml_is_the_demo() -> None:
+    """After a change of conf/demo.yaml: tlt params conf/demo.yaml."""
+    assert load(_REPO / "params.yaml") == load(_REPO / "conf/demo.yaml")
+
+
+def test_params_are_whole_and_readable_again(tmp_path: Path) -> None:
+    out = tmp_path / "params.yaml"
+    assert cli.main(["params", "conf/smoke.yaml", "rollout.speculation.policy=off", "--out", str(out)]) == 0
+    assert load(out) == load("conf/smoke.yaml", ["rollout.speculation.policy=off"])
+    assert set(yaml.safe_load(out.read_text())["checkpoint"]) == {*CheckpointConfig.model_fields}
+
+
+def test_the_stages_commands_exist_and_their_params_too() -> None:
+    pipeline = yaml.safe_load((_REPO / "dvc.yaml").read_text())
+    assert list(pipeline["stages"]) == _STAGES
+    params = yaml.safe_load((_REPO / "params.yaml").read_text())
+    for stage in pipeline["stages"].values():
+        for command in [stage["cmd"]] if isinstance(stage["cmd"], str) else stage["cmd"]:
+            first, *words = shlex.split(command)
+            if first == "${tlt}":
+                args = cli._parse(words)
+                load(_REPO / args.config, args.overrides)
+        for dotted in stage["params"]:
+            node = params
+            for key in dotted.split("."):
+                node = node[key]
+
+
+class Clone:
+    """A git clone of this project as it is committed, with the smoke configuration."""
+
+    def __init__(self, folder: Path, *, models: Path) -> None:
+        self.folder = folder
+        _run(["git", "clone", "--quiet", str(_REPO), str(folder)], cwd=folder.parent)
+        (folder / "artifacts" / "models").mkdir(parents=True)
+        (folder / "artifacts" / "models" / models.name).symlink_to(models)
+
+    def __call__(self, *command: str) -> str:
+        env = os.environ | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(self.folder),
+            "OMP_NUM_THREADS": "1",
+            "PREFECT_HOME": str(self.folder / ".prefect"),
+            **{f"GIT_{who}_{what}": "test" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")},
+        }
+        env.pop("TLT_HOME", None)
+        return _run(list(command), cwd=self.folder, env=env)
+
+    def dvc(self, *arguments: str) -> str:
+        return self(sys.executable, "-m", "dvc", *arguments)
+
+    def repro(self, *arguments: str) -> list[str]:
+        """Stages that ran."""
+        return re.findall(r"^Running stage '(\w+)'", self.dvc("repro", *arguments), flags=re.MULTILINE)
+
+    def put(self, override: str) -> None:
+        """One value of params.yaml."""
+        path, dotted, value = self.folder / "params.yaml", *override.split("=")
+        tree = node = yaml.safe_load(path.read_text())
+        *sections, key = dotted.split(".")
+        for section in sections:
+            node = node[section]
+        node[key] = yaml.safe_load(value)
+        path.write_text(yaml.safe_dump(tree, sort_keys=False))
+
+    def changed(self) -> set[str]:
+        """Stages whose own parameters or files differ from those of their last run."""
+        return {name for name in json.loads(self.dvc("status", "--json")) if name in _STAGES}
+
+
+def _run(command: list[str], *, cwd: Path, env: dict[str, str] | None = None) -> str:
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def project(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Clone:
+    """All stages have run, are committed and pushed."""
+    clone = Clone(tmp_path_factory.mktemp("dvc") / "project", models=embedded_model)
+    pipeline = clone.folder / "dvc.yaml"
+    pipeline.write_text(pipeline.read_text().replace("--repeats 3", "--repeats 1"))
+    small = ["rollout.max_new_tokens=8", "rollout.num_prompts=2", "rollout.num_samples=2"]
+    clone(sys.executable, "-m", "flows.cli", "params", "conf/smoke.yaml", *small)
+    assert clone.repro() == _STAGES
+    clone("git", "add", "dvc.lock", "dvc.yaml", "params.yaml", "pipeline")
+    clone("git", "commit", "--quiet", "--no-verify", "--message", "smoke")
+    clone.dvc("push", "--quiet")
+    return clone
+
+
+@pytest.mark.slow
+@pytest.mark.prefect
+def test_nothing_runs_twice(project: Clone) -> None:
+    assert project.repro() == []
+    assert project("git", "status", "--porcelain") == ""
+    assert not list((project.folder / "runs" / "dvc" / "train").glob("*/")), "checkpoints outlive their stage"
+
+
+@pytest.mark.slow
+@pytest.mark.prefect
+def test_a_changed_value_concerns_exactly_its_stages(project: Clone) -> None:
+    before = (project.folder / "params.yaml").read_text()
+    for override, stages in _DEPEND.items():
+        project.put(override)
+        assert project.changed() == stages, override
+        (project.folder / "params.yaml").write_text(before)
+    assert project.changed() == set()
+
+
+@pytest.mark.slow
+@pytest.mark.prefect
+def test_figures(project: Clone) -> None:
+    metrics = project.dvc("metrics", "show", "--md")
+    for name in ("coldstart/loss_last", "drafter/accept_len_sim", "last.accept_length", "val-core/all/reward/greedy"):
+        assert name in metrics
+    shown = project.folder / "dvc_plots"
+    project.dvc("plots", "show", "--out", str(shown))
+    page = (shown / "index.html").read_text()
+    assert "accept_length" in page
+    assert "Responses of the last step by length" in page
+    assert sum(int(row.split(",")[2]) for row in _csv(project.folder, "lengths")) == 4  # responses of a step
+    assert [row.split(",")[0] for row in _csv(project.folder, "curves")] == ["1", "2"]
+
+
+@pytest.mark.slow
+@pytest.mark.prefect
+def test_another_clone_pulls_the_same_drafter(project: Clone, embedded_model: Path) -> None:
+    other = project.folder.with_name("other")  # beside the first one, as its remote is
+    _run(["git", "clone", "--quiet", str(project.folder), str(other)], cwd=other.parent)
+    pulled = other / "exports" / "pipeline" / "drafter-eagle3"
+    assert not pulled.exists()
+    _run([sys.executable, "-m", "dvc", "pull", "--quiet", "exports/pipeline"], cwd=other)
+    assert weights_digest(pulled) == weights_digest(project.folder / "exports" / "pipeline" / "drafter-eagle3")
+    record = json.loads((pulled / "provenance.json").read_text())
+    assert record["run"]["step"] == 2
+    assert record["run"]["mlflow_run_id"]
+
+
+@pytest.mark.slow
+@pytest.mark.prefect
+def test_an_experiment_runs_other_settings(project: Clone) -> None:
+    rows = _csv(project.folder, "curves")
+    assert all(row.split(",")[1] for row in rows), "speculation is measured"
+    output = project.dvc("exp", "run", "--name", "plain", "--set-param", "rollout.speculation.policy=off", "train")
+    ran = re.findall(r"^Running stage '(\w+)'", output, flags=re.MULTILINE)
+    assert ran == ["train"]
+    config = yaml.safe_load((project.folder / "pipeline" / "train" / "config.yaml").read_text())
+    assert config["rollout"]["speculation"]["policy"] == "off"
+    assert not any(row.split(",")[1] for row in _csv(project.folder, "curves")), "plain decoding speculates"
+    assert "plain" in project.dvc("exp", "show", "--csv")
+    project("git", "checkout", "--quiet", "--", ".")
+    project.dvc("checkout", "--quiet")
+    assert project.changed() == set()
+
+
+@pytest.mark.slow
+@pytest.mark.prefect
+def test_a_changed_section_runs_its_stages(project: Clone) -> None:
+    project.put("name=other")
+    assert project.repro() == ["export"]
+    project.put("coldstart.enabled=false")
+    assert project.repro("warmup") == ["coldstart", "warmup"]
+    assert not any((project.folder / "pipeline" / "coldstart").iterdir())
+    project("git", "checkout", "--quiet", "--", ".")
+    project.dvc("checkout", "--quiet")
+    shutil.rmtree(project.folder / "pipeline" / "train")
+    assert project.repro("evaluate") == []  # from DVC's cache
+
+
+def _csv(folder: Path, name: str) -> list[str]:
+    return (folder / "pipeline" / "metrics" / f"{name}.csv").read_text().splitlines()[1:]
