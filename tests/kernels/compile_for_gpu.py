@@ -7,7 +7,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import coupled_sample, slot_attention, token_logprob
+from kernels import coupled_sample, distill_loss, kv_commit, slot_attention, spec_verify, token_logprob
 
 # kernel, types of its tensors and numbers in their order, constants
 KERNELS = [
@@ -29,7 +29,13 @@ KERNELS = [
     (
         slot_attention._attend_split,
         "*fp32 *fp32 *fp32 *u8 *i32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i64 i64 i32 fp32",
-        dict(ROWS=64, KEYS=64, SIZE=64, WIDEN=False),
+        dict(ROWS=16, KEYS=64, SIZE=64, WIDEN=False),
+    ),
+    (spec_verify._walk, "*i64 *fp32 *i64 *i64 *i64 *i64 *i64 *fp32 *i64 i32 i32 i32", dict(BLOCK=1024)),
+    (kv_commit._move_path, "*bf16 *bf16 *i64 *i64 *u8 i32 i32 i32 i64 i64 i32 i32", dict(SIZE=128)),
+    *(
+        (distill_loss._loss_and_gradient, "*bf16 *fp32 *fp32 *fp32 *fp32 *bf16 i32", dict(KIND=kind, BLOCK=4096))
+        for kind in ("soft_ce", "tv", "mixed")
     ),
     (slot_attention._join_splits, "*fp32 *fp32 *bf16 i32 i32 i32", dict(SPLITS=64, SIZE=128)),
 ]  # fmt: skip

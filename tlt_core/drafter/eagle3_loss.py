@@ -22,13 +22,14 @@ once the target has run there: here the fused state g, taken as a constant.
 Shapes: N positions, J draft vocabulary, D hidden size.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LossKind = Literal["soft_ce", "tv", "mixed"]
+from kernels.distill_loss import LossKind as LossKind
+from kernels.distill_loss import distill_loss
 
 
 class DraftLoss(NamedTuple):
@@ -46,6 +47,9 @@ def draft_loss(
     top, top_weight: add top_weight times the terms of soft_ce that belong to the `top` likeliest tokens of p (HASS,
     arXiv 2408.15766).  Keeps one tensor of the logits' size and dtype for backward.
     """
+    if logits_NJ.is_cuda and logits_NJ.dtype != torch.float64:  # the kernel works in float32
+        weights_NJ = _with_top(probs_NJ, top, top_weight) if top else None
+        return DraftLoss(*distill_loss(logits_NJ, probs_NJ, kind=kind, weights_NJ=weights_NJ))
     loss, overlap = _DraftLoss.apply(logits_NJ, probs_NJ, kind, top, top_weight)
     return DraftLoss(loss, overlap)
 
