@@ -24,6 +24,7 @@ _BENCHMARKS = {
     "tuner": "flows.benchmark_tuner:bench_tuner",
     "spot": "flows.benchmark_spot:bench_spot",
     "engines": "flows.benchmark_engines:bench_engines",
+    "kernels": "flows.benchmark_kernels:bench_kernels_flow",
 }
 
 
@@ -128,7 +129,10 @@ def _evaluate(cfg: RunConfig, args: argparse.Namespace) -> None:
 def _bench(cfg: RunConfig, args: argparse.Namespace) -> None:
     command = f"tlt {' '.join(sys.argv[1:])}"
     out = args.out or Path("reports") / f"{args.benchmark}.json"
-    report = _run(cfg, _BENCHMARKS[args.benchmark], repeats=args.repeats, out=out, command=command)
+    if args.device and args.benchmark != "kernels":
+        raise ConfigError(f"--device={args.device}: only 'tlt bench kernels' takes it; leave it out")
+    place = {"device": args.device} if args.device else {}
+    report = _run(cfg, _BENCHMARKS[args.benchmark], repeats=args.repeats, out=out, command=command, **place)
     for verdict in report["verdicts"]:
         print(f"{'holds' if verdict['holds'] else 'FAILS'}: {verdict['claim']}: {verdict['value']:.3f}")
     _write_metrics(args.metrics, {v["claim"]: v["value"] for v in report["verdicts"]})
@@ -348,12 +352,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "benchmark",
         choices=list(_BENCHMARKS),
         help="step: the phases of a training step; rollout: decoding under every speculation policy; tuner: "
-        "those policies on planted workloads; engines: our engine beside transformers and vLLM",
+        "those policies on planted workloads; engines: our engine beside transformers and vLLM; kernels: bytes and "
+        "operations a second of every op, beside the device's own ceilings",
     )
     parser.add_argument("config", nargs="?", default=_DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--repeats", type=int, default=3, help="times that everything is measured")
     parser.add_argument("--out", type=Path, help="default: reports/BENCHMARK.json")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="of 'kernels' alone (default: cpu)")
     parser.add_argument("--metrics", type=Path, metavar="FILE", help="write the verdicts' values there, as JSON")
 
 
