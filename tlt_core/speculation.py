@@ -73,6 +73,7 @@ class LiveView(NamedTuple):
     room: Sequence[int]  # tokens that each row may still emit, at least 1
     streams_B: Tensor  # [B] int64, base of each row's noise (`sampling.row_keys`)
     params: SamplingParams
+    floor: float = 0.0  # estimated chance of acceptance from which on a draft token is worth its verification
 
 
 class Drafter(Protocol):
@@ -121,6 +122,8 @@ class RoundReport(NamedTuple):
 
 class Tuner(Protocol):
     """Chooses the strategy of the next round from what it has measured."""
+
+    floor: float  # of the latest choice, see `LiveView`; 0: verify whatever is drafted
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
         """rows: a number for each live request that stays the same for its life; context as in RoundReport."""

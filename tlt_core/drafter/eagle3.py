@@ -114,13 +114,15 @@ class Eagle3Drafter:
         width = min(strategy.width, strategy.tokens, len(self._noise_ids_J))
         lengths_B = torch.tensor(list(view.lengths), device=self._slots_B.device)
         noise_BLJ = draft_noise(view, lengths_B, self._noise_ids_J, depth=depth)
-        tree = TreeBuilder(len(limits), width=width, error_scale=self._error_scale)
+        tree = TreeBuilder(len(limits), width=width, error_scale=self._error_scale, floor=view.floor)
         y_ND = self._catch_up(view, depth=depth)
         levels = self._cache.draft(_positions(view.lengths), levels=depth - 1, width=width)
         for level in range(depth):
             noise_BJ = None if noise_BLJ is None else noise_BLJ[:, level]
             columns_BM = tree.add_level(perturbed_scores(self._net.logits(y_ND), noise_BJ, view.params))
             if level + 1 < depth:
+                if tree.is_hopeless():
+                    break
                 beam_Bw = tree.choose_beam()
                 tokens_Bw = self._net.draft_ids_J[columns_BM.gather(1, beam_Bw)]
                 y_ND = self._extend(tokens_Bw, y_ND, beam_Bw // width, levels)

@@ -15,11 +15,17 @@ theorem the target chooses v with probability
 
 which ranks children as s does, is confident where the leader is far ahead, and falls along a path: a node's value is
 the sum of log hit over the path, and a kept node's parent is kept too.  c is a property of the drafter; tokens do not
-depend on it, only how many of the guesses are right.
+depend on it, only how many of the guesses are right.  (With c = 1 and SmolLM2 on its own sums, of 5,700 drafts those
+with hit 0.1 to 0.2 were right in 0.26 of all cases, 0.4 to 0.5 in 0.59, 0.8 to 0.9 in 0.77, above 0.99 in 0.96.)
+
+Where each verified token costs time (a CPU, a large batch), nodes whose value is below the floor that the tuner names
+are left out, so each row's draft is as long as it is likely to be right.
 
 Shapes: B rows, b nodes of a row that are expanded, w children of a node, M candidates of a row, N kept nodes of all
 rows, J draft vocabulary.
 """
+
+import math
 
 import torch
 from torch import Tensor
@@ -50,10 +56,11 @@ def perturbed_scores(logits_NJ: Tensor, noise_BJ: Tensor | None, params: Samplin
 
 
 class TreeBuilder:
-    """Grows the candidates of a proposal level by level; width 1 makes chains, whose values nobody asks for."""
+    """Grows the candidates of a proposal level by level; width 1 makes chains."""
 
-    def __init__(self, rows: int, *, width: int, error_scale: float) -> None:
+    def __init__(self, rows: int, *, width: int, error_scale: float, floor: float = 0.0) -> None:
         self._rows, self._width, self._scale = rows, width, error_scale
+        self._floor = math.log(floor) if floor > 0 else None
         self._tokens: list[Tensor] = []  # [B, .] each, as are the next two
         self._parents: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -64,11 +71,11 @@ class TreeBuilder:
         """Children of the expanded nodes (at first: of the newest tokens).  Returns their columns in J, [B, b w]."""
         scores_BbJ = scores_BbJ.view(self._rows, -1, scores_BbJ.shape[-1])
         beam_Bb = self._beam_Bb
-        if self._width == 1:
+        if not self._values_wanted:
             columns_BM = scores_BbJ.argmax(dim=-1)
         else:
             scaled_BbJ = scores_BbJ if self._scale == 1 else scores_BbJ / self._scale
-            best = scaled_BbJ.topk(self._width, dim=-1)
+            best = scaled_BbJ.max(dim=-1, keepdim=True) if self._width == 1 else scaled_BbJ.topk(self._width, dim=-1)
             columns_BM = best.indices.flatten(1)
             values_Bbw = best.values - scaled_BbJ.logsumexp(-1, keepdim=True)
             if beam_Bb is not None:
@@ -78,6 +85,14 @@ class TreeBuilder:
         self._parents.append(above.repeat_interleave(self._width, dim=1))
         self._tokens.append(columns_BM)
         return columns_BM
+
+    @property
+    def _values_wanted(self) -> bool:
+        return self._width > 1 or self._floor is not None
+
+    def is_hopeless(self) -> bool:
+        """Whether nothing of the newest level reaches the floor, so nothing below it will.  Waits for the device."""
+        return self._floor is not None and bool((self._values[-1] < self._floor).all())
 
     def choose_beam(self) -> Tensor:
         """Pick the nodes of the newest level to expand next; returns their index in it, [B, w]."""
@@ -95,6 +110,8 @@ class TreeBuilder:
             torch.tensor(sizes, device=limits_B.device), output_size=sum(sizes)
         )
         keep_BM = depths_M <= limits_B[:, None]
+        if self._floor is not None:  # a parent's value is at least its child's
+            keep_BM &= self._all(self._values) >= self._floor
         if self._width == 1:
             keep_BM &= depths_M <= tokens
         else:

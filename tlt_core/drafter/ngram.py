@@ -145,6 +145,7 @@ class NgramDrafter:
                 next_position=view.lengths[row],
                 stream=stream if coupled else None,
                 stops=view.params.stop_token_ids,
+                floor=max(self._min_probability, view.floor),
             )
             self._draft(draft, tree)
         return DraftTree.of_lists(*tree)
@@ -208,7 +209,7 @@ class NgramDrafter:
             if depth < draft.depth and (parent < 0 or tree.tokens[parent] not in draft.stops):
                 found, escape = self.candidates(automaton, state, matched)
                 for share, candidate in draft.rank(found, escape, depth):
-                    if chance * share >= self._min_probability:
+                    if chance * share >= draft.floor:
                         pushed += 1
                         heapq.heappush(queue, (-chance * share, pushed, parent, depth + 1, candidate))
             if not queue:
@@ -279,6 +280,7 @@ class _RowDraft(NamedTuple):
     next_position: int  # index of the first token drafted
     stream: int | None  # None: rank by probability alone
     stops: Sequence[int]  # nothing follows them
+    floor: float  # least chance of a node
 
     def rank(self, found: list[Candidate], escape: float, depth: int) -> list[tuple[float, Candidate]]:
         """The children to draft below a node of this depth, best first, each with its chance of being chosen."""

@@ -196,7 +196,8 @@ class RolloutEngine:
     def _propose(self, strategy: Strategy, params: SamplingParams) -> DraftTree:
         assert self.speculation is not None, "only a tuner chooses a strategy"
         drafter = self.speculation.drafters[strategy.drafter]
-        return self._guard.propose(drafter, self._batch.view(params), strategy)
+        view = self._batch.view(params)._replace(floor=self.speculation.tuner.floor)
+        return self._guard.propose(drafter, view, strategy)
 
     def _backlog_s(self, strategy: Strategy) -> float:
         assert self.speculation is not None, "there is a draft, so there is a drafter"

@@ -107,6 +107,11 @@ class CostModel:
         """A plain round."""
         return self.pass_seconds(live, live, context, verify=0.0)
 
+    def token_seconds(self, live: int, tokens: float, context: float) -> float:
+        """What one more draft token adds to a pass over `tokens` tokens."""
+        more = self.pass_seconds(live, tokens + live, context) - self.pass_seconds(live, tokens, context)
+        return more / live
+
     def draft_seconds(self, strategy: Strategy, live: int) -> float:
         """Drafting.  Of a drafter not yet seen: a small share of a plain pass."""
         known = self._drafts.get(strategy.drafter)

@@ -21,11 +21,14 @@ from tlt_core.tuner.ledger import Ledger
 Kind = Literal["cost_model", "beg_mab", "threshold", "fixed", "off"]
 
 _TIE_BREAK = 0.99  # the best of several estimates is an overestimate; plain decoding's is the surest
+_HIGHEST_FLOOR = 0.8  # a cost that is overestimated must not end all drafting: nothing would be learnt
 _MOST_BLAMED = 1.2  # a probe answers for what its drafter takes, but not for a stall of the target's pass
 
 
 class RecordedTuner:
     """What the policies share: the ledger, and the cost of plain decoding to compare with."""
+
+    floor = 0.0
 
     def __init__(self, menu: Sequence[Strategy]) -> None:
         self.cost = CostModel(dict.fromkeys(s.drafter for s in menu))
@@ -94,13 +97,18 @@ class CostModelTuner(RecordedTuner):
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
         """See `Tuner`."""
+        offers = self.offers(rows, context)
         self._chosen = self._gate.choose(
             len(rows),
-            self.offers(rows, context),
+            offers,
             self._acceptance.trusted,
             lambda: {arm: offer.rate for arm, offer in self.offers(rows, context, optimistic=True).items()},
             self.cost.plain_seconds(1, context // len(rows)),
         )
+        # A draft token pays if its chance is worth more tokens than the batch would emit while it is verified.
+        tokens = len(rows) + offers[self._chosen].drafted
+        best = max(offer.rate for offer in offers.values())
+        self.floor = min(best * self.cost.token_seconds(len(rows), tokens, context), _HIGHEST_FLOOR)
         return self._chosen
 
     def observe(self, rows: Sequence[int], report: RoundReport) -> None:
@@ -140,7 +148,7 @@ class CostModelTuner(RecordedTuner):
         for arm, outlook in self._acceptance.outlook(rows, optimistic=optimistic).items():
             seconds = self.cost.round_seconds(arm, live, outlook.drafted, context, optimistic=optimistic)
             promised = 0.0 if arm.drafter in self._suspended else _TIE_BREAK * (live + outlook.accepted)
-            result[arm] = Offer(promised / seconds, seconds)
+            result[arm] = Offer(promised / seconds, seconds, outlook.drafted)
         return result
 
     def snapshot(self) -> dict[str, Any]:
@@ -213,11 +221,13 @@ class AgreedTuner:
     def __init__(self, tuner: Tuner | None, broadcast: Callable[[object], object]) -> None:
         """tuner: on the leader, None elsewhere.  broadcast(value): the leader's value, on each rank."""
         self._tuner, self._broadcast = tuner, broadcast
+        self.floor = 0.0
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
         """See `Tuner`."""
-        chosen = None if self._tuner is None else tuple(self._tuner.choose(rows, context))
-        return Strategy(*cast(tuple[str, int, int, int], self._broadcast(chosen)))
+        chosen = None if self._tuner is None else (tuple(self._tuner.choose(rows, context)), self._tuner.floor)
+        strategy, self.floor = cast(tuple[tuple[str, int, int, int], float], self._broadcast(chosen))
+        return Strategy(*strategy)
 
     def observe(self, rows: Sequence[int], report: RoundReport) -> None:
         """See `Tuner`."""

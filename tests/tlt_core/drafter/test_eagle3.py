@@ -1,5 +1,7 @@
 """The drafter against a reference without caches; catching up, moving rows, swapping weights; the ranking."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -287,6 +289,44 @@ def test_hit_rates_predict_hits():
     hits = torch.stack([(chosen == column).float().mean() for column in columns])
     assert float(values.sum()) > 0.5
     torch.testing.assert_close(hits, values, atol=0.012, rtol=0)  # 3 standard errors
+
+
+@pytest.mark.parametrize("strategy", [Strategy("eagle3", 5, 1, 5), Strategy("eagle3", 4, 3, 12)], ids=str)
+def test_the_floor_cuts_what_is_improbable(decoder, model, strategy):
+    """The higher the floor the less is kept, each draft a subtree of the one before; nothing is above certainty."""
+    bench = Bench(decoder, [7, 9, 12, 5])
+    drafter = ready(bench, model, decoder)
+    view = bench.view(SamplingParams())
+    kept = []
+    for floor in (0.0, 1e-9, 0.02, 0.1, 0.3, 1.0):
+        tree = drafter.propose(view._replace(floor=floor), strategy)
+        check_tree(tree, view, strategy, vocab_size=64)
+        kept.append({(row, path) for row in range(4) for path in paths(tree, row)})
+    assert kept[0] == kept[1]
+    assert all(less <= more for more, less in itertools.pairwise(kept))
+    assert len({len(paths) for paths in kept}) >= 4, "the floors were chosen to matter"
+    assert not kept[-1]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_what_reaches_the_floor_by_hand(width):
+    """One row, two levels: the value of a node is the product of softmax shares along its path."""
+    generator = torch.Generator().manual_seed(5)
+    first, second = torch.randn(1, 1, 6, generator=generator) * 2, torch.randn(1, width, 6, generator=generator) * 2
+    shares, below = first[0, 0].softmax(-1), second[0].softmax(-1)
+    top = shares.topk(width).indices.tolist()
+    values = {(token,): float(shares[token]) for token in top}
+    for place, token in enumerate(top):
+        for child in below[place].topk(width).indices.tolist():
+            values[token, child] = float(shares[token] * below[place, child])
+    for floor in (0.01, 0.05, 0.2, 0.5):
+        tree = TreeBuilder(1, width=width, error_scale=1.0, floor=floor)
+        tree.add_level(first)
+        assert tree.is_hopeless() == (max(values[token,] for token in top) < floor)
+        tree.choose_beam()
+        tree.add_level(second)
+        found = paths(tree.finish(torch.arange(6), torch.tensor([9]), tokens=99), 0)
+        assert set(found) == {path for path, value in values.items() if value >= floor}
 
 
 def test_embedding_updates_reach_the_drafter(decoder, model, tiny_config):

@@ -199,14 +199,15 @@ def test_odd_input_gives_no_draft():
 
 
 def test_improbable_nodes_are_not_drafted():
-    """Twenty different continuations: each has a chance of less than 0.05."""
-    for threshold, expected in ((0.05, 0), (0.0, 4)):
+    """Twenty different continuations: each has a chance of less than 0.05.  The tuner's floor says so as well."""
+    for threshold, floor, expected in ((0.05, 0.0, 0), (0.0, 0.05, 0), (0.0, 0.0, 4), (0.0, 0.001, 4)):
         drafter = NgramDrafter(min_probability=threshold)
         for token in range(20):
             visit(drafter, [40, 100 + token])
         own = request(sample=9)
         drafter.admit(0, own)
-        assert len(drafter.propose(view([own], [[*PROMPT, 40]]), Strategy("ngram", 1, 4, 4)).tokens_N) == expected
+        seen = view([own], [[*PROMPT, 40]])._replace(floor=floor)
+        assert len(drafter.propose(seen, Strategy("ngram", 1, 4, 4)).tokens_N) == expected
 
 
 def test_memory_is_bounded_and_old_prompts_go_first():

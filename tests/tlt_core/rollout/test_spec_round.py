@@ -140,6 +140,8 @@ class Broken(Recorder):
 class Cycle:
     """A tuner that goes round its arms: every switch between plain and speculative rounds occurs."""
 
+    floor = 0.0
+
     def __init__(self, arms) -> None:
         self._arms = itertools.cycle(arms)
         self.reports = []

@@ -267,6 +267,25 @@ def test_the_leader_decides_for_all_ranks() -> None:
     assert agreed.choose([0], 10) in (OFF, *MENU)
 
 
+def test_the_floor_is_what_a_draft_token_costs_in_tokens() -> None:
+    """In the simulator a token of a pass costs 0.22 ms and a part of the curve; a batch of 16 emits more meanwhile."""
+    floors = {}
+    for live in (1, 4, 16):
+        made = tuner()
+        engine = WORKLOADS["tail, good drafter"].engine(seed=SEED)
+        engine.waiting, engine.rows = 0, dict(list(engine.rows.items())[:live])
+        engine.run(made, 40)
+        rows, context = list(range(live)), 300 * live
+        chosen = made.choose(rows, context)
+        offer = made.offers(rows, context)[chosen]
+        cost = made.cost.token_seconds(live, live + offer.drafted, context)
+        real = (pass_seconds(live, 3 * live, context) - pass_seconds(live, 2 * live, context)) / live
+        assert 0.3 * real < cost < 3 * real
+        floors[live] = made.floor
+    assert 0 < floors[1] < floors[4] < floors[16] <= 0.8
+    assert tuner("fixed").floor == tuner("beg_mab").floor == 0
+
+
 def test_the_simulator_charges_what_it_says() -> None:
     assert pass_seconds(1, 1, 0) == pytest.approx(12.5e-3 + 0.22e-3)
     assert pass_seconds(4, 4, 3200) - pass_seconds(4, 4, 0) == pytest.approx(12e-3)
