@@ -438,8 +438,14 @@ class DrafterConfig(Section):
     """Training in idle time."""
     vocab_size: int = Field(4096, ge=64)
     """Tokens that it may propose: those that the policy's rollouts use most."""
-    depth: int = Field(4, ge=1, le=16)
-    """Steps of the training-time test; best as deep as the deepest strategy."""
+    depth: int = Field(6, ge=1, le=16)
+    """Steps of the training-time test; best as deep as the deepest strategy: deeper drafts are hardly ever right."""
+    method: Literal["eagle3", "hass", "eagle"] = "eagle3"
+    """eagle3: trained on its own drafts through all steps; hass: the same without gradient between steps, with feature
+    regression; eagle: one step, with feature regression."""
+    loss: Literal["soft_ce", "tv", "mixed"] = "soft_ce"
+    """Of method eagle3.  soft_ce: cross-entropy with the policy's distribution; tv: total variation, which is the
+    chance of a miss; mixed: from the first to the second, position by position."""
     num_prompts: int = Field(32, ge=2)
     """Training prompts that rollouts are made for (one in eight is held out to measure on)."""
     num_samples: int = Field(4, ge=1)
@@ -450,6 +456,15 @@ class DrafterConfig(Section):
     """Tokens of one step; a longer sequence gets a step of its own."""
     learning_rate: float = Field(1e-3, gt=0)
     """AdamW; 20 steps of warm-up, then a linear decay to a tenth."""
+
+    @model_validator(mode="after")
+    def _loss_is_of_the_method(self) -> "DrafterConfig":
+        if self.method != "eagle3" and self.loss != "soft_ce":
+            raise ValueError(
+                f"drafter.method={self.method!r} has a loss of its own, drafter.loss={self.loss!r} is an option of "
+                "method eagle3: leave drafter.loss out"
+            )
+        return self
 
 
 class RetrainConfig(Section):

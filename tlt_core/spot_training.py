@@ -25,9 +25,10 @@ from torch import Tensor
 
 from conf.schema import SpotConfig
 from tlt_core.drafter.eagle3_acceptance import measure_acceptance
+from tlt_core.drafter.eagle3_loss import LossKind
 from tlt_core.drafter.eagle3_model import Eagle3Model
 from tlt_core.drafter.eagle3_sequence import HeadProbs, TrainSequence
-from tlt_core.drafter.eagle3_train import Eagle3Trainer, TrainSettings
+from tlt_core.drafter.eagle3_train import Eagle3Trainer, Method, TrainSettings
 from tlt_core.drafter.eagle3_windows import Window
 from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.capture import Captured
@@ -109,6 +110,8 @@ class SpotTraining:
         temperature: float,
         folder: Path,
         resume: bool,
+        method: Method = "eagle3",
+        loss: LossKind = "soft_ce",
     ) -> None:
         """model: float32, the drafter in use, which becomes this object's.  depth: of the training-time test, and of
         the canary's chains.  folder: where hidden states and training state are kept, for this object alone.  resume:
@@ -120,6 +123,8 @@ class SpotTraining:
             learning_rate=cfg.learning_rate,
             depth=depth,
             compute_dtype=decoder.head_weight.dtype,
+            method=method,
+            loss=loss,
         )
         self.used = _copy(model)
         self._trainer = Eagle3Trainer(model, decoder.embed_tokens.weight, self._settings)

@@ -58,7 +58,12 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progr
     held, _ = _observe(plain, apart, ids_J)
 
     settings = TrainSettings(
-        learning_rate=own.learning_rate, total_steps=own.num_steps, depth=own.depth, compute_dtype=dtype
+        learning_rate=own.learning_rate,
+        total_steps=own.num_steps,
+        depth=own.depth,
+        compute_dtype=dtype,
+        method=own.method,
+        loss=own.loss,
     )
     model = eagle3_from_target(plain, ids_J, scales=scales, seed=cfg.seed)
     trainer = Eagle3Trainer(model, plain.embed_tokens.weight, settings)

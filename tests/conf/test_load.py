@@ -69,6 +69,7 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
         (["reward.functions=[{kind: python}]"], "a path 'package.module:function' is needed"),
         (["reward.functions=[{kind: exact, path: 'a:b'}]"], "must be left out"),
         (["model={kind: random, hidden_size: 64, num_heads: 3}"], "must be a multiple of num_heads"),
+        (["drafter.method=hass", "drafter.loss=tv"], "leave drafter.loss out"),
     ],
 )
 def test_impossible_combinations_say_what_to_do(overrides: list[str], remedy: str) -> None:

@@ -84,6 +84,8 @@ class Drafting:
             temperature=temperature,
             folder=folder,
             resume=resume,
+            method=cfg.method,
+            loss=cfg.loss,
         )
 
     def observe(self, report: RoundReport) -> None:
