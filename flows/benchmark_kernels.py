@@ -29,6 +29,7 @@ def bench_kernels_flow(cfg: RunConfig, *, repeats: int, out: Path, command: str,
     rows: list[dict[str, Any]] = [
         {"configuration": "ceilings", "device": device, **summarise([c._asdict() for c in top], list(best._fields))}
     ]
+    _log.info("%s: copy %.1f GB/s, bf16 product %.1f GFLOP/s", device, best.bytes_per_s / 1e9, best.flop_per_s / 1e9)
     for work in bench_kernels.works(place, shapes):
         measured = [bench_kernels.measure(clock, place, work, best) for _ in range(repeats)]
         for impl in measured[0]:
@@ -42,13 +43,13 @@ def bench_kernels_flow(cfg: RunConfig, *, repeats: int, out: Path, command: str,
 
 def _log_row(row: dict[str, Any]) -> None:
     _log.info(
-        "%-16s %-7s %-50s %10.1f us  %8.1f GB/s (%3.0f %% of a copy)  %8.2f TFLOP/s (%3.0f %% of a product)",
+        "%-16s %-7s %-50s %10.1f us  %8.1f GB/s (%3.0f %% of a copy)  %9.1f GFLOP/s (%3.0f %% of a product)",
         row["configuration"],
         row["impl"],
         row["shape"],
         1e6 * row["seconds"]["median"],
         row["bytes_per_s"]["median"] / 1e9,
         100 * row["of_copy"]["median"],
-        row["flop_per_s"]["median"] / 1e12,
+        row["flop_per_s"]["median"] / 1e9,
         100 * row["of_product"]["median"],
     )

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.kv_commit import kv_commit
 from kernels.packed_attention import packed_causal_attention
 from kernels.slot_attention import SlotMask, slot_attention
 from tlt_core.model.config import DecoderConfig
@@ -150,14 +151,10 @@ class SlotCache:
 
         nodes_BA: index into the T tokens, of which the first counts_B of a row are its accepted path.
         """
-        moved_BA = (layout.places_T[nodes_BA] != layout.positions_T[nodes_BA]) & (
-            torch.arange(nodes_BA.shape[1], device=counts_B.device) < counts_B[:, None]
-        )
-        nodes = nodes_BA[moved_BA]
-        rows, sources, targets = layout.rows_T[nodes], layout.places_T[nodes], layout.positions_T[nodes]
-        if len(nodes):
-            for cache in (self.keys_YSKCd, self.values_YSKCd):
-                cache[:, rows, :, targets] = cache[:, rows, :, sources]
+        sources_BA, targets_BA = layout.places_T[nodes_BA], layout.positions_T[nodes_BA]
+        accepted_BA = torch.arange(nodes_BA.shape[1], device=counts_B.device) < counts_B[:, None]
+        moved_BA = accepted_BA & (sources_BA != targets_BA)
+        kv_commit(self.keys_YSKCd, self.values_YSKCd, sources_BA, targets_BA, moved_BA)
 
 
 def _slot_mask(visible_BWC: Tensor, q_BKGd: Tensor) -> SlotMask:

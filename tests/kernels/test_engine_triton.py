@@ -1,0 +1,88 @@
+"""The whole engine on Triton's kernels: the tokens of the torch implementations, plainly and with drafted trees."""
+
+import pytest
+import torch
+
+from kernels import dispatch
+from tlt_core import sampling
+from tlt_core.rollout import plain_round, spec_round
+from tlt_core.rollout.engine import RolloutEngine, Speculation
+from tlt_core.speculation import DraftTree, Strategy
+from tlt_core.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
+
+PARAMS = SamplingParams(temperature=0.8, top_k=20, max_new_tokens=10, stop_token_ids=(2,))
+TREE = Strategy("knows", depth=3, width=2, tokens=6)
+LENGTHS = (5, 1, 9)
+
+
+class Knows:
+    """Drafts the plain response, each token beside a wrong sibling, and every fourth one wrong."""
+
+    name, taps, backlog_s = "knows", (), 0.0
+
+    def __init__(self, plain: dict[NoiseKey, Rollout]) -> None:
+        self._plain = plain
+
+    def propose(self, view, strategy):
+        tokens, parents, rows, depths = [], [], [], []
+        for row, (request, length, room) in enumerate(zip(view.requests, view.lengths, view.room, strict=True)):
+            parent = -1
+            truth = self._plain[request.key].tokens[length:].tolist()
+            for depth, right in enumerate(truth[: min(strategy.depth, room - 1)], start=1):
+                right = (right + (length + depth) % 4 // 3) % 64
+                for token in ((right + 9) % 64, right):
+                    tokens.append(token), parents.append(parent), rows.append(row), depths.append(depth)
+                parent = len(tokens) - 1
+        return DraftTree.of_lists(tokens, parents, rows, depths)
+
+    def admit(self, row, request): ...
+    def move(self, source, target): ...
+    def release(self, row, tokens): ...
+
+
+class Always:
+    """A tuner that takes the tree."""
+
+    floor = 0.0
+
+    def choose(self, rows, context):
+        return TREE
+
+    def observe(self, rows, report): ...
+    def forget(self, row): ...
+
+
+def generate(decoder, drafter: Knows | None = None) -> tuple[dict[NoiseKey, Rollout], int]:
+    """Responses by key, and the rounds that they took."""
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, 64, (n,), generator=generator).to(torch.int32) for n in LENGTHS]
+    waiting = [GenerationRequest(NoiseKey(0, 1, index, 0), prompt) for index, prompt in enumerate(prompts)]
+    speculation = None if drafter is None else Speculation({"knows": drafter}, Always(), menu=(TREE,))
+    engine = RolloutEngine(decoder, max_live=3, max_len=40, speculation=speculation)
+    finished, rounds = {}, []
+
+    def pull(wanted: int) -> list[GenerationRequest]:
+        taken, waiting[:] = waiting[:wanted], waiting[wanted:]
+        return taken
+
+    engine.generate(pull, lambda r: finished.__setitem__(r.key, r), PARAMS, on_round=rounds.append)
+    return finished, len(rounds)
+
+
+@pytest.mark.skipif(not dispatch._INTERPRETED, reason="kernels are compiled for the GPU here")
+def test_tokens_are_those_of_torch(tiny_decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, plain_rounds = generate(tiny_decoder)
+    used = set()
+    monkeypatch.setattr(dispatch, "_auto", lambda op, device_type: used.add(op) or True)
+    for module in (plain_round, spec_round):
+        monkeypatch.setattr(module, "choose", sampling._choose_on_device)
+    decoded, _ = generate(tiny_decoder)
+    assert used == {"coupled_sample", "slot_attention"}
+    speculated, rounds = generate(tiny_decoder, Knows(plain))
+    assert used == {"coupled_sample", "slot_attention", "spec_verify", "kv_commit"}
+    assert rounds < plain_rounds
+    for found in (decoded, speculated):
+        assert found.keys() == plain.keys()
+        for key, rollout in plain.items():
+            assert found[key].tokens.tolist() == rollout.tokens.tolist()
+            torch.testing.assert_close(found[key].logprobs, rollout.logprobs, atol=1e-4, rtol=0)
