@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from conf.load import load
-from conf.schema import CheckpointConfig
+from conf.schema import CheckpointConfig, DrafterConfig
 from flows import cli
 from tlt_core.export.digests import weights_digest
 
@@ -38,8 +38,9 @@ _DEPEND = {  # a changed value, and the stages that name it; others follow where
 
 
 def test_params_yaml_is_the_demo() -> None:
-    """After a change of conf/demo.yaml: tlt params conf/demo.yaml."""
-    assert load(_REPO / "params.yaml") == load(_REPO / "conf/demo.yaml")
+    """And its stages know of changed defaults."""
+    same = load(_REPO / "params.yaml") == load(_REPO / "conf/demo.yaml")
+    assert same, "conf/demo.yaml or a default has changed: tlt params conf/demo.yaml"
 
 
 def test_params_are_whole_and_readable_again(tmp_path: Path) -> None:
@@ -63,6 +64,8 @@ def test_the_stages_commands_exist_and_their_params_too() -> None:
             node = params
             for key in dotted.split("."):
                 node = node[key]
+    drafter = {f"drafter.{field}" for field in DrafterConfig.model_fields} - {"drafter.warmup", "drafter.spot"}
+    assert drafter <= set(pipeline["stages"]["warmup"]["params"]), "the warm-up depends on all of its section"
 
 
 class Clone:
