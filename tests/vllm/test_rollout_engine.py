@@ -309,11 +309,12 @@ def test_steps_of_training_reach_vllm(vllm_python, tiny, tmp_path):
 
 
 def test_a_training_run(vllm_python, embedded_model, tmp_path):
-    """The command, two steps, validation before and after; speculation by n-grams."""
+    """The command, two steps, validation before and after, with a reward that a random model can earn."""
     arguments = [
         *("model={kind: random, hidden_size: 128}", "coldstart.enabled=false", f"output_dir={tmp_path}/runs"),
         *(f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", "cluster.num_workers=1", "drafter.spot.enabled=false"),
         *("rollout.engine=vllm", "rollout.speculation.policy=threshold", "rollout.vllm.kv_cache_mb=64"),
+        'reward.functions=[{kind: python, path: "tests.flows.length_reward:length_reward"}]',
     ]
     done = subprocess.run(
         [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *arguments],
@@ -326,5 +327,5 @@ def test_a_training_run(vllm_python, embedded_model, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "runs/smoke/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["training/rollout_probs_diff_mean"] < ROUNDING for row in rows[1:])
-    assert all(row["actor/grad_norm"] >= 0 for row in rows[1:])
+    assert all(row["actor/grad_norm"] > 0 for row in rows[1:])
     assert (tmp_path / "runs/smoke/vllm/worker_0/vllm.log").is_file()
