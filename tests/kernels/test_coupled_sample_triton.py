@@ -3,12 +3,15 @@
 Tolerance 4e-6: a few roundings (2^-22) of logits of up to 10 and log-normalisers of up to 20.
 """
 
+from __future__ import annotations
+
 import pytest
 import torch
 from torch import Tensor
 
 from kernels import coupled_sample as module
-from kernels.coupled_sample import coupled_sample
+from kernels.coupled_sample import coupled_sample, gumbel_noise
+from kernels.dispatch import jit, tl
 from tlt_core.sampling import _choose, _choose_on_device, row_keys
 from tlt_core.types import SamplingParams
 
@@ -123,3 +126,52 @@ def test_sampling_on_a_device_is_the_policys_definition(
     wanted = _choose(logits, keys, params)
     assert torch.equal(found.tokens_N.cpu(), wanted.tokens_N)
     torch.testing.assert_close(found.logprobs_N.cpu(), wanted.logprobs_N, rtol=1e-6, atol=4e-6)
+
+
+@jit
+def _noise_kernel(keys, bits, noise, first, BLOCK: tl.constexpr):
+    ids = first + tl.arange(0, BLOCK)
+    key_0 = tl.load(keys).to(tl.uint32, bitcast=True)
+    key_1 = tl.load(keys + 1).to(tl.uint32, bitcast=True)
+    tl.store(bits + tl.arange(0, BLOCK), module_hash(ids, key_0, key_1).to(tl.int32))
+    tl.store(noise + tl.arange(0, BLOCK), module_gumbel(ids, key_0, key_1))
+
+
+module_hash, module_gumbel = module._hash, module._gumbel
+
+
+@pytest.mark.parametrize("first", [0, 2**31 - 4096])
+@pytest.mark.parametrize("key", [(0, 0), (1, 2), (-1, 7), (-(2**31), 2**31 - 1)])
+def test_bits_are_the_same_and_noise_nearly(device: str, key: tuple[int, int], first: int) -> None:
+    """4,096 ids: the integers of the hash as Python computes them; noise within four roundings of float32."""
+    keys = torch.tensor(key, dtype=torch.int32)
+    bits = torch.empty(4096, dtype=torch.int32, device=device)
+    noise = torch.empty(4096, device=device)
+    _noise_kernel[(1,)](keys.to(device), bits, noise, first, BLOCK=4096)
+    ids = range(first, first + 4096)
+    assert bits.tolist() == [_bits_by_hand(key[0], key[1], token) for token in ids]
+    wanted = gumbel_noise(keys[None], torch.tensor(list(ids), dtype=torch.int32))[0]
+    rounding = torch.finfo(torch.float32).eps * wanted.abs().clamp_min(1)
+    assert ((noise.cpu() - wanted).abs() <= 4 * rounding).all()
+
+
+def _bits_by_hand(key_0: int, key_1: int, token: int) -> int:
+    word = 0xFFFFFFFF
+    x = (token * 0x9E3779B1 ^ key_0) & word
+    x ^= x >> 16
+    x = (x * 0x85EBCA6B ^ key_1) & word
+    x ^= x >> 13
+    x = x * 0xC2B2AE35 & word
+    return (x ^ x >> 16) & 0x7FFFFFFF
+
+
+def test_logits_that_the_temperature_makes_equal_stay_together(device: str) -> None:
+    """Two neighbouring floats with the same quotient: a floor at the larger keeps both, as `policy_scores` does."""
+    larger = torch.tensor(1.5)
+    logits = torch.stack([torch.nextafter(larger, torch.tensor(0.0)), larger, torch.tensor(-9.0)]).expand(64, -1)
+    temperature = next(t for t in (1.1, 1.3, 1.7, 1.9) if len((logits[0] / t).unique()) == 2)
+    keys = row_keys(torch.arange(64) * 977, torch.arange(64))
+    found, wanted = both(device, logits.contiguous(), keys, temperature=temperature, floors_N=larger.expand(64))
+    assert set(found.tokens_N.tolist()) == {0, 1}
+    assert torch.equal(found.tokens_N, wanted.tokens_N)
+    assert torch.equal(found.tokens_N, _choose(logits, keys, SamplingParams(temperature=temperature, top_k=1)).tokens_N)
