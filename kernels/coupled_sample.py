@@ -15,9 +15,9 @@ is z_token - logsumexp(z).
 
 What is the same where: the integers (bits of the hash) to the bit everywhere; z likewise, since the division is the
 correctly rounded one in Triton and on the CPU.  Logarithms are not: Triton takes log1p(-u) as log(w) (-u) / (w - 1),
-w = 1 - u, and each device has its own log: noise agrees to 2e-6 (measured on 3e9 values under the interpreter).  Tokens
-therefore agree unless the two best scores lie within twice that distance; their gap has a density of about 1 at zero,
-so that is at most one position in 250,000 (none differed in 93,000).
+w = 1 - u, and each device has its own log: noise agrees to 2e-6 (measured on 3e9 values with NumPy's log, which is the
+interpreter's).  Tokens therefore agree unless the two best scores lie within twice that distance; their gap has a
+density of about 1 at zero, so that is at most one position in 250,000 (none differed in 93,000).
 
 Shapes: N rows (one sampled position each), V vocabulary, S splits of the vocabulary.
 """
