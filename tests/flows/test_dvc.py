@@ -194,7 +194,7 @@ def test_an_experiment_runs_other_settings(project: Clone) -> None:
     assert config["rollout"]["speculation"]["policy"] == "off"
     assert not any(row.split(",")[1] for row in _csv(project.folder, "curves")), "plain decoding speculates"
     assert "plain" in project.dvc("exp", "show", "--csv")
-    project("git", "checkout", "--quiet", "--", ".")
+    project("git", "checkout", "--quiet", "HEAD", "--", ".")
     project.dvc("checkout", "--quiet")
     assert project.changed() == set()
 
@@ -207,7 +207,7 @@ def test_a_changed_section_runs_its_stages(project: Clone) -> None:
     project.put("coldstart.enabled=false")
     assert project.repro("warmup") == ["coldstart", "warmup"]
     assert not any((project.folder / "pipeline" / "coldstart").iterdir())
-    project("git", "checkout", "--quiet", "--", ".")
+    project("git", "checkout", "--quiet", "HEAD", "--", ".")
     project.dvc("checkout", "--quiet")
     shutil.rmtree(project.folder / "pipeline" / "train")
     assert project.repro("evaluate") == []  # from DVC's cache
