@@ -62,6 +62,10 @@ class Work(NamedTuple):
     impls: tuple[Impl, ...]  # what there is to compare on a GPU
 
 
+class DeviceError(ValueError):
+    """A device that cannot be measured.  The text names it and what to choose."""
+
+
 class Ceilings(NamedTuple):
     """What the device reaches on the simplest work."""
 
@@ -99,11 +103,11 @@ class Clock:
 
 
 def device_named(name: str) -> torch.device:
-    """Raises ValueError for a device that this machine lacks."""
+    """Raises DeviceError for a device that this machine lacks."""
     if name not in ("cpu", "cuda"):
-        raise ValueError(f"device={name}: choose cpu or cuda")
+        raise DeviceError(f"device={name}: choose cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda: torch sees no GPU here (tlt doctor says what it sees); choose cpu")
+        raise DeviceError("device=cuda: torch sees no GPU here (tlt doctor says what it sees); choose cpu")
     return torch.device(name)
 
 
