@@ -134,7 +134,7 @@ def seen(vllm_python, target, drafter, other_policy, tmp_path_factory) -> Seen:
         VllmSpec(vllm_python, folder),
         cfg,
         model_dir=target.folder,
-        max_len=max(map(len, target.prompts)) + MAX_TOKENS + DEPTH + 1,  # no draft is cut short
+        max_len=max(map(len, target.prompts)) + MAX_TOKENS,
         threads=1,
         rank=0,
         seed=0,

@@ -12,6 +12,9 @@ from tlt_core import adaptive
 from tlt_core.model.load import load_config, save_hf
 from tlt_core.serving.vllm_rollout import VllmRollout, vllm_speculation
 
+# vLLM drafts nothing, for the whole batch, while one request is so near the length limit that drafts may pass it.
+_ROOM = 32
+
 
 class VllmSpec(NamedTuple):
     """Where vLLM is, and where its workers keep their files."""
@@ -43,7 +46,7 @@ def start_vllm(
         folder=spec.folder / f"worker_{rank}",
         write_policy=write_policy,
         dtype=cfg.dtype,
-        max_len=max_len,
+        max_len=max(max_len, min(max_len + _ROOM, model.max_position_embeddings)),
         max_live=cfg.max_live_requests,
         threads=threads,
         kv_cache_mb=cfg.vllm.kv_cache_mb,
