@@ -64,6 +64,16 @@ class DraftTree(NamedTuple):
         return cls.of_lists([], [], [], [])
 
 
+class Floors(NamedTuple):
+    """What drafting must promise to be worth its time; 0: nothing, draft and verify all that the strategy allows."""
+
+    token: float = 0.0  # estimated chance of acceptance of a draft token, for its verification
+    level: float = 0.0  # tokens accepted on the next level, of all rows together, for drafting that level
+
+
+NO_FLOORS = Floors()
+
+
 class LiveView(NamedTuple):
     """What a drafter may read of the live batch; it must not write to it."""
 
@@ -73,7 +83,7 @@ class LiveView(NamedTuple):
     room: Sequence[int]  # tokens that each row may still emit, at least 1
     streams_B: Tensor  # [B] int64, base of each row's noise (`sampling.row_keys`)
     params: SamplingParams
-    floor: float = 0.0  # estimated chance of acceptance from which on a draft token is worth its verification
+    floors: Floors = NO_FLOORS
 
 
 class Drafter(Protocol):
@@ -123,7 +133,7 @@ class RoundReport(NamedTuple):
 class Tuner(Protocol):
     """Chooses the strategy of the next round from what it has measured."""
 
-    floor: float  # of the latest choice, see `LiveView`; 0: verify whatever is drafted
+    floors: Floors  # of the latest choice
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
         """rows: a number for each live request that stays the same for its life; context as in RoundReport."""

@@ -114,7 +114,7 @@ class Eagle3Drafter:
         width = min(strategy.width, strategy.tokens, len(self._noise_ids_J))
         lengths_B = torch.tensor(list(view.lengths), device=self._slots_B.device)
         noise_BLJ = draft_noise(view, lengths_B, self._noise_ids_J, depth=depth)
-        tree = TreeBuilder(len(limits), width=width, error_scale=self._error_scale, floor=view.floor)
+        tree = TreeBuilder(len(limits), width=width, error_scale=self._error_scale, floors=view.floors)
         y_ND = self._catch_up(view, depth=depth)
         levels = self._cache.draft(_positions(view.lengths), levels=depth - 1, width=width)
         for level in range(depth):

@@ -19,7 +19,8 @@ depend on it, only how many of the guesses are right.  (With c = 1 and SmolLM2 o
 with hit 0.1 to 0.2 were right in 0.26 of all cases, 0.4 to 0.5 in 0.59, 0.8 to 0.9 in 0.77, above 0.99 in 0.96.)
 
 Where each verified token costs time (a CPU, a large batch), nodes whose value is below the floor that the tuner names
-are left out, so each row's draft is as long as it is likely to be right.
+are left out, so each row's draft is as long as it is likely to be right; and drafting ends with the level that promises
+less than another one costs.
 
 Shapes: B rows, b nodes of a row that are expanded, w children of a node, M candidates of a row, N kept nodes of all
 rows, J draft vocabulary.
@@ -32,7 +33,7 @@ from torch import Tensor
 
 from kernels.coupled_sample import gumbel_noise
 from tlt_core.sampling import policy_scores, row_keys
-from tlt_core.speculation import DraftTree, LiveView
+from tlt_core.speculation import NO_FLOORS, DraftTree, Floors, LiveView
 from tlt_core.types import SamplingParams
 
 
@@ -58,9 +59,10 @@ def perturbed_scores(logits_NJ: Tensor, noise_BJ: Tensor | None, params: Samplin
 class TreeBuilder:
     """Grows the candidates of a proposal level by level; width 1 makes chains."""
 
-    def __init__(self, rows: int, *, width: int, error_scale: float, floor: float = 0.0) -> None:
+    def __init__(self, rows: int, *, width: int, error_scale: float, floors: Floors = NO_FLOORS) -> None:
         self._rows, self._width, self._scale = rows, width, error_scale
-        self._floor = math.log(floor) if floor > 0 else None
+        self._floor = math.log(floors.token) if floors.token > 0 else None
+        self._level_floor = floors.level
         self._tokens: list[Tensor] = []  # [B, .] each, as are the next two
         self._parents: list[Tensor] = []
         self._values: list[Tensor] = []
@@ -91,8 +93,12 @@ class TreeBuilder:
         return self._width > 1 or self._floor is not None
 
     def is_hopeless(self) -> bool:
-        """Whether nothing of the newest level reaches the floor, so nothing below it will.  Waits for the device."""
-        return self._floor is not None and bool((self._values[-1] < self._floor).all())
+        """Whether another level is not worth drafting: the newest one, which it cannot surpass, promises too little.
+        Waits for the device, where there is a floor."""
+        if self._floor is None:
+            return False
+        promising_BM = torch.where(self._values[-1] < self._floor, -torch.inf, self._values[-1])
+        return float(promising_BM.exp().sum()) <= self._level_floor
 
     def choose_beam(self) -> Tensor:
         """Pick the nodes of the newest level to expand next; returns their index in it, [B, w]."""

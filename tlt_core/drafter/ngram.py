@@ -145,7 +145,7 @@ class NgramDrafter:
                 next_position=view.lengths[row],
                 stream=stream if coupled else None,
                 stops=view.params.stop_token_ids,
-                floor=max(self._min_probability, view.floor),
+                floor=max(self._min_probability, view.floors.token),
             )
             self._draft(draft, tree)
         return DraftTree.of_lists(*tree)

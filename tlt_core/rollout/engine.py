@@ -196,7 +196,7 @@ class RolloutEngine:
     def _propose(self, strategy: Strategy, params: SamplingParams) -> DraftTree:
         assert self.speculation is not None, "only a tuner chooses a strategy"
         drafter = self.speculation.drafters[strategy.drafter]
-        view = self._batch.view(params)._replace(floor=self.speculation.tuner.floor)
+        view = self._batch.view(params)._replace(floors=self.speculation.tuner.floors)
         return self._guard.propose(drafter, view, strategy)
 
     def _backlog_s(self, strategy: Strategy) -> float:

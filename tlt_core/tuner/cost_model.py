@@ -27,6 +27,7 @@ _PASS_PRIOR = (10e-3, *(0.5e-3,) * len(_ANCHORS), 3e-6, 1e-6, 0.5e-3)  # of a 13
 _CLIP = 2.5  # standard deviations of an innovation that are believed
 _HALF_HOPE = 64  # rounds without a drafter after which an optimist halves its cost
 _LEAST_GAIN = 0.05  # share of an error that is corrected however sure the filter is
+_LEVEL_GAIN = 0.05  # of a moving average
 _DRIFT = 2e-4  # share of the prior's variance that each round gives back
 
 
@@ -66,12 +67,34 @@ class RobustFilter:
         # the mean of |e| is 0.8 standard deviations
         surprise = min(abs(y - expected), 3 * self.noise * expected) / expected
         self.noise = min(max(self.noise + 0.05 * (1.25 * surprise - self.noise), 0.02), 0.25)
-        step = error * max(1.0 / total, _LEAST_GAIN / model)
-        self.theta = [max(t + g * step, 0.0) for t, g in zip(self.theta, gain, strict=True)]
+        gain, total = self._move(phi, error, own)
         for i, (row, g, top) in enumerate(zip(self.covariance, gain, self.ceiling, strict=True)):
             scale = g / total
             row[:] = [c - scale * h for c, h in zip(row, gain, strict=True)]
             row[i] += min(_DRIFT * top, max(top - row[i], 0.0))  # never lowered: that could make it indefinite
+
+    def _move(self, phi: Sequence[float], error: float, own: float) -> tuple[list[float], float]:
+        """Correct theta within its bound; returns the gain, and the variance of the innovation.
+
+        A coefficient that would fall below 0 is set to it and takes no further part, and the others correct the rest
+        alone: cutting it off after a joint step would leave the others' counter-moves, away from y.
+        """
+        free = list(phi)
+        while True:
+            gain = [sum(map(mul, row, free)) for row in self.covariance]
+            model = max(sum(map(mul, gain, free)), 1e-30)
+            step = error * max(1.0 / (model + own), _LEAST_GAIN / model)
+            moved = [t + g * step for t, g in zip(self.theta, gain, strict=True)]
+            below = [i for i, value in enumerate(moved) if value < 0]
+            if not below:
+                self.theta = moved
+                return gain, model + own
+            for i in below:
+                error += free[i] * self.theta[i]
+                self.theta[i] = free[i] = 0.0
+                for j, row in enumerate(self.covariance):
+                    if j != i:
+                        row[i] = self.covariance[i][j] = 0.0
 
     def state(self) -> dict[str, Any]:
         """As JSON values."""
@@ -98,6 +121,7 @@ class CostModel:
         self._drafts: dict[str, RobustFilter | None] = dict.fromkeys(drafters)
         self._round = 0
         self._used_at: dict[str, int] = {}  # round of each drafter's last use
+        self._level_s: dict[str, float] = {}
 
     def pass_seconds(self, live: int, tokens: float, context: float, *, verify: float = 1.0) -> float:
         """A target pass over `tokens` tokens, sampling and commit included.  verify: 0 for a plain pass."""
@@ -111,6 +135,10 @@ class CostModel:
         """What one more draft token adds to a pass over `tokens` tokens."""
         more = self.pass_seconds(live, tokens + live, context) - self.pass_seconds(live, tokens, context)
         return more / live
+
+    def level_seconds(self, drafter: str) -> float:
+        """What one level of drafting took of late; 0 for OFF or a drafter not yet seen."""
+        return self._level_s.get(drafter, 0.0)
 
     def draft_seconds(self, strategy: Strategy, live: int) -> float:
         """Drafting.  Of a drafter not yet seen: a small share of a plain pass."""
@@ -147,6 +175,9 @@ class CostModel:
         elif returning:
             draft_s = min(draft_s, model.predict(features))
         model.update(features, draft_s)
+        level_s = draft_s / (1 + max(report.offered))  # the first pass, which catches up, is about a level too
+        before_s = self._level_s.setdefault(name, level_s)
+        self._level_s[name] += _LEVEL_GAIN * (min(level_s, 3 * before_s) - before_s)
 
     def calibrate(self, measure: Measure, *, max_live: int, max_tokens: int, budget_s: float = 3.0) -> None:
         """Time passes until budget_s is spent; each point once even if that takes longer, and then medians.
@@ -182,12 +213,19 @@ class CostModel:
     def state_dict(self) -> dict[str, Any]:
         """As JSON values."""
         drafts = {name: model.state() for name, model in self._drafts.items() if model is not None}
-        return {"pass": self._pass.state(), "drafts": drafts, "round": self._round, "used_at": dict(self._used_at)}
+        return {
+            "pass": self._pass.state(),
+            "drafts": drafts,
+            "round": self._round,
+            "used_at": dict(self._used_at),
+            "level_s": dict(self._level_s),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Drafters that are not on the menu are dropped."""
         self._pass.restore(state["pass"])
         self._round, self._used_at = state["round"], dict(state["used_at"])
+        self._level_s = dict(state.get("level_s", {}))  # absent from older states
         for name in self._drafts.keys() & state["drafts"].keys():
             model = self._drafts[name] = self._new_draft_model()
             model.restore(state["drafts"][name])
@@ -196,7 +234,7 @@ class CostModel:
         step = self.plain_seconds(1, 64)
         return RobustFilter(
             [0.01 * step, 0.02 * step, 0.002 * step, 0.0005 * step],
-            [step, step, 0.2 * step, 0.05 * step],
+            [0.2 * step, step, 0.2 * step, 0.05 * step],
             one_sided=True,
         )
 

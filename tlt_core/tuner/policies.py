@@ -11,7 +11,7 @@ Each keeps the same ledger and cost model, so their metrics compare.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, cast
 
-from tlt_core.speculation import OFF, RoundReport, Strategy, Tuner
+from tlt_core.speculation import NO_FLOORS, OFF, Floors, RoundReport, Strategy, Tuner
 from tlt_core.tuner.acceptance import Acceptance
 from tlt_core.tuner.bandit import BucketedGreedy
 from tlt_core.tuner.cost_model import CostModel, Measure
@@ -28,7 +28,7 @@ _MOST_BLAMED = 1.2  # a probe answers for what its drafter takes, but not for a 
 class RecordedTuner:
     """What the policies share: the ledger, and the cost of plain decoding to compare with."""
 
-    floor = 0.0
+    floors = NO_FLOORS
 
     def __init__(self, menu: Sequence[Strategy]) -> None:
         self.cost = CostModel(dict.fromkeys(s.drafter for s in menu))
@@ -108,7 +108,8 @@ class CostModelTuner(RecordedTuner):
         # A draft token pays if its chance is worth more tokens than the batch would emit while it is verified.
         tokens = len(rows) + offers[self._chosen].drafted
         best = max(offer.rate for offer in offers.values())
-        self.floor = min(best * self.cost.token_seconds(len(rows), tokens, context), _HIGHEST_FLOOR)
+        token = min(best * self.cost.token_seconds(len(rows), tokens, context), _HIGHEST_FLOOR)
+        self.floors = Floors(token, best * self.cost.level_seconds(self._chosen.drafter))
         return self._chosen
 
     def observe(self, rows: Sequence[int], report: RoundReport) -> None:
@@ -221,12 +222,13 @@ class AgreedTuner:
     def __init__(self, tuner: Tuner | None, broadcast: Callable[[object], object]) -> None:
         """tuner: on the leader, None elsewhere.  broadcast(value): the leader's value, on each rank."""
         self._tuner, self._broadcast = tuner, broadcast
-        self.floor = 0.0
+        self.floors = NO_FLOORS
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
         """See `Tuner`."""
-        chosen = None if self._tuner is None else (tuple(self._tuner.choose(rows, context)), self._tuner.floor)
-        strategy, self.floor = cast(tuple[tuple[str, int, int, int], float], self._broadcast(chosen))
+        chosen = None if self._tuner is None else (tuple(self._tuner.choose(rows, context)), tuple(self._tuner.floors))
+        strategy, floors = cast(tuple[tuple[str, int, int, int], tuple[float, float]], self._broadcast(chosen))
+        self.floors = Floors(*floors)
         return Strategy(*strategy)
 
     def observe(self, rows: Sequence[int], report: RoundReport) -> None:

@@ -16,7 +16,7 @@ from tlt_core.model.load import random_decoder
 from tlt_core.model.packed import can_pack
 from tlt_core.rollout.draft_check import check_tree
 from tlt_core.sampling import choose, row_keys, stream_key
-from tlt_core.speculation import LiveView, Strategy
+from tlt_core.speculation import Floors, LiveView, Strategy
 from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
 
 MAX_LEN = 96
@@ -299,7 +299,7 @@ def test_the_floor_cuts_what_is_improbable(decoder, model, strategy):
     view = bench.view(SamplingParams())
     kept = []
     for floor in (0.0, 1e-9, 0.02, 0.1, 0.3, 1.0):
-        tree = drafter.propose(view._replace(floor=floor), strategy)
+        tree = drafter.propose(view._replace(floors=Floors(token=floor)), strategy)
         check_tree(tree, view, strategy, vocab_size=64)
         kept.append({(row, path) for row in range(4) for path in paths(tree, row)})
     assert kept[0] == kept[1]
@@ -319,10 +319,11 @@ def test_what_reaches_the_floor_by_hand(width):
     for place, token in enumerate(top):
         for child in below[place].topk(width).indices.tolist():
             values[token, child] = float(shares[token] * below[place, child])
-    for floor in (0.01, 0.05, 0.2, 0.5):
-        tree = TreeBuilder(1, width=width, error_scale=1.0, floor=floor)
+    for floor, level in itertools.product((0.01, 0.05, 0.2, 0.5), (0.0, 0.3, 0.8)):
+        tree = TreeBuilder(1, width=width, error_scale=1.0, floors=Floors(floor, level))
         tree.add_level(first)
-        assert tree.is_hopeless() == (max(values[token,] for token in top) < floor)
+        promised = sum(values[token,] for token in top if values[token,] >= floor)
+        assert tree.is_hopeless() == (promised <= level)
         tree.choose_beam()
         tree.add_level(second)
         found = paths(tree.finish(torch.arange(6), torch.tensor([9]), tokens=99), 0)

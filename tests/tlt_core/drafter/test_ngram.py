@@ -10,7 +10,7 @@ from kernels.coupled_sample import gumbel_noise
 from tlt_core.drafter.ngram import NgramDrafter, clock, position_key
 from tlt_core.drafter.suffix_automaton import ROOT, SuffixAutomaton
 from tlt_core.sampling import row_keys, stream_key
-from tlt_core.speculation import OFF, Drafter, DraftTree, LiveView, Strategy
+from tlt_core.speculation import OFF, Drafter, DraftTree, Floors, LiveView, Strategy
 from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
 
 CHAIN = Strategy("ngram", depth=4, width=1, tokens=4)
@@ -206,7 +206,7 @@ def test_improbable_nodes_are_not_drafted():
             visit(drafter, [40, 100 + token])
         own = request(sample=9)
         drafter.admit(0, own)
-        seen = view([own], [[*PROMPT, 40]])._replace(floor=floor)
+        seen = view([own], [[*PROMPT, 40]])._replace(floors=Floors(token=floor))
         assert len(drafter.propose(seen, Strategy("ngram", 1, 4, 4)).tokens_N) == expected
 
 

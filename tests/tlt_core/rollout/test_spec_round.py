@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tlt_core.model.load import load_decoder
 from tlt_core.rollout.engine import RolloutEngine, RoundTrace, Speculation
-from tlt_core.speculation import OFF, DraftTree, LiveView, Strategy
+from tlt_core.speculation import NO_FLOORS, OFF, DraftTree, LiveView, Strategy
 from tlt_core.types import FinishReason, GenerationRequest, NoiseKey, Rollout, SamplingParams
 
 VOCAB = 64
@@ -140,7 +140,7 @@ class Broken(Recorder):
 class Cycle:
     """A tuner that goes round its arms: every switch between plain and speculative rounds occurs."""
 
-    floor = 0.0
+    floors = NO_FLOORS
 
     def __init__(self, arms) -> None:
         self._arms = itertools.cycle(arms)

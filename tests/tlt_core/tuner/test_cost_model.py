@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tlt_core.speculation import OFF, RoundReport, Strategy
-from tlt_core.tuner.cost_model import CostModel
+from tlt_core.tuner.cost_model import CostModel, RobustFilter
 from tlt_core.tuner.simulator import draft_seconds, pass_seconds
 
 EAGLE = Strategy("eagle", 4, 1, 4)
@@ -98,6 +98,29 @@ def test_catching_up_is_no_part_of_the_steady_draft_cost() -> None:
     assert model.draft_seconds(EAGLE, 2) == before
     model.observe(chain_report(2, 25e-3, 0.014))
     assert model.draft_seconds(EAGLE, 2) > before
+
+
+def test_an_estimate_never_moves_away_from_what_is_seen() -> None:
+    """Coefficients are held at 0 or more, and correlated: cutting one off must not let the others run away.
+
+    Milliseconds of EAGLE-3's chains of four on SmolLM2 while a batch shrank from 14 rows to 4.
+    """
+    seen = [(14, 14.8), (12, 12.9), (12, 10.6), (12, 12.7), (12, 11.8), (12, 11.6), (12, 11.2), (11, 12.6), (11, 10.3)]
+    seen += [(10, 12.1), (10, 10.4), (9, 12.9), (9, 11.2), (9, 8.6), (8, 10.0), (7, 10.9), (5, 7.2), (4, 6.6), (4, 6.2)]
+    step = 14e-3
+    for spread in (1.0, 0.2):
+        model = RobustFilter(
+            [0.01 * step, 0.02 * step, 0.002 * step, 0.0005 * step],
+            [spread * step, step, 0.2 * step, 0.05 * step],
+            one_sided=True,
+        )
+        for live, ms in seen:
+            phi, y = (1.0, 4.0, float(live), 4.0 * live), ms * 1e-3
+            before = model.predict(phi)
+            model.update(phi, y)
+            assert abs(model.predict(phi) - y) <= abs(before - y) + 1e-12
+            assert min(model.theta) >= 0
+        assert model.predict(phi) == pytest.approx(6.4e-3, rel=0.3)
 
 
 def test_state_survives_json_and_unknown_drafters_are_dropped() -> None:

@@ -3,11 +3,12 @@
 import json
 from functools import cache
 from itertools import pairwise
+from statistics import median
 
 import pytest
 
 from tlt_core.bench_tuner import WORKLOADS, PlantedWork
-from tlt_core.speculation import OFF, RoundReport, Strategy, Tuner
+from tlt_core.speculation import NO_FLOORS, OFF, RoundReport, Strategy, Tuner
 from tlt_core.tuner.policies import AgreedTuner, Kind, RecordedTuner, make_tuner
 from tlt_core.tuner.simulator import Hits, draft_seconds, pass_seconds
 
@@ -52,7 +53,10 @@ def best_fixed(name: str, seed: int = SEED) -> float:
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_cost_model_finds_the_best_arm(name: str) -> None:
-    assert rate(name, "cost_model") >= 0.97 * best_fixed(name)
+    """Of three runs; in one, luck may decide between arms that are nearly as good."""
+    shares = [rate(name, "cost_model", seed=seed) / best_fixed(name, seed) for seed in (1, 2, 3)]
+    assert median(shares) >= 0.97
+    assert min(shares) >= 0.95
 
 
 @pytest.mark.parametrize("seed", [2])
@@ -281,9 +285,12 @@ def test_the_floor_is_what_a_draft_token_costs_in_tokens() -> None:
         cost = made.cost.token_seconds(live, live + offer.drafted, context)
         real = (pass_seconds(live, 3 * live, context) - pass_seconds(live, 2 * live, context)) / live
         assert 0.3 * real < cost < 3 * real
-        floors[live] = made.floor
+        floors[live] = made.floors.token
+        assert made.floors.level == pytest.approx(
+            max(o.rate for o in made.offers(rows, context).values()) * made.cost.level_seconds(chosen.drafter)
+        )
     assert 0 < floors[1] < floors[4] < floors[16] <= 0.8
-    assert tuner("fixed").floor == tuner("beg_mab").floor == 0
+    assert tuner("fixed").floors == tuner("beg_mab").floors == NO_FLOORS
 
 
 def test_the_simulator_charges_what_it_says() -> None:
