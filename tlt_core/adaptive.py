@@ -19,16 +19,15 @@ from tlt_core.speculation import Drafter, Strategy
 from tlt_core.tuner.policies import RecordedTuner, make_tuner
 
 _CALIBRATION_S = 3.0
+# Few arms: each is tried before it is trusted, and the tuner's floors shorten what a deep one drafts (`Floors`).
 _NGRAM_MENU = (
     Strategy("ngram", 3, 1, 3),
     Strategy("ngram", 7, 1, 7),
-    Strategy("ngram", 15, 1, 15),
     Strategy("ngram", 4, 2, 8),
 )
 _EAGLE3_MENU = (
-    Strategy("eagle3", 2, 1, 2),
-    Strategy("eagle3", 4, 1, 4),
-    Strategy("eagle3", 4, 3, 10),
+    Strategy("eagle3", 3, 1, 3),
+    Strategy("eagle3", 6, 1, 6),
     Strategy("eagle3", 6, 2, 12),
 )
 

@@ -23,7 +23,14 @@ Measure = Callable[[int, int, int], float]
 
 _ANCHORS = (1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 _INTERVALS = tuple(zip(_ANCHORS, (*_ANCHORS[1:], float("inf")), strict=True))
-_PASS_PRIOR = (10e-3, *(0.5e-3,) * len(_ANCHORS), 3e-6, 1e-6, 0.5e-3)  # of a 135M model on few cores, to begin with
+_PASS_PRIOR = (
+    10e-3,
+    *(0.5e-3,) * len(_ANCHORS),
+    3e-6,
+    1e-6,
+    0.5e-3,
+    0.1e-3,
+)  # of a 135M model on few cores, to begin with
 _CLIP = 2.5  # standard deviations of an innovation that are believed
 _HALF_HOPE = 64  # rounds without a drafter after which an optimist halves its cost
 _LEAST_GAIN = 0.05  # share of an error that is corrected however sure the filter is
@@ -131,10 +138,10 @@ class CostModel:
         """A plain round."""
         return self.pass_seconds(live, live, context, verify=0.0)
 
-    def token_seconds(self, live: int, tokens: float, context: float) -> float:
-        """What one more draft token adds to a pass over `tokens` tokens."""
-        more = self.pass_seconds(live, tokens + live, context) - self.pass_seconds(live, tokens, context)
-        return more / live
+    def token_seconds(self, live: int, tokens: int, context: float) -> float:
+        """What a draft token adds to a pass on average, with `tokens` of them in each row."""
+        most = self.pass_seconds(live, live * (1 + tokens), context)
+        return (most - self.pass_seconds(live, live, context)) / (live * tokens)
 
     def level_seconds(self, drafter: str) -> float:
         """What one level of drafting took of late; 0 for OFF or a drafter not yet seen."""
@@ -186,8 +193,10 @@ class CostModel:
         row.
         """
         sizes = sorted({min(int(anchor), max_tokens) for anchor in _ANCHORS} | {max_live, max_tokens})
-        rows = sorted({1, min(4, max_live), max_live})
+        few = min(4, max_live)
+        rows = sorted({1, few, max_live})
         points = [(min(t, max_live), t, 64 * min(t, max_live)) for t in sizes]
+        points += [(few, min(n * few, max_tokens), 64 * few) for n in (3, 5)]
         points += [(r, t, 1024 * r) for r in rows for t in (r, min(5 * r, max_tokens))]
         taken: dict[tuple[int, int, int], list[float]] = {point: [] for point in dict.fromkeys(points)}
         spent = 0.0

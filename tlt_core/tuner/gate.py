@@ -32,7 +32,6 @@ class Offer(NamedTuple):
 
     rate: float  # tokens a second
     seconds: float
-    drafted: float = 0.0  # tokens
 
 
 class _Probe(NamedTuple):

@@ -106,10 +106,11 @@ class CostModelTuner(RecordedTuner):
             self.cost.plain_seconds(1, context // len(rows)),
         )
         # A draft token pays if its chance is worth more tokens than the batch would emit while it is verified.
-        tokens = len(rows) + offers[self._chosen].drafted
         best = max(offer.rate for offer in offers.values())
-        token = min(best * self.cost.token_seconds(len(rows), tokens, context), _HIGHEST_FLOOR)
-        self.floors = Floors(token, best * self.cost.level_seconds(self._chosen.drafter))
+        token = 0.0
+        if not self._chosen.is_off:
+            token = best * self.cost.token_seconds(len(rows), self._chosen.tokens, context)
+        self.floors = Floors(min(token, _HIGHEST_FLOOR), best * self.cost.level_seconds(self._chosen.drafter))
         return self._chosen
 
     def observe(self, rows: Sequence[int], report: RoundReport) -> None:
@@ -149,7 +150,7 @@ class CostModelTuner(RecordedTuner):
         for arm, outlook in self._acceptance.outlook(rows, optimistic=optimistic).items():
             seconds = self.cost.round_seconds(arm, live, outlook.drafted, context, optimistic=optimistic)
             promised = 0.0 if arm.drafter in self._suspended else _TIE_BREAK * (live + outlook.accepted)
-            result[arm] = Offer(promised / seconds, seconds, outlook.drafted)
+            result[arm] = Offer(promised / seconds, seconds)
         return result
 
     def snapshot(self) -> dict[str, Any]:

@@ -68,7 +68,7 @@ def test_the_cost_model_gains_whatever_the_noise(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", HOSTILE + SHORT)
 def test_the_cost_model_hardly_loses_where_nothing_can_be_gained(name: str, seed: int) -> None:
-    assert rate(name, "cost_model", seed=seed) >= (0.98 if name in SHORT else 0.985) * rate(name, "off", seed=seed)
+    assert rate(name, "cost_model", seed=seed) >= 0.98 * rate(name, "off", seed=seed)
 
 
 def test_the_other_policies_lose_where_they_must() -> None:
@@ -281,10 +281,9 @@ def test_the_floor_is_what_a_draft_token_costs_in_tokens() -> None:
         engine.run(made, 40)
         rows, context = list(range(live)), 300 * live
         chosen = made.choose(rows, context)
-        offer = made.offers(rows, context)[chosen]
-        cost = made.cost.token_seconds(live, live + offer.drafted, context)
-        real = (pass_seconds(live, 3 * live, context) - pass_seconds(live, 2 * live, context)) / live
-        assert 0.3 * real < cost < 3 * real
+        cost = made.cost.token_seconds(live, 4, context)
+        real = (pass_seconds(live, 5 * live, context) - pass_seconds(live, live, context)) / (4 * live)
+        assert 0.6 * real < cost < 1.6 * real
         floors[live] = made.floors.token
         assert made.floors.level == pytest.approx(
             max(o.rate for o in made.offers(rows, context).values()) * made.cost.level_seconds(chosen.drafter)
