@@ -584,6 +584,8 @@ class TrackingConfig(Section):
     """Steps between timeline and length figures."""
     system_metrics: bool = True
     """Log CPU, memory, disk and network use."""
+    register_models: bool = True
+    """At the end of a run, make its policy and drafter versions in MLflow's registry."""
 
 
 class RunConfig(Section):

@@ -44,7 +44,15 @@ def bench_step(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
     Checkpoints are written as configured; validation is left out: it is not part of most steps.
     """
     validation = cfg.evaluation.model_copy(update={"every_steps": 0})
-    run = cfg.model_copy(update={"name": f"bench-{cfg.name}", "num_steps": repeats + 1, "evaluation": validation})
+    tracking = cfg.tracking.model_copy(update={"register_models": False})
+    run = cfg.model_copy(
+        update={
+            "name": f"bench-{cfg.name}",
+            "num_steps": repeats + 1,
+            "evaluation": validation,
+            "tracking": tracking,
+        }
+    )
     shutil.rmtree(run.run_dir, ignore_errors=True)  # an earlier benchmark would be resumed
     train(run)
     shutil.rmtree(run.run_dir / "checkpoints")

@@ -108,7 +108,9 @@ def _first_drafter(cfg: RunConfig) -> tuple[Path, Path]:
 def _runs(cfg: RunConfig, drafter: Path) -> dict[str, RunConfig]:
     validation = cfg.evaluation.model_copy(update={"every_steps": 0})
     saving = cfg.checkpoint.model_copy(update={"every_steps": cfg.num_steps, "keep_last": 1, "keep_best": 0})
-    base = cfg.model_copy(update={"evaluation": validation, "checkpoint": saving}).with_drafter(drafter)
+    tracking = cfg.tracking.model_copy(update={"register_models": False})
+    changes = {"evaluation": validation, "checkpoint": saving, "tracking": tracking}
+    base = cfg.model_copy(update=changes).with_drafter(drafter)
     off = base.rollout.speculation.model_copy(update={"policy": "off", "drafter_path": None})
     still = base.drafter.model_copy(update={"spot": base.drafter.spot.model_copy(update={"enabled": False})})
     idle = base.drafter.model_copy(update={"spot": base.drafter.spot.model_copy(update={"enabled": True})})

@@ -94,6 +94,8 @@ def iterate(session: Session, tracker: Tracker, warm_up: dict[str, float], show:
 def register(session: Session, policy: Path, dataset: Ref, *, tracker_run_id: str) -> None:
     """The policy, and the drafter that was trained along with it, as versions in MLflow's registry."""
     cfg, metrics = session.cfg, session.metrics.values() or session.resumed_metrics
+    if not cfg.tracking.register_models:
+        return
     register_policy(cfg, policy, dataset, metrics, tracker_run_id)
     drafter = cfg.run_dir / "drafter-eagle3"
     if cfg.rollout.speculation.drafter_path is not None and drafter.is_dir():

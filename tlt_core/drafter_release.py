@@ -8,8 +8,10 @@ Workers train apart, from the weights in use.  A candidate is what a worker has 
     worse than in use        refused, with the reason
 """
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from tlt_core.cluster.worker import DrafterPublished, GenerateReport
 from tlt_core.spot.bubble import bubble
@@ -100,3 +102,13 @@ def merge(parts: Sequence[Mapping[str, float]], worker_s: float) -> dict[str, fl
 def results_of(reports: Sequence[GenerateReport]) -> list[SpotResult]:
     """The workers' training, by rank; empty when none trains a drafter."""
     return [report.spot for report in reports if report.spot is not None]
+
+
+def origin_of(first: Path, *, run: str, steps: int) -> dict[str, Any]:
+    """What is written beside a drafter that was trained in idle time: its run, and what is known of the first one.
+
+    That one's own measurements do not hold for it any more, so they stay below `first`.
+    """
+    told = first / "drafter.json"
+    known = json.loads(told.read_text(encoding="utf-8")) if told.is_file() else {}
+    return {"run": run, "steps": steps, "first": known.get("first", known)}

@@ -25,7 +25,7 @@ from tlt_core.cluster.dispatcher import Drained
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.vllm_replica import VllmSpec
 from tlt_core.cluster.worker import TrainerSpec, WorkerSpec
-from tlt_core.drafter_release import bubble_metrics, decide, results_of, spot_metrics
+from tlt_core.drafter_release import bubble_metrics, decide, origin_of, results_of, spot_metrics
 from tlt_core.engine_agreement import require_agreement
 from tlt_core.grpo import advantage, batch
 from tlt_core.grpo.reward import Scorer
@@ -38,6 +38,7 @@ from tlt_core.serving.vllm_server import vllm_python
 from tlt_core.spec_metrics import spec_metrics, vllm_spec_metrics
 from tlt_core.spot.coordinator import PhaseReport, SpotSettings
 from tlt_core.spot_training import SpotResult
+from tlt_core.store import write_atomically
 from tlt_core.types import (
     GenerationRequest,
     NoiseKey,
@@ -328,10 +329,16 @@ class Session:
         return out_dir
 
     def export_drafter(self, out_dir: Path) -> Path | None:
-        """The drafter in use as a folder that vLLM and SGLang load; None where none is trained."""
-        if not self._trains_drafter:
+        """The drafter in use as a folder that vLLM and SGLang load; None where none is trained.
+
+        `drafter.json` in it says what it began as.
+        """
+        first = self.cfg.rollout.speculation.drafter_path
+        if not self._trains_drafter or first is None:
             return None
+        origin = origin_of(Path(first), run=self.cfg.name, steps=self.completed_steps)
         self._group.export_drafter(out_dir.resolve())
+        write_atomically(out_dir / "drafter.json", lambda partial: partial.write_text(json.dumps(origin, indent=1)))
         return out_dir
 
     def sample_texts(self, scored: ScoredBatch, count: int) -> list[dict[str, Any]]:
