@@ -1,0 +1,286 @@
+"""Commands in README.md and docs/ are real: each parses with its program's own parser, and what it names exists.
+
+Nothing is run.  A command is a line of a fenced bash block, or a part of one between `;`, `&&` and `|`.  Words in
+capitals (TAG, REPOSITORY) stand for the reader's own.
+"""
+
+import ast
+import itertools
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+from dvc.cli import DvcParserError, parse_args
+
+from conf.load import ConfigError, load
+from conf.schema import FileData
+from flows import cli
+from tlt_core import file_questions
+from tlt_core.export.card import model_card
+from tlt_core.grpo import verifiers
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+ENDS = {";", "&&", "||", "|", "&", "(", ")"}
+BLOCK = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
+HEREDOC = re.compile(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF\n", re.DOTALL | re.MULTILINE)
+SETTING = re.compile(r"(\w+(?:\.\w+)+)(?:=(\S+))?")
+
+
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def files_of(page: str) -> dict[str, str]:
+    """What the page has its reader write: `cat > NAME <<'EOF'`."""
+    return {name: text for block in BLOCK.findall(text_of(page)) for name, text in HEREDOC.findall(block)}
+
+
+def commands_of(text: str) -> Iterator[list[str]]:
+    """Words of each command, without variables set in front of it."""
+    for block in BLOCK.findall(text):
+        pending = ""
+        for line in HEREDOC.sub("", block).replace("\\\n", " ").splitlines():
+            pending += line
+            lexer = shlex.shlex(pending, posix=True, punctuation_chars=True)
+            lexer.whitespace_split = True
+            try:
+                words = list(lexer)
+            except ValueError:  # a quotation goes on in the next line
+                continue
+            pending = ""
+            while words:
+                end = next((i for i, word in enumerate(words) if word in ENDS), len(words))
+                command, words = words[:end], words[end + 1 :]
+                while command and re.match(r"[A-Z_]+=", command[0]):
+                    command = command[1:]
+                if command:
+                    yield command
+        assert not pending, f"a quotation without end: {pending}"
+
+
+COMMANDS = [(page, command) for page in PAGES for command in commands_of(text_of(page))]
+
+
+class Wrong(Exception):
+    """A command that would not do what the page says.  The text says why."""
+
+
+def check(command: Sequence[str]) -> None:
+    """Raises Wrong.  The working directory is the project, or a folder that looks like it."""
+    program, arguments = Path(command[0]).name, command[1:]
+    for word in command:
+        path = word.rpartition("=")[2]
+        if re.match(r"(conf|deploy|docs|flows|tasks|tests)/\S+$", path) and not Path(path).exists():
+            raise Wrong(f"{path} does not exist")
+    known = {"tlt": check_tlt, "make": check_make, "dvc": check_dvc, "prefect": check_prefect, "python": check_python}
+    if program in known:
+        known[program](arguments)
+
+
+def check_tlt(arguments: Sequence[str]) -> None:
+    try:
+        args = cli._parse(arguments)
+    except SystemExit:
+        raise Wrong("its parser refuses it") from None
+    if args.command in cli._ON_CONFIG:
+        check_config(args.config, args.overrides)
+
+
+def check_config(path: str, overrides: Sequence[str]) -> None:
+    try:
+        load(path, overrides)
+    except ConfigError as error:
+        raise Wrong(str(error)) from None
+
+
+def check_make(arguments: Sequence[str]) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for word in arguments:
+        name, equals, _ = word.partition("=")
+        if not re.search(rf"^{re.escape(name)} \?=" if equals else rf"^{re.escape(name)}:", makefile, re.MULTILINE):
+            raise Wrong(f"the Makefile has no {name}")
+
+
+def check_dvc(arguments: Sequence[str]) -> None:
+    try:
+        args = parse_args(list(arguments))
+    except (DvcParserError, SystemExit):
+        raise Wrong("its parser refuses it") from None
+    for setting in getattr(args, "set_param", None) or ():
+        key, _, values = setting.partition("=")
+        for value in values.split(","):
+            check_config("params.yaml", [f"{key}={value}"])
+    stages = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+    outs = {out for stage in stages.values() for out in stage.get("outs", ()) if isinstance(out, str)}
+    for target in getattr(args, "targets", None) or ():
+        if not (target in stages or target in outs or target.isupper() or target.endswith(".dvc")):
+            raise Wrong(f"{target} is neither a stage of dvc.yaml nor made by one")
+
+
+def check_prefect(arguments: Sequence[str]) -> None:
+    """Names of deployments, their parameters, and files; the options are Prefect's."""
+    deployments = {d["name"]: d for d in yaml.safe_load((ROOT / "prefect.yaml").read_text())["deployments"]}
+    parameters = dict(word.split("=", 1) for flag, word in itertools.pairwise(arguments) if flag == "-p")
+    for word in arguments:
+        flow, slash, name = word.partition("/")
+        if re.fullmatch(r"[a-z-]+/[a-z-]+", word) and slash:
+            if name not in deployments:
+                raise Wrong(f"prefect.yaml has no deployment {name}")
+            module, _, function = deployments[name]["entrypoint"].rpartition(".")
+            source = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text()
+            declared = source[source.index("@flow(") :]
+            if f'@flow(name="{flow}"' not in declared or f"def {function}(" not in declared:
+                raise Wrong(f"{deployments[name]['entrypoint']} is not the flow {flow}")
+            unknown = parameters.keys() - set(re.findall(r"(\w+): ", declared.partition(") ->")[0]))
+            if unknown:
+                raise Wrong(f"{function} has no parameter {min(unknown)}")
+    if "config" in parameters:
+        check_config(parameters["config"], json.loads(parameters.get("overrides", "[]")))
+
+
+def check_python(arguments: Sequence[str]) -> None:
+    if "-c" in arguments:
+        ast.parse(arguments[arguments.index("-c") + 1])
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
+    """The project by links, with the files beside it that the page has its reader write."""
+    for path in ROOT.iterdir():
+        if not path.name.startswith("."):
+            (tmp_path / path.name).symlink_to(path)
+    for name, text in files_of(request.getfixturevalue("page")).items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{p}: {shlex.join(c)[:70]}" for p, c in COMMANDS])
+def test_a_command_is_one(page: str, command: list[str], project: Path) -> None:
+    check(command)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_page_has_commands_and_all_are_in_bash_blocks(page: str) -> None:
+    assert sum(Path(command[0]).name in ("tlt", "make", "dvc") for command in commands_of(text_of(page))) >= 5
+    assert set(re.findall(r"^```(.*)$", text_of(page), re.MULTILINE)) == {"bash", ""}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[\w-]+)?\)", text_of(page)):
+        assert ((ROOT / page).parent / target).exists(), target
+
+
+PLANTED = [
+    ("tlt trian conf/smoke.yaml", "parser"),
+    ("tlt train conf/smoke.yaml --resume", "parser"),
+    ("tlt train conf/smokey.yaml", "conf/smokey.yaml does not exist"),
+    ("tlt train conf/smoke.yaml rollout.nun_samples=4", "did you mean 'num_samples'"),
+    ("VLLM_PYTHON=x .venv/bin/tlt bench engine", "parser"),
+    ("make demo && make deply", "no deply"),
+    ("make deploy PREFECT_PROT=1", "no PREFECT_PROT"),
+    ("dvc repro trian", "trian is neither"),
+    ("dvc exp run -S tuner.kind=off", "tuner"),
+    ("dvc psuh", "parser"),
+    ("prefect deployment run 'train/tran' -p config=conf/smoke.yaml", "no deployment tran"),
+    ("prefect deployment run 'warm/warmup-drafter'", "not the flow warm"),
+    ("prefect deployment run 'train/train' -p configuration=conf/smoke.yaml", "no parameter configuration"),
+    (
+        "prefect deployment run 'train/train' -p config=conf/smoke.yaml -p 'overrides=[\"nme=x\"]'",
+        "did you mean 'name'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "reason"), PLANTED)
+def test_a_wrong_command_is_found(line: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    commands = list(
+        commands_of(f"Text.\n\n```bash\nmake test     # a good one\n{line}   # a comment; no command\n```\n")
+    )
+    assert commands[0] == ["make", "test"]
+    wrong = commands.pop()
+    for command in commands:
+        check(command)
+    with pytest.raises(Wrong, match=re.escape(reason)):
+        check(wrong)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_in_the_text_exist(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prose = BLOCK.sub("", text_of(page))
+    named = {
+        match for code in re.findall(r"`([^`]+)`", prose) for match in map(SETTING.fullmatch, code.split()) if match
+    }
+    sections = yaml.safe_load((ROOT / "params.yaml").read_text()).keys()
+    monkeypatch.chdir(ROOT)
+    for match in named:
+        key, value = match.groups()
+        if key.partition(".")[0] in sections and not key.endswith((".py", ".json", ".md")):
+            refusal = refusal_of(f"{key}={value or '{}'}")
+            assert "unknown key" not in refusal, f"{page}: {refusal}"
+
+
+def refusal_of(override: str) -> str:
+    try:
+        load("params.yaml", [override])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_metrics_in_the_text_are_measured() -> None:
+    sources = "".join(p.read_text() for folder in ("tlt_core", "tasks", "conf") for p in (ROOT / folder).rglob("*.py"))
+    rows = re.findall(r"^\| .*\? \| (.*) \|$", text_of("docs/research.md"), re.MULTILINE)
+    names = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+    assert len(names) > 20
+    for name in names:
+        phase = name.startswith("timing_s/") and f'"{name.partition("/")[2]}"' in sources
+        assert name in sources or phase, f"{name} is measured nowhere"
+
+
+@pytest.mark.parametrize("page", ["docs/research.md"])
+def test_the_example_of_own_data_and_reward_works(page: str, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = load("mine.yaml")
+    assert isinstance(cfg.data, FileData)
+    train, held_back = file_questions.splits(cfg.data)
+    assert (len(train), len(held_back)) == (1, 1)
+    monkeypatch.syspath_prepend(str(project))
+    monkeypatch.delitem(sys.modules, "my_reward", raising=False)
+    question = train[0]
+    response = f"<think>so</think><answer>{question.answer}</answer>"
+    item = verifiers.Item(question.question, response, question.answer, question.task, question.metadata)
+    outcome = verifiers.score_response([(f.kind, f.path) for f in cfg.reward.functions], item)
+    assert outcome.message == ""
+    assert outcome.components == pytest.approx((1.0, 1.0, 1 - len(response) / 4000))
+
+
+def test_the_serving_page_serves_as_the_card_does() -> None:
+    text = text_of("docs/serving.md")
+    (config,) = [c[c.index("--speculative-config") + 1] for c in commands_of(text) if "--speculative-config" in c]
+    serving = {key: value for key, value in json.loads(config).items() if key.startswith("num_")}
+    record = {
+        "created": "",
+        "commit": "",
+        "command": [],
+        "run": {"name": "x", "step": 1, "mlflow_run_id": ""},
+        "target": {"name": "policy", "vocab_size": 64},
+        "drafter": {"taps": [0, 1, 2], "draft_vocab_size": 8},
+        "serving": serving,
+    }
+    engines = ("vllm", "python")
+    on_page = [c for c in commands_of(text) if c[0] in engines]
+    assert len(on_page) == 2
+    normal = [[json.dumps(json.loads(w)) if w.startswith("{") else w for w in c] for c in on_page]
+    assert normal == [c for c in commands_of(model_card(record)) if c[0] in engines]
+    table = serving["num_speculative_tokens_per_batch_size"]
+    assert f"`{json.dumps(table)}`" in text
+    assert [first for first, _, _ in table] == [1, *(last + 1 for _, last, _ in table[:-1])]
+    assert serving["num_speculative_tokens"] == max(depth for *_, depth in table)
