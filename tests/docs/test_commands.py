@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -284,3 +285,26 @@ def test_the_serving_page_serves_as_the_card_does() -> None:
     assert f"`{json.dumps(table)}`" in text
     assert [first for first, _, _ in table] == [1, *(last + 1 for _, last, _ in table[:-1])]
     assert serving["num_speculative_tokens"] == max(depth for *_, depth in table)
+
+
+@pytest.mark.slow
+def test_the_platform_page_rolls_a_drafter_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own two commands, run on a registry whose champion is version 4."""
+    from conf.schema import TrackingConfig
+    from tasks.registry import CHAMPION, DIGEST, Entry, Registry
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", TrackingConfig().uri)
+    registry, drafter = Registry(TrackingConfig()), tmp_path / "drafter-eagle3"
+    drafter.mkdir()
+    run_id = registry.run(name="x", key="x", tags={})
+    for digest in ("1" * 64, "2" * 64, "3" * 64, "4" * 64):
+        (drafter / "config.json").write_text(digest)
+        version = registry.register(Entry("tlt-demo-drafter", drafter, digest, {DIGEST: digest}, ""), run_id=run_id)
+        registry.set_alias(version, CHAMPION)
+    commands = [c for c in commands_of(text_of("docs/platform.md")) if c[0] in ("python", "mlflow")]
+    assert len(commands) == 2
+    for command in commands:
+        prefix = [sys.executable] if command[0] == "python" else [sys.executable, "-m", "mlflow"]
+        subprocess.run([*prefix, *command[1:]], check=True, capture_output=True)
+    assert (tmp_path / commands[1][-1] / "config.json").read_text() == "3" * 64
