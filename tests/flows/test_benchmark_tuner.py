@@ -13,13 +13,13 @@ from tlt_core.tuner.simulator import Hits
 
 @pytest.mark.prefect
 def test_rows_and_verdicts(prefect_engine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    works = {"good": PlantedWork(Hits(0.8), Hits(0.0), 2, 200), "useless": PlantedWork(Hits(0.0), Hits(0.0), 2, 200)}
+    works = {"good": PlantedWork(Hits(0.8), Hits(0.0), 2, 900), "useless": PlantedWork(Hits(0.0), Hits(0.0), 2, 200)}
     monkeypatch.setattr(benchmark_tuner, "WORKLOADS", works)
     monkeypatch.setattr(benchmark_tuner, "SWAP_LIVE", (2,))
     menu = "rollout.speculation.menu=[{drafter: ngram, depth: 3, tokens: 3}]"
     with pytest.raises(ValueError, match="drafter_path"):
         load("conf/smoke.yaml", ["rollout.speculation.menu=[{drafter: eagle3, depth: 3, tokens: 3}]"])
-    for overrides, arms in (([menu], 1), ([], 8)):
+    for overrides, arms in (([menu], 1), ([], 6)):
         report = bench_tuner(load("conf/smoke.yaml", overrides), repeats=2, out=tmp_path / "t.json", command="by hand")
         rows = {(row["workload"], row["configuration"]): row for row in report["rows"]}
         assert len(rows) == len(report["rows"]) == 2 * (4 + arms) + 4

@@ -7,7 +7,7 @@ from kernels import dispatch
 from tlt_core import sampling
 from tlt_core.rollout import plain_round, spec_round
 from tlt_core.rollout.engine import RolloutEngine, Speculation
-from tlt_core.speculation import DraftTree, Strategy
+from tlt_core.speculation import NO_FLOORS, DraftTree, Strategy
 from tlt_core.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 
 PARAMS = SamplingParams(temperature=0.8, top_k=20, max_new_tokens=10, stop_token_ids=(2,))
@@ -43,7 +43,7 @@ class Knows:
 class Always:
     """A tuner that takes the tree."""
 
-    floor = 0.0
+    floors = NO_FLOORS
 
     def choose(self, rows, context):
         return TREE
