@@ -21,6 +21,7 @@ from tlt_core.tuner.ledger import Ledger
 Kind = Literal["cost_model", "beg_mab", "threshold", "fixed", "off"]
 
 _TIE_BREAK = 0.99  # the best of several estimates is an overestimate; plain decoding's is the surest
+_LOWEST_FLOOR = 0.02  # below, hardly anything would be cut, and a GPU would have to be waited for at each level
 _HIGHEST_FLOOR = 0.8  # a cost that is overestimated must not end all drafting: nothing would be learnt
 _MOST_BLAMED = 1.2  # a probe answers for what its drafter takes, but not for a stall of the target's pass
 
@@ -110,7 +111,10 @@ class CostModelTuner(RecordedTuner):
         token = 0.0
         if not self._chosen.is_off:
             token = best * self.cost.token_seconds(len(rows), self._chosen.tokens, context)
-        self.floors = Floors(min(token, _HIGHEST_FLOOR), best * self.cost.level_seconds(self._chosen.drafter))
+        self.floors = NO_FLOORS
+        if token >= _LOWEST_FLOOR:
+            level = best * self.cost.level_seconds(self._chosen.drafter)
+            self.floors = Floors(min(token, _HIGHEST_FLOOR), level)
         return self._chosen
 
     def observe(self, rows: Sequence[int], report: RoundReport) -> None:

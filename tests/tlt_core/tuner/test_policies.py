@@ -292,6 +292,19 @@ def test_the_floor_is_what_a_draft_token_costs_in_tokens() -> None:
     assert tuner("fixed").floors == tuner("beg_mab").floors == NO_FLOORS
 
 
+def test_there_is_no_floor_where_tokens_cost_nothing() -> None:
+    """A GPU that waits for its weights: nothing is cut, so nobody has to look at the device's estimates."""
+    made = make_tuner("cost_model", MENU, seed=SEED)
+    made.calibrate(lambda *_: 10e-3, max_live=32, max_tokens=160, budget_s=1.0)
+    for _ in range(20):
+        chosen = made.choose([0], 100)
+        drafted, hits = (chosen.tokens,), (min(chosen.depth, chosen.tokens),)
+        draft_s = 0.0 if chosen.is_off else 1e-3
+        made.observe([0], RoundReport(chosen, 1, 100, drafted, hits, hits, draft_s, 10e-3))
+        assert made.floors == NO_FLOORS
+    assert not chosen.is_off
+
+
 def test_the_simulator_charges_what_it_says() -> None:
     assert pass_seconds(1, 1, 0) == pytest.approx(12.5e-3 + 0.22e-3)
     assert pass_seconds(4, 4, 3200) - pass_seconds(4, 4, 0) == pytest.approx(12e-3)
