@@ -243,7 +243,7 @@ class CostModel:
         step = self.plain_seconds(1, 64)
         return RobustFilter(
             [0.01 * step, 0.02 * step, 0.002 * step, 0.0005 * step],
-            [0.2 * step, step, 0.2 * step, 0.05 * step],
+            [0.05 * step, step, 0.2 * step, 0.05 * step],  # hardly anything of a draft is not its levels'
             one_sided=True,
         )
 

@@ -272,7 +272,7 @@ def make_tuner(
     *,
     arm: Strategy | None = None,
     max_live: int = 32,
-    probe_share: float = 0.012,
+    probe_share: float = 0.008,
     probe_allowance_rounds: float = 2.0,
     max_probe_interval: int = 64,
     thresholds: Sequence[int] = (1, 2, 3, 5, 9, 17, 33),

@@ -3,7 +3,6 @@
 import json
 from functools import cache
 from itertools import pairwise
-from statistics import median
 
 import pytest
 
@@ -53,10 +52,7 @@ def best_fixed(name: str, seed: int = SEED) -> float:
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_cost_model_finds_the_best_arm(name: str) -> None:
-    """Of three runs; in one, luck may decide between arms that are nearly as good."""
-    shares = [rate(name, "cost_model", seed=seed) / best_fixed(name, seed) for seed in (1, 2, 3)]
-    assert median(shares) >= 0.97
-    assert min(shares) >= 0.95
+    assert rate(name, "cost_model") >= 0.97 * best_fixed(name)
 
 
 @pytest.mark.parametrize("seed", [2])
@@ -68,7 +64,7 @@ def test_the_cost_model_gains_whatever_the_noise(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", HOSTILE + SHORT)
 def test_the_cost_model_hardly_loses_where_nothing_can_be_gained(name: str, seed: int) -> None:
-    assert rate(name, "cost_model", seed=seed) >= 0.98 * rate(name, "off", seed=seed)
+    assert rate(name, "cost_model", seed=seed) >= (0.98 if name in SHORT else 0.985) * rate(name, "off", seed=seed)
 
 
 def test_the_other_policies_lose_where_they_must() -> None:
@@ -122,7 +118,7 @@ def test_probing_stays_within_its_budget(name: str) -> None:
     total_s = adaptive.ledger.seconds
     last_round_s = 0.5 * max(seconds for _, _, seconds, _ in engine.history)  # it began within the budget
     lost_s = adaptive.snapshot()["probe_share"] * total_s
-    assert lost_s <= 0.012 * total_s + 2.1 * pass_seconds(1, 1, 100) + last_round_s
+    assert lost_s <= 0.008 * total_s + 2.1 * pass_seconds(1, 1, 100) + last_round_s
 
 
 @pytest.mark.parametrize("rounds", [400, 416, 432, 448])
