@@ -6,6 +6,10 @@
     raw     the start model before the cold start, at the same temperature: high entropy, nothing to guess
 
 Same requests and noise for every configuration, one engine after the other in turn, on one worker's threads.
+
+Two more kinds of row say what is left to gain: `floor`, what a pass over so many tokens takes, beside the bytes and
+the arithmetic that it needs (`tlt_core/bench_floor`); and `ceiling`, the speed-up of the rl rounds as it is, if drafting
+took no time, and if besides each verification took its projections alone, while plain rounds stay as they are.
 """
 
 import statistics
@@ -22,8 +26,9 @@ from flows.benchmark import summarise, write_report
 from tasks.coldstart import cold_start
 from tasks.prepare import prepare_data, prepare_model
 from tlt_core import data
-from tlt_core.adaptive import menu_of
-from tlt_core.bench_rollout import Measured, Workload, compare, differing, run
+from tlt_core.adaptive import make_engine, menu_of
+from tlt_core.bench_floor import ceilings, linears_s, pass_costs
+from tlt_core.bench_rollout import BANDS, Measured, Workload, compare, differing, run
 from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
 from tlt_core.prompt_order import PromptOrder
 from tlt_core.types import GenerationRequest, NoiseKey, Prompt, SamplingParams
@@ -38,6 +43,8 @@ _CLAIMS = {  # figure of the adaptive engine over plain decoding, and its bound
     "raw": (("tokens_per_s", 0.97),),
 }
 _OF_BEST = 0.97
+_PASSES = ((1, 1), (1, 4), (1, 7), (1, 13), (2, 2), (2, 14), (2, 26), (4, 4), (4, 16), (4, 28), (4, 52), (16, 16))
+_CONTEXT = 400  # tokens of each request of these passes
 
 
 @flow(name="bench-rollout")
@@ -55,6 +62,8 @@ def bench_rollout(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> d
         measured = compare(workload, configurations(cfg.rollout.speculation), repeats=repeats, seed=cfg.seed)
         rows += _rows(workload, measured)
         verdicts += _verdicts(workload.name, measured)
+        if workload.name == "rl":
+            rows += _floor_rows(workload) + _ceiling_rows(workload, measured)
     return write_report(out, command=command, repeats=repeats, rows=rows, verdicts=verdicts)
 
 
@@ -108,6 +117,66 @@ def _rows(workload: Workload, measured: Mapping[str, Sequence[Measured]]) -> lis
         figures = [m.figures for m in runs]
         rows.append({"workload": workload.name, "configuration": name, **summarise(figures, list(figures[0]))})
     return rows
+
+
+def _floor_rows(workload: Workload) -> list[dict[str, Any]]:
+    largest = max(-(-tokens // live) - 1 for live, tokens in _PASSES)
+    room = (StrategyConfig(drafter="ngram", depth=largest, width=1, tokens=largest),)
+    engine = make_engine(
+        workload.decoder,
+        SpeculationConfig(policy="fixed", menu=room),
+        max_live=max(live for live, _ in _PASSES),
+        max_len=_CONTEXT + workload.params.max_new_tokens,
+        seed=0,
+    )
+    machine = ceilings(workload.decoder)
+    rows: list[dict[str, Any]] = [
+        {"workload": "floor", "configuration": "machine", "gb_per_s": machine.bytes_per_s / 1e9}
+        | {"gflop_per_s": machine.flops_per_s / 1e9}
+    ]
+    for cost in pass_costs(engine, machine, _PASSES, context=_CONTEXT):
+        least_s = max(cost.weights_s, cost.arithmetic_s)
+        rows.append(
+            {
+                "workload": "floor",
+                "configuration": f"{cost.live} live, {cost.tokens} tokens",
+                "pass_ms": 1e3 * cost.pass_s,
+                "linears_ms": 1e3 * cost.linears_s,
+                "weights_ms": 1e3 * cost.weights_s,
+                "arithmetic_ms": 1e3 * cost.arithmetic_s,
+                "pass_over_floor": cost.pass_s / least_s,
+            }
+        )
+    return rows
+
+
+def _ceiling_rows(workload: Workload, measured: Mapping[str, Sequence[Measured]]) -> list[dict[str, Any]]:
+    rows = []
+    for band in BANDS:
+        plain, spec = (_medians(measured[name], f"{band}: ") for name in ("off", "cost_model"))
+        if not plain or not spec:
+            continue
+        projections_ms = 1e3 * linears_s(workload.decoder, round(spec["pass_tokens"]))
+        per_s = {
+            "speedup": spec["tokens_per_s"],
+            "speedup_if_drafting_were_free": 1e3 * spec["tokens_per_round"] / spec["verify_ms"],
+            "speedup_if_verification_were_projections_too": 1e3 * spec["tokens_per_round"] / projections_ms,
+        }
+        over = {name: value / plain["tokens_per_s"] for name, value in per_s.items()}
+        rows.append(
+            {"workload": "ceiling", "configuration": f"rl, {band}", "plain_ms": plain["verify_ms"], **spec}
+            | {"projections_ms": projections_ms}
+            | over
+        )
+    return rows
+
+
+def _medians(runs: Sequence[Measured], prefix: str) -> dict[str, float]:
+    """Figures of one band of live requests; empty where a run had no such round."""
+    names = [name for name in runs[0].figures if name.startswith(prefix)]
+    if any(name not in run.figures for run in runs for name in names):
+        return {}
+    return {name.removeprefix(prefix): statistics.median(run.figures[name] for run in runs) for name in names}
 
 
 def _verdicts(workload: str, measured: Mapping[str, Sequence[Measured]]) -> list[dict[str, Any]]:

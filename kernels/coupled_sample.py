@@ -36,6 +36,7 @@ _MIX_1 = 0x85EBCA6B - (1 << 32)
 _MIX_2 = 0xC2B2AE35 - (1 << 32)
 _SCALE = 2.0**-31
 _LARGEST_U = 1.0 - 2.0**-24
+_FEWEST_IN_BLOCK, _MOST_IN_BLOCK = 32, 256  # of the two-level arg-max
 
 
 def gumbel_noise(keys_N2: Tensor, ids_V: Tensor) -> Tensor:
@@ -44,6 +45,11 @@ def gumbel_noise(keys_N2: Tensor, ids_V: Tensor) -> Tensor:
     keys_N2: [N, 2] int32 row keys.  ids_V: [V] int32 token ids (any subset, any order), or [N, V] a set per row.
     Returns [N, V] float32 Gumbel noise, between -2.9 and 22.2.
     """
+    return exponential_noise(keys_N2, ids_V).log_().neg_()
+
+
+def exponential_noise(keys_N2: Tensor, ids_V: Tensor) -> Tensor:
+    """w = exp(-g) of `gumbel_noise`, which is exponentially distributed: [N, V] float32, between 2.3e-10 and 16.7."""
     bits = ids_V.mul(_GOLDEN) ^ keys_N2[:, :1]
     shifted = torch.empty_like(bits)  # fresh memory in every line would cost more than the arithmetic
     bits ^= torch.bitwise_right_shift(bits, 16, out=shifted).bitwise_and_(0xFFFF)
@@ -54,12 +60,34 @@ def gumbel_noise(keys_N2: Tensor, ids_V: Tensor) -> Tensor:
     bits ^= torch.bitwise_right_shift(bits, 16, out=shifted).bitwise_and_(0xFFFF)
     bits &= 0x7FFFFFFF
     u = bits.to(torch.float32).add_(0.5).mul_(_SCALE).clamp_(max=_LARGEST_U)
-    return u.neg_().log1p_().neg_().log_().neg_()
+    return u.neg_().log1p_().neg_()
 
 
 def coupled_argmax(scores_NV: Tensor, keys_N2: Tensor, ids_V: Tensor) -> Tensor:
     """arg-max over V of scores + noise: an exact sample of softmax(scores) per row.  Returns [N] int64 columns."""
     return gumbel_noise(keys_N2, ids_V).add_(scores_NV).argmax(dim=-1)
+
+
+def coupled_race(p_NV: Tensor, keys_N2: Tensor) -> Tensor:
+    """arg-max over V of p / w, which is arg-max of log p + g, as g = -log w: no logarithm of a whole vocabulary.
+
+    p_NV: float32 probabilities.  keys_N2: [N, 2], or [1, 2] of rows that share their noise.  Returns [N] int64 columns;
+    the two forms round differently, so they may differ where the two best scores lie within 1e-6 of each other.
+    """
+    ids = torch.arange(p_NV.shape[-1], dtype=torch.int32, device=p_NV.device)
+    return first_argmax(p_NV / exponential_noise(keys_N2, ids))
+
+
+def first_argmax(x_NV: Tensor) -> Tensor:
+    """arg-max of the last axis, the first of equals.  In two levels: torch's maximum is vectorised, its arg-max not."""
+    vocab = x_NV.shape[-1]
+    block = vocab & -vocab  # the largest power of two that divides it
+    if not _FEWEST_IN_BLOCK <= block < vocab:
+        return x_NV.argmax(-1)
+    blocks_NSJ = x_NV.unflatten(-1, (-1, min(block, _MOST_IN_BLOCK)))
+    best_N = blocks_NSJ.amax(-1).argmax(-1)
+    rows = torch.arange(len(x_NV), device=x_NV.device)
+    return best_N * blocks_NSJ.shape[-1] + blocks_NSJ[rows, best_N].argmax(-1)
 
 
 class Sampled(NamedTuple):

@@ -18,6 +18,7 @@ from tlt_core.rollout.engine import RoundTrace
 from tlt_core.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 
 TAIL_LIVE = 4  # rounds with at most so many live requests are the tail
+BANDS = {"1 live": (1, 1), "2 live": (2, 2), "3-4 live": (3, 4), "5-8 live": (5, 8), "above": (9, 1 << 30)}
 
 
 class Workload(NamedTuple):
@@ -92,9 +93,27 @@ def run(workload: Workload, cfg: SpeculationConfig, *, seed: int) -> Measured:
             "draft_share": sum(r.report.draft_s for r in rounds) / seconds,
             "rounds": float(len(rounds)),
             "tokens": float(tokens),
-        },
+        }
+        | {f"{band}: {name}": value for band in BANDS for name, value in _band(rounds, *BANDS[band]).items()},
         finished,
     )
+
+
+def _band(rounds: Sequence[RoundTrace], fewest: int, most: int) -> dict[str, float]:
+    """Means over the rounds with so many live requests; nothing where there are none."""
+    own = [r for r in rounds if fewest <= r.report.live <= most]
+    if not own:
+        return {}
+    count, seconds = len(own), sum(r.seconds for r in own)
+    return {
+        "rounds": float(count),
+        "live": sum(r.report.live for r in own) / count,
+        "tokens_per_s": sum(r.tokens for r in own) / seconds,
+        "tokens_per_round": sum(r.tokens for r in own) / count,
+        "pass_tokens": sum(r.report.live + sum(r.report.drafted) for r in own) / count,
+        "draft_ms": 1e3 * sum(r.report.draft_s + r.report.backlog_s for r in own) / count,
+        "verify_ms": 1e3 * sum(r.report.verify_s for r in own) / count,
+    }
 
 
 def differing(reference: Mapping[NoiseKey, Rollout], other: Mapping[NoiseKey, Rollout]) -> float:

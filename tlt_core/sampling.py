@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.coupled_sample import coupled_argmax, coupled_sample
+from kernels.coupled_sample import coupled_race, coupled_sample, first_argmax
 from tlt_core.types import NoiseKey, SamplingParams
 
 _MASK_64 = (1 << 64) - 1
@@ -79,9 +79,27 @@ def choose(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice
     if logits_NV.device.type != "cpu":
         return _choose_on_device(logits_NV, keys_N2, params)
     rows = max(1, _CACHED_SCORES // logits_NV.shape[-1])
-    parts = zip(logits_NV.split(rows), keys_N2.split(rows), strict=True)
-    chosen = [_choose(logits, keys, params) for logits, keys in parts]
+    chosen = [
+        _choose(logits_NV[part], keys_N2[part.start : part.start + 1] if shared else keys_N2[part], params)
+        for part, shared in _parts(keys_N2, rows)
+    ]
     return Choice(*(torch.cat(column) for column in zip(*chosen, strict=True)))
+
+
+def _parts(keys_N2: Tensor, most: int) -> list[tuple[slice, bool]]:
+    """Cut N rows into runs of at most `most`, and say which have one key: siblings of a draft tree share their noise,
+    and stand side by side."""
+    keys = keys_N2.contiguous().view(torch.int64).flatten().tolist() if len(keys_N2) else []
+    parts: list[tuple[slice, bool]] = []
+    start = 0
+    while start < len(keys):
+        stop = start + 1
+        shared = stop < min(start + most, len(keys)) and keys[stop] == keys[start]
+        while stop < min(start + most, len(keys)) and (keys[stop] == keys[start]) == shared:
+            stop += 1
+        parts.append((slice(start, stop), shared))
+        start = stop
+    return parts
 
 
 def _choose_on_device(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
@@ -94,14 +112,12 @@ def _choose_on_device(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams
 
 
 def _choose(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
+    """keys_N2: a single row stands for all."""
     z = policy_scores(logits_NV, params)
-    if params.temperature == 0:
-        tokens = z.argmax(dim=-1)
-    else:
-        ids = torch.arange(z.shape[-1], dtype=torch.int32, device=z.device)
-        tokens = coupled_argmax(z, keys_N2, ids)
-    lognorms_N = z.logsumexp(dim=-1)
-    return Choice(tokens, z.gather(-1, tokens[:, None]).squeeze(-1) - lognorms_N, lognorms_N)
+    p = z.softmax(-1)
+    tokens_N = first_argmax(z) if params.temperature == 0 else coupled_race(p, keys_N2)
+    logprobs_N = p.gather(-1, tokens_N[:, None]).squeeze(-1).log()
+    return Choice(tokens_N, logprobs_N, z.gather(-1, tokens_N[:, None]).squeeze(-1) - logprobs_N)
 
 
 def lognorms(logits_NV: Tensor, choice: Choice, params: SamplingParams) -> Tensor:

@@ -1,0 +1,110 @@
+"""What one pass of the target costs, beside what it must cost at least on this machine.
+
+    weights      bytes of all projections / measured memory bandwidth: they are read once a pass
+    arithmetic   2 x parameters x tokens / measured peak of a large product
+    linears      the projections alone, measured: all that a pass cannot do without
+
+A pass that verifies many tokens leaves the first floor for the second, and then each draft token has its price.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tlt_core.model.decoder import Decoder
+from tlt_core.model.packed import PackedLinear
+from tlt_core.rollout.engine import RolloutEngine
+
+_BUFFER_BYTES = 1 << 29
+_PEAK_TOKENS = 512
+_TRIALS = 9
+
+
+class Machine(NamedTuple):
+    """Ceilings of the threads in use."""
+
+    bytes_per_s: float  # the faster of a large copy (read and written) and a large sum (read)
+    flops_per_s: float  # largest projection times 512 tokens, in the weights' dtype
+
+
+class PassCost(NamedTuple):
+    """Seconds; median of some trials."""
+
+    live: int
+    tokens: int  # of all requests together
+    pass_s: float  # with attention, sampling and commit
+    linears_s: float
+    weights_s: float
+    arithmetic_s: float
+
+
+def projections(decoder: Decoder) -> list[nn.Module]:
+    """All linear maps of a pass, the LM head last."""
+    linears = [m for layer in decoder.layers for m in layer.children() if isinstance(m, nn.Linear | PackedLinear)]
+    head: nn.Module | None = decoder.packed_head
+    if head is None:
+        head = nn.Linear(1, 1, bias=False)
+        head.weight = nn.Parameter(decoder.head_weight, requires_grad=False)
+    return [*linears, head]
+
+
+def _shape(linear: nn.Module) -> tuple[int, int]:
+    rows, columns = linear.shape if isinstance(linear, PackedLinear) else linear.weight.shape
+    return int(rows), int(columns)
+
+
+@torch.inference_mode()
+def ceilings(decoder: Decoder) -> Machine:
+    """Measured, about two seconds."""
+    buffer = torch.ones(_BUFFER_BYTES // 4)
+    other = torch.empty_like(buffer)
+    copied = 2 * _BUFFER_BYTES / _median_s(lambda: other.copy_(buffer))
+    read = _BUFFER_BYTES / _median_s(buffer.sum)
+    largest = max(projections(decoder)[:-1], key=lambda linear: _shape(linear)[0] * _shape(linear)[1])
+    rows, columns = _shape(largest)
+    inputs = torch.randn(_PEAK_TOKENS, columns).to(decoder.head_weight.dtype)
+    flops = 2.0 * rows * columns * _PEAK_TOKENS
+    return Machine(max(copied, read), flops / _median_s(lambda: largest(inputs)))
+
+
+@torch.inference_mode()
+def linears_s(decoder: Decoder, tokens: int) -> float:
+    """Seconds of all projections of one pass over so many tokens, nothing else."""
+    dtype = decoder.head_weight.dtype
+    work: list[tuple[nn.Module, Tensor]] = []
+    for linear in projections(decoder):
+        work.append((linear, torch.randn(tokens, _shape(linear)[1]).to(dtype)))
+    return _median_s(lambda: [linear(x) for linear, x in work])
+
+
+def pass_costs(
+    engine: RolloutEngine, machine: Machine, points: Sequence[tuple[int, int]], *, context: int
+) -> list[PassCost]:
+    """Of (live, tokens) pairs, each request `context` tokens long.  The engine must be empty."""
+    decoder = engine.decoder
+    parameters = sum(rows * columns for rows, columns in map(_shape, projections(decoder)))
+    width = decoder.head_weight.element_size()
+    return [
+        PassCost(
+            live,
+            tokens,
+            _median_s(lambda live=live, tokens=tokens: engine.rehearse(live, tokens, context)),
+            linears_s(decoder, tokens),
+            parameters * width / machine.bytes_per_s,
+            2.0 * parameters * tokens / machine.flops_per_s,
+        )
+        for live, tokens in points
+    ]
+
+
+def _median_s(work: Callable[[], object]) -> float:
+    work()
+    seconds = []
+    for _ in range(_TRIALS):
+        started_s = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started_s)
+    return sorted(seconds)[_TRIALS // 2]
