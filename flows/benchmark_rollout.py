@@ -8,8 +8,8 @@
 Same requests and noise for every configuration, one engine after the other in turn, on one worker's threads.
 
 Two more kinds of row say what is left to gain: `floor`, what a pass over so many tokens takes, beside the bytes and
-the arithmetic that it needs (`tlt_core/bench_floor`); and `ceiling`, the speed-up of the rl rounds as it is, if drafting
-took no time, and if besides each verification took its projections alone, while plain rounds stay as they are.
+the arithmetic that it needs (`tlt_core/bench_floor`); and `ceiling`, the speed-up of the rl rounds as it is, if
+drafting took no time, and if besides each verification took its projections alone, plain rounds staying as they are.
 """
 
 import statistics

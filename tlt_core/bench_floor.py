@@ -7,6 +7,7 @@
 A pass that verifies many tokens leaves the first floor for the second, and then each draft token has its price.
 """
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -43,7 +44,8 @@ class PassCost(NamedTuple):
 
 def projections(decoder: Decoder) -> list[nn.Module]:
     """All linear maps of a pass, the LM head last."""
-    linears = [m for layer in decoder.layers for m in layer.children() if isinstance(m, nn.Linear | PackedLinear)]
+    layers = decoder.layers.named_modules()
+    linears = [module for _, module in layers if isinstance(module, nn.Linear | PackedLinear)]
     head: nn.Module | None = decoder.packed_head
     if head is None:
         head = nn.Linear(1, 1, bias=False)
@@ -86,18 +88,13 @@ def pass_costs(
     """Of (live, tokens) pairs, each request `context` tokens long.  The engine must be empty."""
     decoder = engine.decoder
     parameters = sum(rows * columns for rows, columns in map(_shape, projections(decoder)))
-    width = decoder.head_weight.element_size()
-    return [
-        PassCost(
-            live,
-            tokens,
-            _median_s(lambda live=live, tokens=tokens: engine.rehearse(live, tokens, context)),
-            linears_s(decoder, tokens),
-            parameters * width / machine.bytes_per_s,
-            2.0 * parameters * tokens / machine.flops_per_s,
-        )
-        for live, tokens in points
-    ]
+    weights_s = parameters * decoder.head_weight.element_size() / machine.bytes_per_s
+    costs = []
+    for live, tokens in points:
+        pass_s = _median_s(functools.partial(engine.rehearse, live, tokens, context))
+        arithmetic_s = 2.0 * parameters * tokens / machine.flops_per_s
+        costs.append(PassCost(live, tokens, pass_s, linears_s(decoder, tokens), weights_s, arithmetic_s))
+    return costs
 
 
 def _median_s(work: Callable[[], object]) -> float:
