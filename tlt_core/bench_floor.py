@@ -10,7 +10,7 @@ A pass that verifies many tokens leaves the first floor for the second, and then
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,17 +44,16 @@ class PassCost(NamedTuple):
 
 def projections(decoder: Decoder) -> list[nn.Module]:
     """All linear maps of a pass, the LM head last."""
-    layers = decoder.layers.named_modules()
-    linears = [module for _, module in layers if isinstance(module, nn.Linear | PackedLinear)]
-    head: nn.Module | None = decoder.packed_head
-    if head is None:
-        head = nn.Linear(1, 1, bias=False)
-        head.weight = nn.Parameter(decoder.head_weight, requires_grad=False)
+    linears = [module for module in decoder.layers.modules() if isinstance(module, nn.Linear | PackedLinear)]
+    if decoder.packed_head is not None:
+        return [*linears, decoder.packed_head]
+    head = nn.Linear(1, 1, bias=False)
+    head.weight = nn.Parameter(decoder.head_weight, requires_grad=False)
     return [*linears, head]
 
 
 def _shape(linear: nn.Module) -> tuple[int, int]:
-    rows, columns = linear.shape if isinstance(linear, PackedLinear) else linear.weight.shape
+    rows, columns = linear.shape if isinstance(linear, PackedLinear) else cast(Tensor, linear.weight).shape
     return int(rows), int(columns)
 
 
