@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tlt_core.model.decoder import Decoder
+from tlt_core.model.huge_pages import use_huge_pages
 from tlt_core.model.packed import can_pack, pack_linears
 from tlt_core.rollout.batch import Emitted, Finished, LiveBatch, RoundResult
 from tlt_core.rollout.capture import Capture, Captured
@@ -67,6 +68,8 @@ class RolloutEngine:
         self.decoder = decoder
         # Pre-arranged weights take a plain step on CPU from 22 to 12 ms (SmolLM2-135M, bf16); logits stay bitwise.
         self._packed = pack_linears(decoder) if can_pack(decoder) else None
+        if self._packed is not None:
+            use_huge_pages()
         self.max_live = max_live
         self.speculation = speculation
         menu = () if speculation is None else speculation.menu
@@ -131,6 +134,7 @@ class RolloutEngine:
         """Overwrite the replica's weights in place; names and shapes as in `Decoder`."""
         if self._packed is not None:
             self._packed.repack(weights)
+            use_huge_pages()  # the new ones may lie elsewhere
         else:
             self.decoder.load_weights(weights)
 
