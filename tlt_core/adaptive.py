@@ -28,7 +28,6 @@ _NGRAM_MENU = (
 _EAGLE3_MENU = (
     Strategy("eagle3", 2, 1, 2),  # a cheap probe: it finds a drafter that is good again
     Strategy("eagle3", 4, 1, 4),
-    Strategy("eagle3", 6, 1, 6),
     Strategy("eagle3", 6, 2, 12),
 )
 
