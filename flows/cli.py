@@ -16,16 +16,9 @@ from typing import Any
 from conf.load import ConfigError, load
 from conf.schema import RunConfig, SpeculationConfig
 from flows import _environment, _errors, _logging
+from flows._benchmarks import BENCHMARKS
 
 _DEMO = "conf/demo.yaml"
-_BENCHMARKS = {
-    "step": "flows.benchmark:bench_step",
-    "rollout": "flows.benchmark_rollout:bench_rollout",
-    "tuner": "flows.benchmark_tuner:bench_tuner",
-    "spot": "flows.benchmark_spot:bench_spot",
-    "engines": "flows.benchmark_engines:bench_engines",
-    "kernels": "flows.benchmark_kernels:bench_kernels_flow",
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,7 +125,7 @@ def _bench(cfg: RunConfig, args: argparse.Namespace) -> None:
     if args.device and args.benchmark != "kernels":
         raise ConfigError(f"--device={args.device}: only 'tlt bench kernels' takes it; leave it out")
     place = {"device": args.device} if args.device else {}
-    report = _run(cfg, _BENCHMARKS[args.benchmark], repeats=args.repeats, out=out, command=command, **place)
+    report = _run(cfg, BENCHMARKS[args.benchmark], repeats=args.repeats, out=out, command=command, **place)
     for verdict in report["verdicts"]:
         print(f"{'holds' if verdict['holds'] else 'FAILS'}: {verdict['claim']}: {verdict['value']:.3f}")
     _write_metrics(args.metrics, {v["claim"]: v["value"] for v in report["verdicts"]})
@@ -350,10 +343,11 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "benchmark",
-        choices=list(_BENCHMARKS),
-        help="step: the phases of a training step; rollout: decoding under every speculation policy; tuner: "
-        "those policies on planted workloads; engines: our engine beside transformers and vLLM; kernels: bytes and "
-        "operations a second of every op, beside the device's own ceilings",
+        choices=list(BENCHMARKS),
+        help="step: the phases of a training step; e2e: whole steps without speculation, with a fixed drafter, and "
+        "with all of TLT; rollout: decoding under every speculation policy; tuner: those policies on planted "
+        "workloads; spot: what the drafter gains by training in idle time; engines: our engine beside transformers "
+        "and vLLM; kernels: bytes and operations a second of every op, beside the device's own ceilings",
     )
     parser.add_argument("config", nargs="?", default=_DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

@@ -1,25 +1,26 @@
 """Flow: one of the benchmarks, as a deployment runs it (on the command line: `tlt bench`)."""
 
+import pkgutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from prefect import flow
 
 from conf.schema import RunConfig
+from flows._benchmarks import BENCHMARKS, Benchmark
 from flows._config import as_config
-from flows.benchmark import bench_step
-from flows.benchmark_rollout import bench_rollout
 
 
 @flow(name="benchmark")
 def measure(
     config: RunConfig | str,
-    benchmark: Literal["step", "rollout"] = "step",
+    benchmark: Benchmark = "step",
     repeats: int = 3,
     overrides: list[str] | None = None,
 ) -> dict[str, Any]:
     """Measure, judge, write `reports/BENCHMARK.json`; returns the report."""
     cfg = as_config(config, overrides)
-    bench = bench_step if benchmark == "step" else bench_rollout
     command = f"prefect deployment run benchmark/benchmark -p benchmark={benchmark} -p repeats={repeats}"
-    return bench(cfg, repeats=repeats, out=Path("reports") / f"{benchmark}.json", command=command)
+    bench = pkgutil.resolve_name(BENCHMARKS[benchmark])
+    report: dict[str, Any] = bench(cfg, repeats=repeats, out=Path("reports") / f"{benchmark}.json", command=command)
+    return report

@@ -1,0 +1,15 @@
+"""The benchmarks by name: what `tlt bench` and the deployment `benchmark` offer."""
+
+from typing import Literal
+
+Benchmark = Literal["step", "e2e", "rollout", "tuner", "spot", "engines", "kernels"]
+
+BENCHMARKS: dict[Benchmark, str] = {
+    "step": "flows.benchmark:bench_step",
+    "e2e": "flows.benchmark_e2e:bench_e2e",
+    "rollout": "flows.benchmark_rollout:bench_rollout",
+    "tuner": "flows.benchmark_tuner:bench_tuner",
+    "spot": "flows.benchmark_spot:bench_spot",
+    "engines": "flows.benchmark_engines:bench_engines",
+    "kernels": "flows.benchmark_kernels:bench_kernels_flow",
+}

@@ -1,0 +1,112 @@
+"""Training runs side by side, for the benchmarks that measure whole steps.
+
+Each configuration is one training run.  They take turns, a block of steps each (a block is a resumed run), so that a
+busy machine hits all alike; the first step of a block warms caches up again and does not count.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from conf.load import ConfigError
+from conf.schema import RunConfig, SpeculationConfig, StrategyConfig
+from flows._terminal import Terminal
+from flows.train import train
+from tasks.coldstart import cold_start
+from tasks.prepare import prepare_data, prepare_model
+from tasks.warmup import warm_up_drafter
+
+_FIXED = StrategyConfig(drafter="eagle3", depth=4, width=1, tokens=4)  # what a serving engine is usually set to
+
+
+def first_drafter(cfg: RunConfig) -> tuple[Path, Path]:
+    """Folders of the drafter that all begin with (made once, where none is configured), and of its policy."""
+    with Terminal() as show:
+        policy = prepare_model(cfg)
+        dataset = prepare_data(cfg, policy)
+        if cfg.coldstart.enabled:
+            policy = cold_start(cfg, policy, dataset, show.stage).model_dir
+        given = cfg.rollout.speculation.drafter_path
+        folder = cfg.run_dir.with_name(f"bench-{cfg.name}") / "drafter-eagle3" if given is None else Path(given)
+        if not folder.is_dir():
+            warm_up_drafter(cfg, policy, dataset, folder, show.stage)
+    return folder, policy
+
+
+def variants(cfg: RunConfig, drafter: Path) -> dict[str, RunConfig]:
+    """All the same but for what is drafted with, and whether the drafter is trained:
+
+    plain     no speculation
+    fixed     the first drafter, one strategy all the time
+    static    the first drafter, and the adaptive engine
+    tlt       the same, and idle workers train the drafter
+    """
+    validation = cfg.evaluation.model_copy(update={"every_steps": 0})
+    saving = cfg.checkpoint.model_copy(update={"every_steps": cfg.num_steps, "keep_last": 1, "keep_best": 0})
+    tracking = cfg.tracking.model_copy(update={"register_models": False})
+    common = {"evaluation": validation, "checkpoint": saving, "tracking": tracking}
+    base = cfg.model_copy(update=common).with_drafter(drafter)
+    adaptive = base.rollout.speculation
+    off = adaptive.model_copy(update={"policy": "off", "drafter_path": None})
+    fixed = adaptive.model_copy(update={"policy": "fixed", "menu": (_FIXED,)})
+
+    def run(name: str, speculation: SpeculationConfig, *, trains: bool) -> RunConfig:
+        spot = base.drafter.spot.model_copy(update={"enabled": trains})
+        changes: dict[str, Any] = {
+            "name": f"bench-{cfg.name}-{name}",
+            "rollout": base.rollout.model_copy(update={"speculation": speculation}),
+            "drafter": base.drafter.model_copy(update={"spot": spot, "warmup": False}),
+        }
+        return base.model_copy(update=changes)
+
+    return {
+        "plain": run("plain", off, trains=False),
+        "fixed": run("fixed", fixed, trains=False),
+        "static": run("static", adaptive, trains=False),
+        "tlt": run("tlt", adaptive, trains=True),
+    }
+
+
+def take_turns(runs: Mapping[str, RunConfig], *, num_steps: int, blocks: int) -> Iterator[int]:
+    """Train all of them from the start; yields the number of steps done after each block.
+
+    Raises ConfigError where a block would have one step alone, which would not count.
+    """
+    block = -(-num_steps // blocks)
+    if block < 2:
+        raise ConfigError(
+            f"num_steps={num_steps} in {blocks} repeats: the first step of each does not count; set num_steps to "
+            f"{2 * blocks} or more, or --repeats to {max(1, num_steps // 2)} or fewer"
+        )
+    for run in runs.values():
+        shutil.rmtree(run.run_dir, ignore_errors=True)
+    names = list(runs)
+    for index in range(blocks):
+        turn = index % len(names)
+        for name in names[turn:] + names[:turn]:
+            train(runs[name].model_copy(update={"num_steps": (index + 1) * block}))
+        yield (index + 1) * block
+
+
+def drop_checkpoints(runs: Mapping[str, RunConfig]) -> None:
+    """They are large, and nobody resumes a benchmark."""
+    for run in runs.values():
+        shutil.rmtree(run.run_dir / "checkpoints", ignore_errors=True)
+
+
+def steps_of(run: RunConfig, *, with_first: bool = False) -> list[dict[str, float]]:
+    """Metrics of each step that counts; with_first: of the first one of each block too."""
+    rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    attempts: dict[float, list[dict[str, float]]] = {}
+    for row in rows:
+        if row["step"] > 0:
+            attempts.setdefault(row["training/resume_attempt"], []).append(row)
+    return [row for own in attempts.values() for row in (own if with_first else own[1:])]
+
+
+def ratios(over: Sequence[Mapping[str, float]], under: Sequence[Mapping[str, float]], figure: str) -> list[float]:
+    """Step by step, where both have it."""
+    by_step = {row["step"]: row[figure] for row in under if figure in row}
+    return [row[figure] / by_step[row["step"]] for row in over if row["step"] in by_step and figure in row]

@@ -1,0 +1,96 @@
+"""`tlt bench e2e`, `spot` and `rollout` on the smoke configuration: the reports hold what they promise."""
+
+from pathlib import Path
+
+import pytest
+
+from conf.load import ConfigError, load
+from conf.schema import RunConfig
+from flows.benchmark_e2e import bench_e2e
+from flows.benchmark_rollout import bench_rollout
+from flows.benchmark_runs import take_turns, variants
+from flows.benchmark_spot import bench_spot
+from tlt_core.bench_spot import METHODS
+
+pytestmark = pytest.mark.prefect
+
+
+def _config(folder: Path, *settings: str) -> RunConfig:
+    own = [f"output_dir={folder}/runs", f"tracking.uri=sqlite:///{folder}/mlflow.db", "num_steps=4"]
+    return load("conf/smoke.yaml", [*own, *settings])
+
+
+@pytest.fixture
+def home(prefect_engine: None, embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "artifacts" / "models").mkdir(parents=True)
+    (tmp_path / "artifacts" / "models" / embedded_model.name).symlink_to(embedded_model)
+    monkeypatch.setenv("TLT_HOME", str(tmp_path / "artifacts"))
+    return tmp_path
+
+
+def test_variants_differ_in_one_switch(tmp_path: Path) -> None:
+    cfg = _config(tmp_path)
+    runs = variants(cfg, tmp_path / "drafter-eagle3")
+    assert {name: run.rollout.speculation.policy for name, run in runs.items()} == {
+        "plain": "off",
+        "fixed": "fixed",
+        "static": "cost_model",
+        "tlt": "cost_model",
+    }
+    assert [name for name, run in runs.items() if run.drafter.spot.enabled] == ["tlt"]
+    same = {"name", "rollout", "drafter"}
+    assert len({run.model_dump_json(exclude=same) for run in runs.values()}) == 1
+    rollouts = [run.rollout.model_dump_json(exclude={"speculation"}) for run in runs.values()]
+    assert set(rollouts) == {cfg.rollout.model_dump_json(exclude={"speculation"})}
+
+
+def test_a_block_of_one_step_would_measure_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"num_steps=4 in 4 repeats.*set num_steps to 8 or more"):
+        next(take_turns({}, num_steps=4, blocks=4))
+
+
+@pytest.mark.slow
+def test_e2e_shows_identity_and_the_ceiling(home: Path) -> None:
+    out = home / "e2e.json"
+    report = bench_e2e(_config(home, "num_steps=2"), repeats=1, out=out, command="by hand")
+    rows = {(row["workload"], row["configuration"]): row for row in report["rows"]}
+    for workload in ("tail", "no tail"):
+        assert {name for own, name in rows if own == workload} == {"plain", "fixed", "static", "tlt", "ceiling"}
+        assert rows[workload, "plain"]["over_plain_in_all"] == 1.0
+        ceiling = rows[workload, "ceiling"]
+        assert ceiling["speedup_if_rollout_were_free"] > ceiling["speedup_tlt_if_the_rest_stays"] > 0
+    assert all(rows["exact", name]["same"] == 1.0 for name in ("plain", "fixed", "static", "tlt"))
+    assert report["verdicts"][-1]["holds"]
+    assert [v["bound"] for v in report["verdicts"]] == [1.7, 1.01, 0.97, 1.0]
+    assert out.with_suffix(".png").stat().st_size > 5000
+    assert (home / "e2e-timelines.png").stat().st_size > 5000
+    assert not list(home.glob("runs/*/checkpoints"))
+
+
+@pytest.mark.slow
+def test_spot_compares_drafters_and_methods_on_recorded_responses(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flows.benchmark_spot._METHOD_ROWS", 64)
+    report = bench_spot(_config(home), repeats=2, out=home / "spot.json", command="by hand")
+    rows = {row["configuration"]: row for row in report["rows"]}
+    assert rows["steps 1 to 2"]["ratio"] == 1.0  # both are the first drafter
+    assert rows["steps 3 to 4"]["responses"] == rows["steps 1 to 2"]["responses"] > 0
+    assert all(1 <= rows[f"method: {kind}"]["accept_length"] <= 3 for kind in METHODS)  # two drafts a round
+    assert rows["packing"]["packed_over_padded"] > 0
+    assert rows["checkpoint"]["full_mb"] > rows["checkpoint"]["selective_mb"] > 0
+    assert [v["bound"] for v in report["verdicts"]] == [1.3, 0.95, 0.9, 250.0]
+
+
+@pytest.mark.slow
+def test_rollout_shows_floor_and_ceiling_and_the_same_tokens(home: Path) -> None:
+    report = bench_rollout(_config(home), repeats=1, out=home / "rollout.json", command="by hand")
+    rows = {(row["workload"], row["configuration"]): row for row in report["rows"]}
+    decoded = [row for (workload, _), row in rows.items() if workload in ("rl", "tail", "short", "raw")]
+    assert {row["configuration"] for row in decoded} >= {"off", "cost_model", "beg_mab", "threshold"}
+    assert all(row["differing"]["max"] == 0 for row in decoded)  # float32: the same tokens under every policy
+    assert rows["floor", "machine"]["gb_per_s"] > 0
+    one, many = rows["floor", "4 live, 4 tokens"], rows["floor", "4 live, 52 tokens"]
+    assert many["arithmetic_ms"] == pytest.approx(13 * one["arithmetic_ms"])
+    assert many["weights_ms"] == one["weights_ms"]
+    ceilings = [row for (workload, _), row in rows.items() if workload == "ceiling"]
+    assert ceilings
+    assert all(row["speedup_if_drafting_were_free"] >= row["speedup"] * 0.99 for row in ceilings)

@@ -1,0 +1,188 @@
+"""What `tlt bench spot` measures on a run's recorded responses: acceptance, methods of training, packing, checkpoints.
+
+All of it on the hidden states that rollout left behind, with the drafters that were in use at the time.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from conf.schema import RunConfig
+from tlt_core.drafter.eagle3_acceptance import measure_acceptance
+from tlt_core.drafter.eagle3_loss import LossKind
+from tlt_core.drafter.eagle3_model import Eagle3Model
+from tlt_core.drafter.eagle3_sequence import HeadProbs, TrainSequence
+from tlt_core.drafter.eagle3_train import Eagle3Trainer, Method, TrainSettings
+from tlt_core.drafter.eagle3_windows import Window
+from tlt_core.spot.buffer import SequenceBuffer
+from tlt_core.spot.checkpoint import async_checkpoint, load_checkpoint
+from tlt_core.spot.sampling import Candidate, WindowSampler
+from tlt_core.spot.writer import BackgroundWriter
+
+METHODS: Mapping[str, tuple[Method, LossKind]] = {
+    "eagle": ("eagle", "soft_ce"),
+    "hass": ("hass", "soft_ce"),
+    "eagle3, soft cross-entropy": ("eagle3", "soft_ce"),
+    "eagle3, total variation": ("eagle3", "tv"),
+    "eagle3, mixed": ("eagle3", "mixed"),
+}
+_MEASURED_ROWS = 2000  # starts of chains
+_MICRO_ROWS = 128
+_PACKED_SEQUENCES = 8
+_TRIALS = 3
+
+
+class Recorded(NamedTuple):
+    """One response of a run."""
+
+    id: str
+    step: int
+    sequence: TrainSequence
+
+
+def recorded(spot_dir: Path) -> list[Recorded]:
+    """What a run's workers have kept of their responses, by step."""
+    found: list[Recorded] = []
+    bounds = {"max_bytes": 1 << 40, "max_ram_bytes": 1 << 30, "max_sequences": 1 << 30}
+    for folder in sorted(spot_dir.glob("worker_*")):
+        tensors, values = load_checkpoint(folder / "training.safetensors")
+        heads = {int(n.removeprefix("head.")): head for n, head in tensors.items() if n.startswith("head.")}
+        for stored in SequenceBuffer.open(folder, values["buffer"], **bounds).sequences():
+            probs = HeadProbs(stored.last_PD, stored.lognorms_P, heads[stored.policy_version])
+            sequence = TrainSequence(stored.tokens_L.long(), stored.taps_LE, probs, stored.first, stored.stream)
+            if sequence.rows:
+                found.append(Recorded(f"{folder.name}/{stored.id}", stored.step, sequence))
+    return sorted(found, key=lambda r: (r.step, r.id))
+
+
+def accept_length(cfg: RunConfig, model: Eagle3Model, embedding_VD: Tensor, responses: Sequence[Recorded]) -> float:
+    """Tokens a round of chains along the responses, under their own noise: what the engine would accept."""
+    return measure_acceptance(
+        model,
+        embedding_VD,
+        [r.sequence for r in responses],
+        depth=cfg.drafter.depth,
+        temperature=cfg.rollout.temperature,
+        top_p=cfg.rollout.top_p,
+        top_k=cfg.rollout.top_k,
+        max_rows=_MEASURED_ROWS,
+        compute_dtype=getattr(torch, cfg.rollout.dtype),
+    ).accept_length
+
+
+def trained(
+    cfg: RunConfig, first: Eagle3Model, embedding_VD: Tensor, responses: Sequence[Recorded], *, kind: str, rows: int
+) -> tuple[Eagle3Model, float]:
+    """A copy of the first drafter after so many rows of these responses, as idle time would train it with this method;
+    and its rows per second."""
+    method, loss = METHODS[kind]
+    trainer = Eagle3Trainer(
+        copy.deepcopy(first).requires_grad_(True), embedding_VD, _settings(cfg, method=method, loss=loss)
+    )
+    spot = cfg.drafter.spot
+    sampler = WindowSampler(window_rows=spot.window_rows, length_bias=spot.length_bias, recency=spot.recency)
+    by_id = {r.id: r.sequence for r in responses}
+    sampler.refresh([Candidate(r.id, r.sequence.rows, r.step) for r in responses], max(r.step for r in responses))
+    done, seconds = 0, 0.0
+    while done < rows:
+        windows = []
+        for ref in sampler.next(min(_MICRO_ROWS, spot.rows_per_step - trainer.rows)):
+            sequence = by_id[ref.id]
+            windows.append(Window(sequence, sequence.earliest + ref.start, sequence.earliest + ref.end))
+        began_s = time.perf_counter()
+        done += trainer.accumulate(windows).rows
+        if trainer.rows >= spot.rows_per_step:
+            trainer.apply()
+        seconds += time.perf_counter() - began_s
+    return trainer.model.requires_grad_(False), done / seconds
+
+
+def packing(
+    cfg: RunConfig, first: Eagle3Model, embedding_VD: Tensor, responses: Sequence[Recorded]
+) -> dict[str, float]:
+    """Responses per second of one training pass, packed and padded: padding computes every one as long as the longest.
+
+    A batch of every so-manieth response in order of length, so that it has the run's own tail.
+    """
+    ordered = sorted((r.sequence for r in responses), key=lambda s: s.rows)
+    every = max(1, len(ordered) // _PACKED_SEQUENCES)
+    batch = ordered[every - 1 :: every][-_PACKED_SEQUENCES:]
+    trainer = Eagle3Trainer(copy.deepcopy(first).requires_grad_(True), embedding_VD, _settings(cfg))
+
+    def pass_over(sequences: Sequence[TrainSequence]) -> Callable[[], object]:
+        windows = [Window(s, s.earliest, s.earliest + s.rows) for s in sequences]
+        return lambda: trainer.accumulate(windows)
+
+    packed_s, padded_s = _median_s(pass_over(batch)), _median_s(pass_over([batch[-1]] * len(batch)))
+    return {
+        "responses": float(len(batch)),
+        "longest_rows": float(batch[-1].rows),
+        "median_rows": float(batch[len(batch) // 2].rows),
+        "packed_per_s": len(batch) / packed_s,
+        "padded_per_s": len(batch) / padded_s,
+        "packed_over_padded": padded_s / packed_s,
+    }
+
+
+def checkpoint_seconds(
+    cfg: RunConfig, first: Eagle3Model, embedding_VD: Tensor, responses: Sequence[Recorded], folder: Path
+) -> dict[str, float]:
+    """How long training stands still: for the selective asynchronous checkpoint, and for a full synchronous one, which
+    writes hidden states and the frozen embedding too."""
+    trainer = Eagle3Trainer(copy.deepcopy(first).requires_grad_(True), embedding_VD, _settings(cfg))
+    trainer.step([responses[0].sequence])  # there are moments to save
+    folder.mkdir(parents=True, exist_ok=True)
+    everything = {"embedding": embedding_VD.contiguous()}
+    for index, r in enumerate(responses):
+        probs = r.sequence.probs_PJ
+        assert isinstance(probs, HeadProbs), "recorded ones are"
+        everything |= {f"{index}.taps": r.sequence.taps_LE.contiguous(), f"{index}.last": probs.last_PD.contiguous()}
+    writer = BackgroundWriter()
+
+    def selective() -> None:
+        async_checkpoint(writer, folder / "selective.safetensors", trainer.state_dict(), {})
+
+    def full() -> None:
+        save_file(trainer.state_dict() | everything, folder / "full.safetensors")
+
+    seconds = {}
+    blocked = []
+    for _ in range(_TRIALS):
+        began_s = time.perf_counter()
+        selective()
+        blocked.append(time.perf_counter() - began_s)
+        writer.wait()
+    seconds["selective_async_s"] = statistics.median(blocked)
+    seconds["full_sync_s"] = _median_s(full)
+    seconds["selective_mb"] = (folder / "selective.safetensors").stat().st_size / 1e6
+    seconds["full_mb"] = (folder / "full.safetensors").stat().st_size / 1e6
+    seconds["full_over_selective"] = seconds["full_sync_s"] / seconds["selective_async_s"]
+    writer.close()
+    return seconds
+
+
+def _settings(cfg: RunConfig, *, method: Method = "eagle3", loss: LossKind = "soft_ce") -> TrainSettings:
+    return TrainSettings(
+        learning_rate=cfg.drafter.spot.learning_rate,
+        depth=cfg.drafter.depth,
+        compute_dtype=getattr(torch, cfg.rollout.dtype),
+        method=method,
+        loss=loss,
+    )
+
+
+def _median_s(work: Callable[[], Any]) -> float:
+    work()
+    seconds = []
+    for _ in range(_TRIALS):
+        began_s = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - began_s)
+    return statistics.median(seconds)
