@@ -5,7 +5,7 @@
     short   its shorter half: no tail
     raw     the start model before the cold start, at the same temperature: high entropy, nothing to guess
 
-Same requests and noise for every configuration, one engine after the other in turn, on one worker's threads.
+Same requests, lengths and noise for every configuration, one engine after the other in turn, on one worker's threads.
 
 Two more kinds of row say what is left to gain: `floor`, what a pass over so many tokens takes, beside the bytes and
 the arithmetic that it needs (`tlt_core/bench_floor`); and `ceiling`, the speed-up of the rl rounds as it is, if
@@ -28,7 +28,7 @@ from tasks.prepare import prepare_data, prepare_model
 from tlt_core import data
 from tlt_core.adaptive import make_engine, menu_of
 from tlt_core.bench_floor import ceilings, linears_s, pass_costs
-from tlt_core.bench_rollout import BANDS, Measured, Workload, compare, differing, run
+from tlt_core.bench_rollout import BANDS, Measured, Workload, compare, differing, fix_lengths
 from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
 from tlt_core.prompt_order import PromptOrder
 from tlt_core.types import GenerationRequest, NoiseKey, Prompt, SamplingParams
@@ -91,15 +91,18 @@ def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path) -> Seq
     decoder = load_decoder(policy, dtype=dtype, device="cpu")
     requests = _requests(share, cfg.rollout.num_samples, seed=cfg.seed)
     rl = Workload("rl", decoder, requests, params, cfg.rollout.max_live_requests)
-    plain = run(rl, SpeculationConfig(policy="off"), seed=cfg.seed).rollouts
-    ordered = sorted(requests, key=lambda r: len(plain[r.key].completion))
+    rl = fix_lengths(rl, seed=cfg.seed)
+    ordered = sorted(rl.requests, key=lambda r: r.max_new_tokens or 0)
     raw_params = SamplingParams(params.temperature, params.top_p, params.top_k, _RAW_TOKENS, params.stop_token_ids)
     raw = load_decoder(start, dtype=dtype, device="cpu")
     return (
         rl,
         rl._replace(name="tail", requests=ordered[:-_LONGEST][: _AMONG - _LONGEST] + ordered[-_LONGEST:]),
         rl._replace(name="short", requests=ordered[: len(ordered) // 2]),
-        Workload("raw", raw, _requests(share, 1, seed=cfg.seed)[:_RAW_REQUESTS], raw_params, _RAW_REQUESTS),
+        fix_lengths(
+            Workload("raw", raw, _requests(share, 1, seed=cfg.seed)[:_RAW_REQUESTS], raw_params, _RAW_REQUESTS),
+            seed=cfg.seed,
+        ),
     )
 
 

@@ -2,9 +2,12 @@
 
 One engine per configuration, all in this process on the same threads; repeat r runs every configuration once before
 repeat r + 1 begins, in turn from another first one, so that a busy machine hits all alike.  Tokens must be the same up
-to near-ties, which are counted.
+to near-ties, which are counted.  A near-tie may end a response early or late, so every response is decoded to the
+length that it has in plain decoding (`fix_lengths`): the work is the same for all.
 """
 
+import dataclasses
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -16,6 +19,8 @@ from tlt_core import adaptive
 from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.engine import RoundTrace
 from tlt_core.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
+
+log = logging.getLogger(__name__)
 
 TAIL_LIVE = 4  # rounds with at most so many live requests are the tail
 BANDS = {"1 live": (1, 1), "2 live": (2, 2), "3-4 live": (3, 4), "5-8 live": (5, 8), "above": (9, 1 << 30)}
@@ -46,8 +51,17 @@ def compare(
     names = list(configurations)
     for repeat in range(repeats):
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            results[name].append(run(workload, configurations[name], seed=seed))
+            measured = run(workload, configurations[name], seed=seed)
+            results[name].append(measured)
+            log.info("repeat %d, %s, %s: %.1f tokens/s", repeat, workload.name, name, measured.figures["tokens_per_s"])
     return results
+
+
+def fix_lengths(workload: Workload, *, seed: int) -> Workload:
+    """The same requests, each of them as long as plain decoding makes it."""
+    plain = run(workload, SpeculationConfig(policy="off"), seed=seed).rollouts
+    requests = [dataclasses.replace(r, max_new_tokens=len(plain[r.key].completion)) for r in workload.requests]
+    return workload._replace(requests=requests, params=dataclasses.replace(workload.params, stop_token_ids=()))
 
 
 def run(workload: Workload, cfg: SpeculationConfig, *, seed: int) -> Measured:
@@ -60,7 +74,8 @@ def run(workload: Workload, cfg: SpeculationConfig, *, seed: int) -> Measured:
         max_len=longest + workload.params.max_new_tokens,
         seed=seed,
     )
-    adaptive.calibrate(engine)
+    if cfg.policy == "cost_model":  # the others choose without knowing what a round costs
+        adaptive.calibrate(engine)
     waiting, finished = list(reversed(workload.requests)), {}
     rounds: list[RoundTrace] = []
 

@@ -72,6 +72,7 @@ class GenerationRequest:
 
     key: NoiseKey
     prompt_tokens: Tensor  # [P] int32
+    max_new_tokens: int | None = None  # cut earlier than `SamplingParams` says
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,9 @@ class LiveBatch:
                 f"prompt {request.key.prompt_id} has {length} tokens, which leaves no room for a response in "
                 f"{self._max_len} positions; shorten it or raise rollout.max_prompt_tokens"
             )
-        self._rows.append(_Row(request, time.time(), min(length + params.max_new_tokens, self._max_len)))
+        most = params.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+        limit = length + min(most, params.max_new_tokens)
+        self._rows.append(_Row(request, time.time(), min(limit, self._max_len)))
         self.lengths.append(length)
         self.tokens_BC[row, :length] = request.prompt_tokens.to(self.tokens_BC)
         self.lengths_B[row] = length

@@ -1,5 +1,7 @@
 """The engine's responses depend on (seed, step, prompt, sample) alone, and equal transformers' when greedy."""
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -103,6 +105,15 @@ def test_finish_reasons(decoder):
     context = run(decoder, requests(1, 1), SamplingParams(max_new_tokens=500), max_live=1)
     assert {len(r.tokens) for r in context.values()} == {96}  # cut at the cache length
     assert {r.policy_version for r in context.values()} == {5}
+
+
+def test_a_request_may_be_cut_earlier_and_its_tokens_stay(decoder):
+    params = SamplingParams(max_new_tokens=9)
+    whole = run(decoder, requests(3, 1), params, max_live=3)
+    own = [dataclasses.replace(r, max_new_tokens=most) for r, most in zip(requests(3, 1), (1, 4, 500), strict=True)]
+    cut = run(decoder, own, params, max_live=3)
+    assert [len(cut[r.key].completion) for r in own] == [1, 4, 9]
+    assert all(torch.equal(c.completion, whole[key].completion[: len(c.completion)]) for key, c in cut.items())
 
 
 def test_one_token_prompt_needs_no_prefill(decoder):
