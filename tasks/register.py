@@ -56,6 +56,8 @@ def _enter(registry: Registry, entry: Entry, run_id: str, *, rival: Callable[[Ve
         return known  # the same weights again: aliases may have been moved by hand since
     owner = run_id or registry.run(name=entry.model, key=f"{entry.model}-{entry.digest}", tags={})
     version = registry.register(entry, run_id=owner)
+    if not run_id:
+        registry.finish(owner, {})  # it was made to hold the files
     registry.set_alias(version, CHALLENGER)
     if not rival(registry.by_alias(entry.model, CHAMPION)):
         registry.set_alias(version, CHAMPION)

@@ -150,7 +150,10 @@ def test_a_warmed_up_drafter_is_the_challenger_only(cfg: RunConfig, tmp_path: Pa
     assert challenger.tags["accept_len_sim"] == "2.5"
     assert challenger.tags["policy_digest"] == lineage.policy_tags(cfg, policy, dataset=DATA)["policy_digest"]
     assert registry.by_alias(name, CHAMPION) is None
-    card = MlflowClient(cfg.tracking.uri).get_model_version(name, "1").description
+    client = MlflowClient(cfg.tracking.uri)
+    version = client.get_model_version(name, "1")
+    assert client.get_run(version.run_id).info.status == "FINISHED", "a run that only holds files is not under way"
+    card = version.description
     assert card.startswith(f"# EAGLE-3 drafter of run {cfg.name}")
     assert "| data_digest | data-digest |" in card
 
