@@ -1,16 +1,20 @@
-"""What a person sees on a flow run's page in Prefect: progress, the table of steps, the way to MLflow.
+"""What a person sees on a flow run's page in Prefect: progress, the table of steps, the newest worker timeline, the way
+to MLflow.
 
 A Prefect server that stops answering costs these pictures, not the run.
 """
 
+import base64
 import logging
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import httpx
 from prefect.artifacts import (
+    create_image_artifact,
     create_link_artifact,
     create_markdown_artifact,
     create_progress_artifact,
@@ -32,6 +36,7 @@ _COLUMNS = {
     "step s": "timing_s/step",
     "accuracy": "val-core/all/reward/greedy",
 }
+_PICTURES = {"timeline": "What each worker did", "speculation": "Strategy of each round"}
 
 
 class RunPage:
@@ -70,10 +75,19 @@ class RunPage:
         except (httpx.HTTPError, PrefectException) as error:
             log.warning("Prefect did not take an artifact: %s", error)
 
-    def end(self) -> None:
-        """The table of steps."""
+    def end(self, figures: Path) -> None:
+        """The table of steps, and the newest of each picture that shows the workers."""
         try:
             create_table_artifact(key=f"{self._key}-steps", table=self._rows, description="Steps of this run")
+            for kind, description in _PICTURES.items():
+                drawn = sorted(figures.glob(f"{kind}_*.png"))
+                if drawn:  # as part of the address: Prefect keeps no files
+                    encoded = base64.b64encode(drawn[-1].read_bytes()).decode()
+                    create_image_artifact(
+                        image_url=f"data:image/png;base64,{encoded}",
+                        key=f"{self._key}-{kind}",
+                        description=f"{description}, step {int(drawn[-1].stem.removeprefix(kind + '_'))}",
+                    )
         except (httpx.HTTPError, PrefectException) as error:
             log.warning("Prefect did not take an artifact: %s", error)
 

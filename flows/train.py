@@ -87,7 +87,7 @@ def iterate(session: Session, tracker: Tracker, warm_up: dict[str, float], show:
         metrics = track(session, tracker, step, scored)
         show.step_done(metrics)
         page.step_done(step, metrics)
-    page.end()
+    page.end(session.cfg.run_dir / "figures")
     return export_policy(session)
 
 
