@@ -86,7 +86,6 @@ class SlotCache:
         """max_draft_tokens: the largest tree of one request that `verify_attend` will meet."""
         self.max_len = max_len
         shape = (config.num_layers, num_slots, config.num_kv_heads, max_len + max_draft_tokens, config.head_dim)
-        # Memory is touched, and so taken, only as far as requests really grow.
         self.keys_YSKCd = torch.zeros(shape, dtype=dtype, device=device)
         self.values_YSKCd = torch.zeros(shape, dtype=dtype, device=device)
 
