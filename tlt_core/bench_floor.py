@@ -8,8 +8,7 @@ A pass that verifies many tokens leaves the first floor for the second, and then
 """
 
 import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.packed import PackedLinear
 from tlt_core.rollout.engine import RolloutEngine
+from tlt_core.timing import median_s
 
 _BUFFER_BYTES = 1 << 29
 _PEAK_TOKENS = 512
@@ -62,13 +62,13 @@ def ceilings(decoder: Decoder) -> Machine:
     """Measured, about two seconds."""
     buffer = torch.ones(_BUFFER_BYTES // 4)
     other = torch.empty_like(buffer)
-    copied = 2 * _BUFFER_BYTES / _median_s(lambda: other.copy_(buffer))
-    read = _BUFFER_BYTES / _median_s(buffer.sum)
+    copied = 2 * _BUFFER_BYTES / median_s(lambda: other.copy_(buffer), trials=_TRIALS)
+    read = _BUFFER_BYTES / median_s(buffer.sum, trials=_TRIALS)
     largest = max(projections(decoder)[:-1], key=lambda linear: _shape(linear)[0] * _shape(linear)[1])
     rows, columns = _shape(largest)
     inputs = torch.randn(_PEAK_TOKENS, columns).to(decoder.head_weight.dtype)
     flops = 2.0 * rows * columns * _PEAK_TOKENS
-    return Machine(max(copied, read), flops / _median_s(lambda: largest(inputs)))
+    return Machine(max(copied, read), flops / median_s(lambda: largest(inputs), trials=_TRIALS))
 
 
 @torch.inference_mode()
@@ -78,7 +78,7 @@ def linears_s(decoder: Decoder, tokens: int) -> float:
     work: list[tuple[nn.Module, Tensor]] = []
     for linear in projections(decoder):
         work.append((linear, torch.randn(tokens, _shape(linear)[1]).to(dtype)))
-    return _median_s(lambda: [linear(x) for linear, x in work])
+    return median_s(lambda: [linear(x) for linear, x in work], trials=_TRIALS)
 
 
 def pass_costs(
@@ -90,17 +90,7 @@ def pass_costs(
     weights_s = parameters * decoder.head_weight.element_size() / machine.bytes_per_s
     costs = []
     for live, tokens in points:
-        pass_s = _median_s(functools.partial(engine.rehearse, live, tokens, context))
+        pass_s = median_s(functools.partial(engine.rehearse, live, tokens, context), trials=_TRIALS)
         arithmetic_s = 2.0 * parameters * tokens / machine.flops_per_s
         costs.append(PassCost(live, tokens, pass_s, linears_s(decoder, tokens), weights_s, arithmetic_s))
     return costs
-
-
-def _median_s(work: Callable[[], object]) -> float:
-    work()
-    seconds = []
-    for _ in range(_TRIALS):
-        started_s = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started_s)
-    return sorted(seconds)[_TRIALS // 2]

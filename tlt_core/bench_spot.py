@@ -8,7 +8,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -25,6 +25,7 @@ from tlt_core.spot.buffer import SequenceBuffer
 from tlt_core.spot.checkpoint import async_checkpoint, load_checkpoint
 from tlt_core.spot.sampling import Candidate, WindowSampler
 from tlt_core.spot.writer import BackgroundWriter
+from tlt_core.timing import median_s
 
 METHODS: Mapping[str, tuple[Method, LossKind]] = {
     "eagle": ("eagle", "soft_ce"),
@@ -120,7 +121,10 @@ def packing(
         windows = [Window(s, s.earliest, s.earliest + s.rows) for s in sequences]
         return lambda: trainer.accumulate(windows)
 
-    packed_s, padded_s = _median_s(pass_over(batch)), _median_s(pass_over([batch[-1]] * len(batch)))
+    packed_s, padded_s = (
+        median_s(pass_over(batch), trials=_TRIALS),
+        median_s(pass_over([batch[-1]] * len(batch)), trials=_TRIALS),
+    )
     return {
         "responses": float(len(batch)),
         "longest_rows": float(batch[-1].rows),
@@ -160,7 +164,7 @@ def checkpoint_seconds(
         blocked.append(time.perf_counter() - began_s)
         writer.wait()
     seconds["selective_async_s"] = statistics.median(blocked)
-    seconds["full_sync_s"] = _median_s(full)
+    seconds["full_sync_s"] = median_s(full, trials=_TRIALS)
     seconds["selective_mb"] = (folder / "selective.safetensors").stat().st_size / 1e6
     seconds["full_mb"] = (folder / "full.safetensors").stat().st_size / 1e6
     seconds["full_over_selective"] = seconds["full_sync_s"] / seconds["selective_async_s"]
@@ -176,13 +180,3 @@ def _settings(cfg: RunConfig, *, method: Method = "eagle3", loss: LossKind = "so
         method=method,
         loss=loss,
     )
-
-
-def _median_s(work: Callable[[], Any]) -> float:
-    work()
-    seconds = []
-    for _ in range(_TRIALS):
-        began_s = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - began_s)
-    return statistics.median(seconds)

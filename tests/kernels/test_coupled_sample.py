@@ -2,9 +2,10 @@
 
 import math
 
+import pytest
 import torch
 
-from kernels.coupled_sample import coupled_argmax, gumbel_noise
+from kernels.coupled_sample import coupled_argmax, first_argmax, gumbel_noise
 from tlt_core.sampling import row_keys
 
 IDS = torch.arange(1000, dtype=torch.int32)
@@ -67,3 +68,10 @@ def test_rare_tokens_are_drawn_as_often_as_they_should():
     assert counts[4] == 0
     expected = p.double()[:4] * len(draws)
     assert ((counts[:4] - expected) ** 2 / expected).sum() < 16.27  # chi-square 0.999 quantile, 3 degrees of freedom
+
+
+@pytest.mark.parametrize("vocab", [49152, 96, 100, 64, 1])
+def test_the_two_level_arg_max_is_torchs_and_takes_the_first_of_equals(vocab):
+    x_NV = torch.randint(0, 40, (50, vocab), generator=torch.Generator().manual_seed(vocab)).float()
+    wanted_N = torch.tensor([row.tolist().index(row.max().item()) for row in x_NV])
+    assert torch.equal(first_argmax(x_NV), wanted_N)
