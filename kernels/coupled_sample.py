@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.dispatch import Impl, jit, power_of_two, tl, uses_triton
+from kernels.dispatch import Impl, jit, native_library, power_of_two, tl, uses_triton
 
 _GOLDEN = 0x9E3779B1 - (1 << 32)  # as signed 32-bit
 _MIX_1 = 0x85EBCA6B - (1 << 32)
@@ -116,10 +116,30 @@ def coupled_sample(
     """
     if uses_triton(impl, logits_NV, op="coupled_sample"):
         sampled = _coupled_sample_triton(logits_NV, keys_N2, temperature, floors_N)
+    elif impl != "torch" and runs_native(logits_NV) and floors_N is None:
+        sampled = _coupled_sample_native(logits_NV, keys_N2, temperature)
     else:
         sampled = coupled_sample_reference(logits_NV, keys_N2, temperature=temperature, floors_N=floors_N)
     torch._assert_async(sampled.lognorms_N.isfinite().all(), "coupled_sample: a row's logits are NaN, +inf or all -inf")
     return sampled
+
+
+def runs_native(logits_NV: Tensor) -> bool:
+    """Whether `coupled_sample` has C for such logits (without floors)."""
+    return logits_NV.dtype == torch.bfloat16 and native_library("auto", logits_NV, op="coupled_sample") is not None
+
+
+def _coupled_sample_native(logits_NV: Tensor, keys_N2: Tensor, temperature: float) -> Sampled:
+    library = native_library("native", logits_NV, op="coupled_sample")
+    assert library is not None, "asked for by name"
+    logits_NV, keys_N2 = logits_NV.contiguous(), keys_N2.contiguous()
+    tokens_N = torch.empty(len(logits_NV), dtype=torch.int64)
+    logprobs_N, lognorms_N = torch.empty(2, len(logits_NV)).unbind()
+    library.tlt_choose(
+        logits_NV.data_ptr(), keys_N2.data_ptr(), *logits_NV.shape, temperature,
+        tokens_N.data_ptr(), logprobs_N.data_ptr(), lognorms_N.data_ptr(),
+    )  # fmt: skip
+    return Sampled(tokens_N, logprobs_N, lognorms_N)
 
 
 def coupled_sample_reference(

@@ -1,10 +1,12 @@
 """Which implementation of an op runs, and Triton where it is installed.
 
-`impl` of every op: "torch" is the specification and the CPU's way; "triton" needs a GPU, or Triton's interpreter, which
-runs the same kernels on CPU tensors when TRITON_INTERPRET=1 is set before this module is imported; "auto" takes Triton
-on a GPU and torch elsewhere, and says so once.  Importing the ops needs no Triton: it is packaged for Linux alone.
+`impl` of every op: "torch" is the specification; "triton" needs a GPU, or Triton's interpreter, which runs the same
+kernels on CPU tensors when TRITON_INTERPRET=1 is set before this module is imported; "native" is C on a CPU, for the
+ops of rollout (`kernels/native`); "auto" takes Triton on a GPU, C on a CPU where both op and machine have it, torch
+elsewhere, and says so once.  Importing the ops needs no Triton: it is packaged for Linux alone.
 """
 
+import ctypes
 import functools
 import importlib
 import logging
@@ -12,7 +14,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-Impl = Literal["auto", "torch", "triton"]
+from kernels import native
+
+Impl = Literal["auto", "torch", "triton", "native"]
 
 
 def _module(name: str) -> Any:
@@ -35,7 +39,7 @@ def jit(kernel: Any) -> Any:
 
 def uses_triton(impl: Impl, tensor: Tensor, *, op: str) -> bool:
     """Decide by the device of an op's input.  Raises ValueError when "triton" is asked for and cannot run."""
-    if impl == "torch":
+    if impl in ("torch", "native"):
         return False
     if impl == "auto":
         return _auto(op, tensor.device.type)
@@ -49,6 +53,19 @@ def uses_triton(impl: Impl, tensor: Tensor, *, op: str) -> bool:
             "TRITON_INTERPRET=1 before Python starts (Triton's interpreter, for tests: slow)"
         )
     return True
+
+
+def native_library(impl: Impl, tensor: Tensor, *, op: str) -> ctypes.CDLL | None:
+    """The C kernels, where they are to run.  Raises ValueError when "native" is asked for and cannot."""
+    if impl not in ("auto", "native") or (impl == "auto" and tensor.device.type != "cpu"):
+        return None
+    library = native.library()
+    if impl == "native" and (library is None or tensor.device.type != "cpu"):
+        raise ValueError(
+            f"{op}: impl='native' on a {tensor.device.type} tensor cannot run: it needs CPU tensors, a C compiler and "
+            "a processor with AVX-512 bfloat16 instructions; take impl='auto'"
+        )
+    return library
 
 
 @functools.cache

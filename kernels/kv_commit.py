@@ -14,10 +14,13 @@ Shapes: Y layers, S slots, B live ones, K key/value heads, C cache length, d hea
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
-from kernels.dispatch import Impl, jit, power_of_two, tl, uses_triton
+from kernels import native
+from kernels.dispatch import Impl, jit, native_library, power_of_two, tl, uses_triton
 
 
 def kv_commit(
@@ -33,11 +36,15 @@ def kv_commit(
 
     In place.  Triton needs no host sync; torch takes one, to learn how many are moved.
     """
-    if not uses_triton(impl, keys_YSKCd, op="kv_commit"):
+    on_gpu, library = uses_triton(impl, keys_YSKCd, op="kv_commit"), native_library(impl, keys_YSKCd, op="kv_commit")
+    if not on_gpu and library is None:
         kv_commit_reference(keys_YSKCd, values_YSKCd, sources_BA, targets_BA, moved_BA)
         return
     assert keys_YSKCd.stride() == values_YSKCd.stride(), "kv_commit: keys and values are laid out alike"
     assert keys_YSKCd.stride(4) == 1, "kv_commit: the head size is the innermost axis of the cache"
+    if not on_gpu and library is not None:
+        _kv_commit_native(library, keys_YSKCd, values_YSKCd, sources_BA, targets_BA, moved_BA)
+        return
     layers, _, num_kv, _, size = keys_YSKCd.shape
     live, longest = sources_BA.shape
     if live:
@@ -46,6 +53,19 @@ def kv_commit(
             moved_BA.contiguous().view(torch.uint8), longest, num_kv, size, *keys_YSKCd.stride()[:4],
             SIZE=power_of_two(size), num_warps=1,
         )  # fmt: skip
+
+
+def _kv_commit_native(
+    library: ctypes.CDLL, keys: Tensor, values: Tensor, sources_BA: Tensor, targets_BA: Tensor, moved_BA: Tensor
+) -> None:
+    layers, _, num_kv, _, size = keys.shape
+    layer, slot, head, place = (stride * keys.element_size() for stride in keys.stride()[:4])
+    assert place == size * keys.element_size(), "kv_commit: a head's places follow each other"
+    shape = native.CCacheShape(layers, num_kv, place, layer, slot, head)
+    inputs = [x.contiguous() for x in (sources_BA, targets_BA, moved_BA)]
+    library.tlt_kv_commit(
+        keys.data_ptr(), values.data_ptr(), ctypes.addressof(shape), *(x.data_ptr() for x in inputs), *moved_BA.shape
+    )
 
 
 def kv_commit_reference(

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.dispatch import Impl, jit, power_of_two, tl, uses_triton
+from kernels.dispatch import Impl, jit, native_library, power_of_two, tl, uses_triton
 
 
 class AcceptedPath(NamedTuple):
@@ -83,7 +83,16 @@ def accepted_path(
         unused_T = torch.empty(choice_T.shape, dtype=torch.float32, device=choice_T.device)
         tree = (tokens_N, parents_N, rows_N)
         return spec_verify(choice_T, unused_T, *tree, num_rows=num_rows, depth=depth, impl="triton").path
-    return accepted_path_reference(choice_T, tokens_N, parents_N, rows_N, num_rows=num_rows, depth=depth)
+    library = native_library(impl, choice_T, op="accepted_path")
+    if library is None:
+        return accepted_path_reference(choice_T, tokens_N, parents_N, rows_N, num_rows=num_rows, depth=depth)
+    nodes_BA = torch.empty(num_rows, depth + 1, dtype=torch.int64)
+    counts_B = torch.empty(num_rows, dtype=torch.int64)
+    inputs = [x.contiguous() for x in (choice_T, tokens_N, parents_N, rows_N)]
+    library.tlt_accepted_path(
+        *(x.data_ptr() for x in inputs), len(tokens_N), num_rows, depth, nodes_BA.data_ptr(), counts_B.data_ptr()
+    )
+    return AcceptedPath(nodes_BA, counts_B)
 
 
 def accepted_path_reference(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.coupled_sample import coupled_race, coupled_sample, first_argmax
+from kernels.coupled_sample import coupled_race, coupled_sample, first_argmax, runs_native
 from tlt_core.types import NoiseKey, SamplingParams
 
 _MASK_64 = (1 << 64) - 1
@@ -76,7 +76,7 @@ def policy_scores(logits_NV: Tensor, params: SamplingParams) -> Tensor:
 
 def choose(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
     """Sample one token a row.  logits_NV: any float dtype; keys_N2: from `row_keys`."""
-    if logits_NV.device.type != "cpu":
+    if logits_NV.device.type != "cpu" or (runs_native(logits_NV) and not 0 < params.top_k < logits_NV.shape[-1]):
         return _choose_on_device(logits_NV, keys_N2, params)
     rows = max(1, _CACHED_SCORES // logits_NV.shape[-1])
     chosen = [

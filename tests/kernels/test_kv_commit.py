@@ -4,13 +4,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels import native
 from kernels.kv_commit import kv_commit
 
 LAYERS, SLOTS, HEADS, LENGTH, LIVE, LONGEST = 2, 4, 2, 40, 3, 6
 
 
-@pytest.fixture(params=["torch", "triton"])
-def impl(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=["torch", "triton", "native"])
+def impl(request: pytest.FixtureRequest, device: str) -> str:
+    if request.param == "native" and (device != "cpu" or native.library() is None):
+        pytest.skip("the C kernels do not run here")
     return request.param
 
 

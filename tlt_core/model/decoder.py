@@ -16,10 +16,28 @@ from torch import Tensor, nn
 
 from kernels.rms_norm import rms_norm
 from kernels.swiglu import swiglu
+from kernels.tree_layout import TreeLayout
 from tlt_core.model.config import DecoderConfig, ModelError
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """attend(layer, q_THd, k_TKd, v_TKd) -> out_THd"""
+
+
+class PlacedAttend(NamedTuple):
+    """An `Attend` over a slot cache that says what it does, for layers that do it themselves."""
+
+    attend: Attend
+    layout: TreeLayout  # where each token's key and value go, and what it sees
+    keys_YSKCd: Tensor  # of all layers: Y layers, S slots, C places
+    values_YSKCd: Tensor
+
+    def __call__(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        """`Attend`."""
+        return self.attend(layer, q_THd, k_TKd, v_TKd)
+
+
+Rope = tuple[Tensor, Tensor]
+"""cos and signed sin, see `_rotate`"""
 
 
 class Hidden(NamedTuple):
@@ -59,7 +77,7 @@ class Layer(nn.Module):
         self.gate_up_proj = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
 
-    def forward(self, x_TD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, layer: int) -> Tensor:
+    def forward(self, x_TD: Tensor, rope: Rope, attend: Attend, layer: int) -> Tensor:
         """Residual stream in, residual stream out."""
         heads = self.qkv_proj(self.input_norm(x_TD)).unflatten(-1, (-1, self.head_dim))
         queries, keys, values = self.heads
@@ -86,6 +104,9 @@ class Decoder(nn.Module):
         self._frequencies: Tensor
         self.register_buffer("_frequencies", rope_frequencies(config), persistent=False)
         self.packed_head: nn.Module | None = None  # stands in for the LM head, see `packed.py`
+        self.packed_layers: Callable[[Tensor, Rope, PlacedAttend, Sequence[int]], Hidden] | None = (
+            None  # for all layers
+        )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Decoder":
         """Casting or moving a module does the same to its buffers, and frequencies in bfloat16 ruin positions."""
@@ -107,6 +128,8 @@ class Decoder(nn.Module):
             raise ValueError(f"taps {tuple(taps)}: this decoder has taps 0 to {len(self.layers)}")
         x_TD = self.embed_tokens(tokens_T)
         rope = self._rope(positions_T, x_TD.dtype)
+        if self.packed_layers is not None and isinstance(attend, PlacedAttend):
+            return self.packed_layers(x_TD, rope, attend, taps)
         streams: list[Tensor | None] = []
         for index, layer in enumerate(self.layers):
             streams.append(x_TD if index in taps else None)
@@ -115,9 +138,7 @@ class Decoder(nn.Module):
         tapped = [stream for k in taps if (stream := streams[k]) is not None]
         return Hidden(self.norm(x_TD), torch.cat(tapped, dim=-1) if taps else None)
 
-    def run_layer(
-        self, layer: nn.Module, x_TD: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, index: int
-    ) -> Tensor:
+    def run_layer(self, layer: nn.Module, x_TD: Tensor, rope: Rope, attend: Attend, index: int) -> Tensor:
         """One layer; training overrides this to recompute activations."""
         return layer(x_TD, rope, attend, index)
 
@@ -141,7 +162,7 @@ class Decoder(nn.Module):
                 raise ModelError(f"weight {name} of shape {tuple(value.shape)} does not fit this decoder")
             parameters[name].copy_(value)
 
-    def _rope(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _rope(self, positions_T: Tensor, dtype: torch.dtype) -> Rope:
         """cos and sin of `_rotate`, [T, 1, d], computed in float32."""
         angles = positions_T.float()[:, None, None] * self._frequencies
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
@@ -166,7 +187,7 @@ def rope_frequencies(config: DecoderConfig) -> Tensor:
     return torch.where(wavelengths > longest, slowed, torch.where(wavelengths < shortest, frequencies, middle))
 
 
-def _rotate(x_THd: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def _rotate(x_THd: Tensor, rope: Rope) -> Tensor:
     """Rotary embedding in the half-split layout of Hugging Face checkpoints.
 
     (a, b) -> (a cos - b sin, b cos + a sin) for the two halves a, b of a head: x cos + (b, a) (-sin, sin).

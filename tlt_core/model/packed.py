@@ -1,7 +1,8 @@
-"""Pre-packed weights for rollout replicas on CPU: oneDNN's blocked layout, made once per policy version.
+"""Pre-packed weights for rollout replicas on CPU, made once per policy version.
 
 A plain bf16 `F.linear` re-arranges its weight matrix inside every call, which costs more than the product itself at
-decode shapes (1 to 32 tokens).  The packed product is bitwise the same; it is for inference only (no gradient).
+decode shapes (1 to 32 tokens).  Packed are `kernels.packed_linear`'s panels, or where those do not run oneDNN's blocked
+layout.  For inference only (no gradient).
 
     plain decoder -> pack_linears -> PackedWeights;  after each policy update: PackedWeights.repack(new weights)
 """
@@ -11,25 +12,32 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from kernels.packed_linear import Panels, can_pack_panels
 from tlt_core.model.config import ModelError
 from tlt_core.model.decoder import Decoder
+from tlt_core.model.native_layers import NativeLayers
 
 _HEAD_NAMES = {True: "embed_tokens.weight", False: "lm_head.weight"}  # by tie_word_embeddings
 
 
 class PackedLinear(nn.Module):
-    """x W^T + b with W in oneDNN's layout.  Holds no parameter: names and shapes are `PackedWeights`' affair."""
+    """x W^T + b with W packed.  Holds no parameter: names and shapes are `PackedWeights`' affair."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.shape = weight.shape
         self.bias: Tensor | None = None
-        self.set_weight(weight)
+        self.panels = Panels(weight) if can_pack_panels(weight) else None
+        if self.panels is None:
+            self.set_weight(weight)
         if bias is not None:
             self.set_bias(bias)
 
     def set_weight(self, weight: Tensor) -> None:
         """Pack a new [out, in] weight."""
+        if self.panels is not None:
+            self.panels.set_weight(weight)
+            return
         # A copy first: oneDNN may hand the same memory back where no re-arrangement pays, and the caller's may change.
         copied = weight.detach().to(torch.bfloat16, copy=True).contiguous()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(copied)
@@ -37,9 +45,13 @@ class PackedLinear(nn.Module):
     def set_bias(self, bias: Tensor) -> None:
         """Take a copy of a new [out] bias."""
         self.bias = bias.detach().to(torch.bfloat16, copy=True)
+        if self.panels is not None:
+            self.panels.set_bias(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] bfloat16 -> [..., out] bfloat16."""
+        if self.panels is not None:
+            return self.panels(x)
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
 
@@ -102,4 +114,5 @@ def pack_linears(decoder: Decoder) -> PackedWeights:
                 setattr(layer, name, packed)
                 linears[f"layers.{index}.{name}"] = packed
     decoder.packed_head = head = PackedLinear(decoder.head_weight, None)
+    decoder.packed_layers = NativeLayers.of(decoder)
     return PackedWeights(decoder, linears, head)

@@ -20,54 +20,27 @@ from torch import Tensor
 from kernels.kv_commit import kv_commit
 from kernels.packed_attention import packed_causal_attention
 from kernels.slot_attention import SlotMask, slot_attention
+from kernels.tree_layout import TreeLayout, prompt_layout
 from tlt_core.model.config import DecoderConfig
-from tlt_core.model.decoder import Attend
-from tlt_core.speculation import DraftTree
+from tlt_core.model.decoder import Attend, PlacedAttend
 
 
-class TreeLayout(NamedTuple):
-    """Where the B newest tokens and N draft tokens of a verification pass are: in the cache, in time, in attention."""
+class _Sight(NamedTuple):
+    """The tokens of a verification pass by slot, W queries each."""
 
-    rows_T: Tensor  # int64, live slot
-    positions_T: Tensor  # int64, position in the sequence, known tokens included
-    places_T: Tensor  # int64, position in the cache
     queries_BW: Tensor  # int64, the slot's tokens among the T; filled up with its newest token
     columns_T: Tensor  # int64, where in W a token is
     visible_BWC: Tensor  # bool
 
     @classmethod
-    def of(cls, tree: DraftTree, positions_B: Tensor, *, longest: int) -> "TreeLayout":
-        """positions_B: of the newest tokens.  longest: known tokens of the longest row."""
-        live, device = len(positions_B), positions_B.device
-        counts_B = torch.zeros_like(positions_B).index_add_(0, tree.rows_N, torch.ones_like(tree.rows_N))
-        first_B = counts_B.cumsum(0) - counts_B
-        own_N = torch.arange(len(tree.rows_N), device=device)
-        columns_N = own_N - first_B[tree.rows_N] + 1
-        width = int(counts_B.max()) + 1
-        queries_BW = torch.arange(live, device=device)[:, None].repeat(1, width)
-        queries_BW[tree.rows_N, columns_N] = own_N + live
-        # ancestors: a token sees what its parent sees, and itself
-        sees_BWW = torch.zeros(live, width, width, dtype=torch.bool, device=device)
-        sees_BWW[:, :, 0] = True
-        parents_N = torch.where(tree.parents_N < 0, 0, columns_N[tree.parents_N])
-        sees_NW = torch.zeros(len(own_N), width, dtype=torch.bool, device=device)
-        sees_NW[own_N, columns_N] = True
-        sees_BWW[tree.rows_N, columns_N] |= sees_NW
-        for _ in range(int(tree.depths_N.max()) - 1):
-            sees_BWW[tree.rows_N, columns_N] |= sees_BWW[tree.rows_N, parents_N]
-        at_C = torch.arange(longest + width - 1, device=device)
-        visible_BWC = (at_C <= positions_B[:, None])[:, None].repeat(1, width, 1)
-        offset_BC = at_C - positions_B[:, None]
-        drafted_BWC = sees_BWW.gather(2, offset_BC.clamp(0, width - 1)[:, None].expand(-1, width, -1))
-        visible_BWC |= drafted_BWC & ((offset_BC > 0) & (offset_BC < width))[:, None]
-        return cls(
-            rows_T=torch.cat([queries_BW[:, 0], tree.rows_N]),
-            positions_T=torch.cat([positions_B, positions_B[tree.rows_N] + tree.depths_N]),
-            places_T=torch.cat([positions_B, positions_B[tree.rows_N] + columns_N]),
-            queries_BW=queries_BW,
-            columns_T=torch.cat([torch.zeros_like(positions_B), columns_N]),
-            visible_BWC=visible_BWC,
-        )
+    def of(cls, layout: TreeLayout, live: int) -> "_Sight":
+        columns_T = layout.places_T - layout.known_T + 1
+        width = int(columns_T.max()) + 1
+        queries_BW = torch.arange(live, device=columns_T.device)[:, None].repeat(1, width)
+        queries_BW[layout.rows_T, columns_T] = torch.arange(len(columns_T), device=columns_T.device)
+        at_C = torch.arange(int(layout.places_T.max()) + 1, device=columns_T.device)
+        visible_TC = (at_C < layout.known_T[:, None]).scatter_(1, layout.paths_TA, True)
+        return cls(queries_BW, columns_T, visible_TC[queries_BW])
 
 
 class SlotCache:
@@ -94,7 +67,7 @@ class SlotCache:
         for cache in (self.keys_YSKCd, self.values_YSKCd):
             cache[:, target, :, :length] = cache[:, source, :, :length]
 
-    def prefill_attend(self, slots: list[int], offsets_S1: Tensor) -> Attend:
+    def prefill_attend(self, slots: list[int], offsets_S1: Tensor) -> PlacedAttend:
         """Attention for packed prompts that start at position 0: prompt i goes to slot slots[i]."""
         bounds = offsets_S1.tolist()
 
@@ -104,13 +77,15 @@ class SlotCache:
                 self.values_YSKCd[layer, slot, :, : end - start] = v_TKd[start:end].transpose(0, 1)
             return packed_causal_attention(q_THd, k_TKd, v_TKd, offsets_S1)
 
-        return attend
+        counts_S = offsets_S1.diff()
+        rows_T = torch.tensor(slots, device=counts_S.device).repeat_interleave(counts_S)
+        places_T = torch.cat([torch.arange(count, device=counts_S.device) for count in counts_S.tolist()])
+        return self._placed(attend, prompt_layout(rows_T, places_T))
 
-    def decode_attend(self, positions_B: Tensor, longest: int) -> Attend:
+    def decode_attend(self, positions_B: Tensor, longest: int) -> PlacedAttend:
         """Attention of one new token per live slot, at `positions_B`; `longest` is their maximum plus one."""
         num_live = len(positions_B)
         slots_B = torch.arange(num_live, device=positions_B.device)
-        visible_B1C = (torch.arange(longest, device=positions_B.device) <= positions_B[:, None])[:, None]
         mask: SlotMask | None = None
 
         def attend(layer: int, q_BHd: Tensor, k_BKd: Tensor, v_BKd: Tensor) -> Tensor:
@@ -119,31 +94,40 @@ class SlotCache:
             keys[slots_B, :, positions_B] = k_BKd
             values[slots_B, :, positions_B] = v_BKd
             q_BKGd = q_BHd.unflatten(1, (k_BKd.shape[1], -1))
-            mask = mask or _slot_mask(visible_B1C, q_BKGd)
+            if mask is None:
+                at_C = torch.arange(longest, device=positions_B.device)
+                mask = _slot_mask((at_C <= positions_B[:, None])[:, None], q_BKGd)
             out_BKGd = slot_attention(q_BKGd, keys[:num_live, :, :longest], values[:num_live, :, :longest], mask)
             return out_BKGd.flatten(1, 2)
 
-        return attend
+        no_path_BA, no_length_B = slots_B.new_empty(num_live, 0), torch.zeros_like(slots_B)
+        layout = TreeLayout(slots_B, positions_B, positions_B, positions_B + 1, no_path_BA, no_length_B)
+        return self._placed(attend, layout)
 
-    def verify_attend(self, layout: TreeLayout) -> Attend:
+    def verify_attend(self, layout: TreeLayout, live: int) -> PlacedAttend:
         """Attention of newest and draft tokens, each of which sees its slot's known tokens and its own ancestors."""
-        live, width, longest = layout.visible_BWC.shape
+        sight: _Sight | None = None
         mask: SlotMask | None = None
 
         def attend(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-            nonlocal mask
+            nonlocal mask, sight
+            sight = sight or _Sight.of(layout, live)
+            _, width, longest = sight.visible_BWC.shape
             keys, values = self.keys_YSKCd[layer], self.values_YSKCd[layer]
             keys[layout.rows_T, :, layout.places_T] = k_TKd
             values[layout.rows_T, :, layout.places_T] = v_TKd
             # W queries of G heads below each other
-            q_BWKGd = q_THd[layout.queries_BW].unflatten(2, (k_TKd.shape[1], -1))
-            mask = mask or _slot_mask(layout.visible_BWC, q_BWKGd[:, 0])
+            q_BWKGd = q_THd[sight.queries_BW].unflatten(2, (k_TKd.shape[1], -1))
+            mask = mask or _slot_mask(sight.visible_BWC, q_BWKGd[:, 0])
             q_BKNd = q_BWKGd.transpose(1, 2).flatten(2, 3)
             out_BKNd = slot_attention(q_BKNd, keys[:live, :, :longest], values[:live, :, :longest], mask)
             out_BWHd = out_BKNd.unflatten(2, (width, -1)).transpose(1, 2).flatten(2, 3)
-            return out_BWHd[layout.rows_T, layout.columns_T]
+            return out_BWHd[layout.rows_T, sight.columns_T]
 
-        return attend
+        return self._placed(attend, layout)
+
+    def _placed(self, attend: Attend, layout: TreeLayout) -> PlacedAttend:
+        return PlacedAttend(attend, layout, self.keys_YSKCd, self.values_YSKCd)
 
     def keep_path(self, layout: TreeLayout, nodes_BA: Tensor, counts_B: Tensor) -> None:
         """Move the keys and values of accepted draft tokens to the positions that they have in the sequence.

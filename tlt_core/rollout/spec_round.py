@@ -23,9 +23,10 @@ Shapes: B live rows, N draft tokens, T = B + N, W nodes of the largest tree with
 import torch
 
 from kernels.spec_verify import accepted_path
+from kernels.tree_layout import tree_layout
 from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.batch import Emitted, LiveBatch, RoundResult
-from tlt_core.rollout.kv_cache import SlotCache, TreeLayout
+from tlt_core.rollout.kv_cache import SlotCache
 from tlt_core.sampling import choose, lognorms, row_keys
 from tlt_core.speculation import DraftTree
 from tlt_core.types import SamplingParams
@@ -49,9 +50,9 @@ def spec_round(
     """
     live = len(batch)
     newest_B, positions_B = batch.newest()
-    layout = TreeLayout.of(tree, positions_B, longest=batch.longest)
+    layout = tree_layout(positions_B, tree.parents_N, tree.rows_N, tree.depths_N, depth=depth)
     tokens_T = torch.cat([newest_B, tree.tokens_N])
-    hidden = decoder(tokens_T, layout.positions_T, cache.verify_attend(layout), taps=taps)
+    hidden = decoder(tokens_T, layout.positions_T, cache.verify_attend(layout, live), taps=taps)
     keys_T2 = row_keys(batch.streams_B[:live][layout.rows_T], layout.positions_T + 1)
     logits_TV = decoder.logits(hidden.last_TD)
     choice = choose(logits_TV, keys_T2, params)

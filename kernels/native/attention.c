@@ -1,0 +1,237 @@
+// Attention of new tokens over a slot cache.  A token sees the known places of its slot, then its own path: the draft
+// tokens on the way to it, or, in a prompt, the tokens before it in its block.
+//
+//     out = sum_c p_c v_c,   p_c = e^(s_c - max s) / sum,   s_c = q . k_c / sqrt(d)
+//
+// Places are taken 16 at a time.  The blocks that lie wholly in the known part are shared by all tokens of the slot
+// that know as much; the rest of the known part and the path follow, token by token, as if they lay behind one another.
+// So sums run over the sequence in its own order, wherever a token lies in the cache and whoever else is in the pass:
+// a token's result is the same, bit for bit, in every batch and every draft tree.
+#include <math.h>
+
+#include "common.h"
+
+enum { KEYS = 16, ROWS = 12, AHEAD = 32 };
+
+static __thread void *kept;
+static __thread size_t kept_size;
+
+// 16 keys of d features -> [d / 2, 16] pairs of features
+INLINE void transpose(const bf16 *const keys[KEYS], int64_t dim, bf16 *out) {
+    for (int64_t from = 0; from < dim; from += 32, out += KEYS * 32) {
+        __m512i a[16], b[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(keys[i] + from);
+#pragma GCC unroll 8
+        for (int i = 0; i < 16; i += 2) {
+            b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+            b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 16; i += 4) {
+            a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
+            a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
+            a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
+            a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+            b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xDD);
+            b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+            b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xDD);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            _mm512_storeu_si512(out + 32 * i, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
+            _mm512_storeu_si512(out + 32 * (i + 4), _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88));
+            _mm512_storeu_si512(out + 32 * (i + 8), _mm512_shuffle_i32x4(b[i], b[i + 8], 0xDD));
+            _mm512_storeu_si512(out + 32 * (i + 12), _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xDD));
+        }
+    }
+}
+
+INLINE void dots(const int count, const bf16 *const q[], const bf16 *keys, int64_t dim, __m512 scale, float *const out[]) {
+    __m512 sum[ROWS];
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++) sum[r] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < dim; i += 2) {
+        __m512bh pairs = (__m512bh)_mm512_loadu_si512(keys + i * KEYS);
+#pragma GCC unroll 12
+        for (int r = 0; r < count; r++) {
+            int pair;
+            memcpy(&pair, q[r] + i, 4);
+            sum[r] = _mm512_dpbf16_ps(sum[r], pairs, (__m512bh)_mm512_set1_epi32(pair));
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < count; r++) _mm512_storeu_ps(out[r], _mm512_mul_ps(sum[r], scale));
+}
+
+// scores of `rows` queries against one block of keys
+static void score(const bf16 *const keys[KEYS], const bf16 *const *q, float *const *scores, int64_t rows, int64_t at,
+                  int64_t dim, float scale) {
+    bf16 turned[KEYS * 256];
+    transpose(keys, dim, turned);
+    for (int64_t first = 0; first < rows; first += ROWS) {
+        float *out[ROWS];
+        int64_t count = rows - first < ROWS ? rows - first : ROWS;
+        for (int64_t r = 0; r < count; r++) out[r] = scores[first + r] + at;
+        switch (count) {
+#define CASE(n) case n: dots(n, q + first, turned, dim, _mm512_set1_ps(scale), out); break;
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#undef CASE
+        }
+    }
+}
+
+// weights instead of scores; returns what they sum up to
+static float weigh(float *scores, int64_t count) {
+    __m512 top = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+    for (int64_t c = 0; c < count; c += KEYS) {
+        __mmask16 mask = first_lanes(count - c);
+        top = _mm512_mask_max_ps(top, mask, top, _mm512_loadu_ps(scores + c));
+    }
+    top = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+    for (int64_t c = 0; c < count; c += KEYS) {
+        __m512 p = _mm512_maskz_mov_ps(first_lanes(count - c), exp_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + c), top)));
+        total = _mm512_add_ps(total, p);
+        _mm512_storeu_ps(scores + c, p);
+    }
+    return _mm512_reduce_add_ps(total);
+}
+
+// out[r] += sum over `count` values of weights[r][c] v_c
+INLINE void mix(const int rows, const int parts, const bf16 *const *values, const bf16 *run, int64_t count,
+                const float *const *weights, int64_t at, float *const *out) {
+    __m512 sum[4][8];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int j = 0; j < parts; j++) sum[r][j] = _mm512_loadu_ps(out[r] + 16 * j);
+    for (int64_t c = 0; c < count; c++) {
+        const bf16 *v = values ? values[c] : run + c * 16 * parts;
+        __m512 wide[8];
+#pragma GCC unroll 8
+        for (int j = 0; j < parts; j++) wide[j] = load_bf16(v + 16 * j);
+#pragma GCC unroll 4
+        for (int r = 0; r < rows; r++) {
+            __m512 p = _mm512_set1_ps(weights[r][at + c]);
+#pragma GCC unroll 8
+            for (int j = 0; j < parts; j++) sum[r][j] = _mm512_fmadd_ps(p, wide[j], sum[r][j]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int j = 0; j < parts; j++) _mm512_storeu_ps(out[r] + 16 * j, sum[r][j]);
+}
+
+static void mix_rows(int64_t rows, int64_t dim, const bf16 *const *values, const bf16 *run, int64_t count,
+                     float *const *weights, int64_t at, float *const *out) {
+    int most = dim == 64 ? 4 : 2;
+    for (int64_t first = 0; first < rows; first += most) {
+        int64_t left = rows - first < most ? rows - first : most;
+        const float *const *w = (const float *const *)weights + first;
+        float *const *o = out + first;
+#define CASE(n, parts) mix(n, parts, values, run, count, w, at, o)
+        if (dim == 64) {
+            if (left == 4) CASE(4, 4);
+            else if (left == 3) CASE(3, 4);
+            else if (left == 2) CASE(2, 4);
+            else CASE(1, 4);
+        } else if (left == 2) CASE(2, 8);
+        else CASE(1, 8);
+#undef CASE
+    }
+}
+
+// `who` [count]: tokens that share slot and known part
+static void attend_together(const bf16 *q, int64_t row_stride, const Layout *layout, const Cache *cache,
+                            const int64_t *who, int64_t count, int64_t head, int64_t grouped, int64_t dim, bf16 *out,
+                            int64_t out_stride) {
+    int64_t slot = layout->slot[who[0]], known = layout->known[who[0]], shared = known / KEYS * KEYS;
+    int64_t rows = count * grouped;
+    const bf16 *keys = cache->keys + slot * cache->slot_stride + head * cache->head_stride;
+    const bf16 *values = cache->values + slot * cache->slot_stride + head * cache->head_stride;
+    int64_t columns = (known + layout->width + KEYS - 1) / KEYS * KEYS, tail_most = columns - shared;
+    size_t size = sizeof(float) * rows * (columns + dim) + sizeof(void *) * (3 * rows + 2 * tail_most + KEYS);
+    float *numbers = scratch(&kept, &kept_size, size), *sums = numbers + rows * columns;
+    const bf16 **queries = (const bf16 **)(sums + rows * dim);
+    float **scores = (float **)(queries + rows), **mixed = scores + rows;
+    const bf16 **tail_keys = (const bf16 **)(mixed + rows), **tail_values = tail_keys + tail_most + KEYS;
+    float scale = 1.0f / sqrtf((float)dim);
+    memset(sums, 0, sizeof(float) * rows * dim);
+    for (int64_t r = 0; r < rows; r++) {
+        queries[r] = q + who[r / grouped] * row_stride + (head * grouped + r % grouped) * dim;
+        scores[r] = numbers + r * columns;
+        mixed[r] = sums + r * dim;
+    }
+    for (int64_t c = 0; c < shared; c += KEYS) {
+        const bf16 *block[KEYS];
+        for (int i = 0; i < KEYS; i++) block[i] = keys + (c + i) * dim;
+        for (int64_t i = 0; i < KEYS * dim; i += 32) {  // short runs of memory: the processor's own guess comes too late
+            _mm_prefetch((const char *)(keys + (c + AHEAD) * dim + i), _MM_HINT_T0);
+            _mm_prefetch((const char *)(values + c * dim + i), _MM_HINT_T1);
+        }
+        score(block, queries, scores, rows, c, dim, scale);
+    }
+    for (int pass = 0; pass < 2; pass++) {  // scores of the tails; then, after the shared part, their values
+        if (pass) mix_rows(rows, dim, NULL, values, shared, scores, 0, mixed);
+        for (int64_t t = 0; t < count; t++) {
+            const int64_t *path = layout->path + who[t] * layout->width;
+            int64_t rest = known - shared, tail = rest + layout->length[who[t]];
+            float **own = scores + t * grouped;
+            for (int64_t c = 0; c < tail; c++) {
+                int64_t place = c < rest ? shared + c : path[c - rest];
+                tail_keys[c] = keys + place * dim;
+                tail_values[c] = values + place * dim;
+            }
+            if (pass) {
+                mix_rows(grouped, dim, tail_values, NULL, tail, own, shared, mixed + t * grouped);
+                continue;
+            }
+            for (int64_t c = tail; c % KEYS; c++) tail_keys[c] = tail_keys[0];
+            for (int64_t c = 0; c < tail; c += KEYS)
+                score(tail_keys + c, queries + t * grouped, own, grouped, shared + c, dim, scale);
+            for (int64_t g = 0; g < grouped; g++) {
+                float over = 1.0f / weigh(own[g], shared + tail);
+                for (int64_t c = 0; c < shared + tail; c++) own[g][c] *= over;
+            }
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        bf16 *to = out + who[r / grouped] * out_stride + (head * grouped + r % grouped) * dim;
+        for (int64_t j = 0; j < dim; j += 16) store_bf16(to + j, _mm512_loadu_ps(mixed[r] + j));
+    }
+}
+
+// tokens by slot, otherwise in their order
+static void by_slot(const Layout *layout, int64_t *order) {
+    int64_t slots = 0;
+    for (int64_t t = 0; t < layout->tokens; t++)
+        if (layout->slot[t] >= slots) slots = layout->slot[t] + 1;
+    int64_t *next = calloc(slots + 1, sizeof(int64_t));
+    for (int64_t t = 0; t < layout->tokens; t++) next[layout->slot[t] + 1]++;
+    for (int64_t s = 0; s < slots; s++) next[s + 1] += next[s];
+    for (int64_t t = 0; t < layout->tokens; t++) order[next[layout->slot[t]]++] = t;
+    free(next);
+}
+
+void attention(const bf16 *q, int64_t row_stride, const Layout *layout, const Cache *cache, int64_t heads,
+               int64_t kv_heads, int64_t dim, bf16 *out) {
+    int64_t groups = 0, *order = malloc(sizeof(int64_t) * (2 * layout->tokens + 1)), *start = order + layout->tokens;
+    by_slot(layout, order);
+    for (int64_t i = 0; i < layout->tokens; i++) {
+        int64_t t = order[i], before = i ? order[i - 1] : -1;
+        if (!i || layout->slot[t] != layout->slot[before] || layout->known[t] != layout->known[before]) start[groups++] = i;
+    }
+    start[groups] = layout->tokens;
+#pragma omp parallel for
+    for (int64_t work = 0; work < groups * kv_heads; work++) {
+        int64_t group = work / kv_heads;
+        attend_together(q, row_stride, layout, cache, order + start[group], start[group + 1] - start[group],
+                        work % kv_heads, heads / kv_heads, dim, out, heads * dim);
+    }
+    free(order);
+}

@@ -1,0 +1,108 @@
+// Consecutive decoder layers over T tokens, as `tlt_core.model.decoder.Layer` has them, in one call: at decode shapes
+// the calls between two operations cost as much as the operations.
+//
+//     x += W_o attend(rope(W_qkv norm(x)));   x += W_down (silu(gate) * up),   gate, up = W_gate_up norm(x)
+//
+// Norms, rotation and activation are computed in float32 and rounded to bfloat16 once; each token by itself.
+#include <math.h>
+
+#include "common.h"
+
+typedef struct {
+    Linear qkv, o, gate_up, down;
+    const bf16 *input_norm, *post_norm, *q_norm, *k_norm;  // q_norm and k_norm: NULL without
+} Layer;
+
+typedef struct {
+    int64_t hidden, heads, kv_heads, dim, intermediate;
+    float eps;
+} Shape;
+
+static __thread void *kept;
+static __thread size_t kept_size;
+
+INLINE float rms_factor(const bf16 *x, int64_t size, float eps) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t i = 0; i < size; i += 16) {
+        __m512 v = load_bf16_some(x + i, first_lanes(size - i));
+        sum = _mm512_fmadd_ps(v, v, sum);
+    }
+    return 1.0f / sqrtf(_mm512_reduce_add_ps(sum) / size + eps);
+}
+
+static void rms_norm(const bf16 *x, const bf16 *weight, int64_t size, float eps, bf16 *y) {
+    __m512 factor = _mm512_set1_ps(rms_factor(x, size, eps));
+    for (int64_t i = 0; i < size; i += 16) {
+        __mmask16 mask = first_lanes(size - i);
+        __m512 normed = _mm512_mul_ps(load_bf16_some(x + i, mask), factor);
+        store_bf16_some(y + i, _mm512_mul_ps(normed, load_bf16_some(weight + i, mask)), mask);
+    }
+}
+
+// (a, b) -> (a cos - b sin, b cos + a sin);  cos [d], signed_sin [d]: the first half negated
+static void rotate(const bf16 *x, const bf16 *cos, const bf16 *signed_sin, int64_t dim, bf16 *y) {
+    int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i += 16) {
+        __m512 a = load_bf16(x + i), b = load_bf16(x + half + i);
+        __m512 new_a = _mm512_fmadd_ps(b, load_bf16(signed_sin + i), _mm512_mul_ps(a, load_bf16(cos + i)));
+        __m512 new_b = _mm512_fmadd_ps(a, load_bf16(signed_sin + half + i), _mm512_mul_ps(b, load_bf16(cos + half + i)));
+        store_bf16(y + i, new_a);
+        store_bf16(y + half + i, new_b);
+    }
+}
+
+// queries are rotated in place, keys and values go to the cache
+static void place_heads(const Shape *s, const Layer *l, const Layout *layout, const Cache *cache, const bf16 *cos,
+                        const bf16 *sin, int64_t t, bf16 *qkv) {
+    bf16 *k = qkv + s->heads * s->dim, *v = k + s->kv_heads * s->dim;
+    int64_t at = layout->slot[t] * cache->slot_stride + layout->place[t] * s->dim;
+    for (int64_t h = 0; h < s->heads; h++) {
+        bf16 *q = qkv + h * s->dim;
+        if (l->q_norm) rms_norm(q, l->q_norm, s->dim, s->eps, q);
+        rotate(q, cos + t * s->dim, sin + t * s->dim, s->dim, q);
+    }
+    for (int64_t h = 0; h < s->kv_heads; h++, at += cache->head_stride) {
+        if (l->k_norm) rms_norm(k + h * s->dim, l->k_norm, s->dim, s->eps, k + h * s->dim);
+        rotate(k + h * s->dim, cos + t * s->dim, sin + t * s->dim, s->dim, cache->keys + at);
+        memcpy(cache->values + at, v + h * s->dim, sizeof(bf16) * s->dim);
+    }
+}
+
+static void swiglu(const bf16 *gate_up, int64_t size, bf16 *y) {
+    __m512 one = _mm512_set1_ps(1.0f);
+    for (int64_t i = 0; i < size; i += 16) {
+        __mmask16 mask = first_lanes(size - i);
+        __m512 gate = load_bf16_some(gate_up + i, mask), up = load_bf16_some(gate_up + size + i, mask);
+        __m512 below = _mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
+        store_bf16_some(y + i, _mm512_mul_ps(_mm512_div_ps(gate, below), up), mask);
+    }
+}
+
+// x [T, D] in place; cos, signed_sin [T, d]; cache: one entry a layer
+EXPORT void tlt_layers(const Shape *s, const Layer *layers, const Cache *caches, int64_t count, const Layout *layout,
+                       const bf16 *cos, const bf16 *signed_sin, bf16 *x) {
+    int64_t tokens = layout->tokens, qkv_size = (s->heads + 2 * s->kv_heads) * s->dim, out_size = s->heads * s->dim;
+    int64_t widest = qkv_size + out_size > 3 * s->intermediate ? qkv_size + out_size : 3 * s->intermediate;
+    bf16 *normed = scratch(&kept, &kept_size, sizeof(bf16) * tokens * (s->hidden + widest));
+    bf16 *first = normed + tokens * s->hidden;
+    for (const Layer *l = layers; l < layers + count; l++, caches++) {
+        bf16 *qkv = first, *attended = first + tokens * qkv_size;
+        for (int64_t t = 0; t < tokens; t++)
+            rms_norm(x + t * s->hidden, l->input_norm, s->hidden, s->eps, normed + t * s->hidden);
+        linear(normed, tokens, &l->qkv, qkv, 0);
+        for (int64_t t = 0; t < tokens; t++) place_heads(s, l, layout, caches, cos, signed_sin, t, qkv + t * qkv_size);
+        attention(qkv, qkv_size, layout, caches, s->heads, s->kv_heads, s->dim, attended);
+        linear(attended, tokens, &l->o, x, 1);
+        bf16 *gate_up = first, *active = first + tokens * 2 * s->intermediate;
+        for (int64_t t = 0; t < tokens; t++)
+            rms_norm(x + t * s->hidden, l->post_norm, s->hidden, s->eps, normed + t * s->hidden);
+        linear(normed, tokens, &l->gate_up, gate_up, 0);
+        for (int64_t t = 0; t < tokens; t++)
+            swiglu(gate_up + t * 2 * s->intermediate, s->intermediate, active + t * s->intermediate);
+        linear(active, tokens, &l->down, x, 1);
+    }
+}
+
+EXPORT void tlt_rms_norm(const bf16 *x, const bf16 *weight, int64_t rows, int64_t size, float eps, bf16 *y) {
+    for (int64_t t = 0; t < rows; t++) rms_norm(x + t * size, weight, size, eps, y + t * size);
+}

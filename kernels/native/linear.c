@@ -1,0 +1,86 @@
+// y = x W^T (+ b) for few tokens, with W read once, in the order in which it lies.
+//
+// W [out, in] is kept in panels of 32 outputs: [out / 32, in / 2, 32, 2], so that one instruction multiplies two inputs
+// of 16 outputs at a time, and two of them are a panel's row.  A panel meets up to 14 tokens in registers (28
+// accumulators), and the next 14 while it is still in the second-level cache.
+//
+// Each output is one sum over the inputs from first to last in a float32 accumulator of its own.  How many tokens come
+// along changes nothing in that order: a token's result is the same, bit for bit, in every batch.
+#include "common.h"
+
+enum { PANEL = 32, TILE = 14, AHEAD = 1024, BLOCK = 24 * TILE };
+
+EXPORT int64_t tlt_panel_elements(int64_t out, int64_t in) { return (out + PANEL - 1) / PANEL * PANEL * in; }
+
+EXPORT void tlt_pack(const bf16 *w, int64_t out, int64_t in, bf16 *panels) {
+    memset(panels, 0, sizeof(bf16) * tlt_panel_elements(out, in));
+#pragma omp parallel for
+    for (int64_t first = 0; first < out; first += PANEL) {
+        uint32_t *to = (uint32_t *)(panels + first * in);
+        for (int64_t n = first; n < out && n < first + PANEL; n++)
+            for (int64_t k = 0; k < in / 2; k++) memcpy(to + k * PANEL + n - first, w + n * in + 2 * k, 4);
+    }
+}
+
+INLINE __m512bh both(const bf16 *x) {
+    int pair;
+    memcpy(&pair, x, 4);
+    return (__m512bh)_mm512_set1_epi32(pair);
+}
+
+INLINE void finish(__m512 sum, const bf16 *bias, bf16 *y, int add, __mmask16 mask) {
+    if (bias) sum = _mm512_add_ps(sum, load_bf16_some(bias, mask));
+    if (add) sum = _mm512_add_ps(load_bf16_some(y, mask), widen((__m256i)_mm512_cvtneps_pbh(sum)));
+    store_bf16_some(y, sum, mask);
+}
+
+INLINE void tile(const int count, const bf16 *x, const bf16 *panel, const Linear *w, int64_t first, bf16 *y, int add) {
+    __m512 left[TILE], right[TILE];
+#pragma GCC unroll 14
+    for (int t = 0; t < count; t++) left[t] = right[t] = _mm512_setzero_ps();
+    for (int64_t k = 0; k < w->in; k += 2, panel += 2 * PANEL) {
+        __m512bh w_left = (__m512bh)_mm512_loadu_si512(panel), w_right = (__m512bh)_mm512_loadu_si512(panel + PANEL);
+        _mm_prefetch((const char *)(panel + AHEAD), _MM_HINT_T0);
+        _mm_prefetch((const char *)(panel + AHEAD + PANEL), _MM_HINT_T0);
+#pragma GCC unroll 14
+        for (int t = 0; t < count; t++) {
+            __m512bh pair = both(x + t * w->in + k);
+            left[t] = _mm512_dpbf16_ps(left[t], w_left, pair);
+            right[t] = _mm512_dpbf16_ps(right[t], w_right, pair);
+        }
+    }
+    const bf16 *bias = w->bias ? w->bias + first : NULL;
+    __mmask16 in_left = first_lanes(w->out - first), in_right = first_lanes(w->out - first - 16);
+#pragma GCC unroll 14
+    for (int t = 0; t < count; t++) {
+        finish(left[t], bias, y + t * w->out + first, add, in_left);
+        finish(right[t], bias ? bias + 16 : NULL, y + t * w->out + first + 16, add, in_right);
+    }
+}
+
+static void panel_times(const bf16 *x, int64_t tokens, const Linear *w, int64_t first, bf16 *y, int add) {
+    const bf16 *panel = w->panels + first * w->in;
+    int64_t tiles = (tokens + TILE - 1) / TILE;
+    for (int64_t i = 0, t = 0; i < tiles; i++) {
+        int64_t count = (tokens - t + tiles - i - 1) / (tiles - i);  // even shares
+        const bf16 *x_t = x + t * w->in;
+        bf16 *y_t = y + t * w->out;
+        switch (count) {
+#define CASE(n) case n: tile(n, x_t, panel, w, first, y_t, add); break;
+            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
+            CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14)
+        }
+        t += count;
+    }
+}
+
+void linear(const bf16 *x, int64_t tokens, const Linear *w, bf16 *y, int add) {
+    for (int64_t start = 0; start < tokens; start += BLOCK) {  // inputs of a block stay in the second-level cache
+        int64_t count = tokens - start < BLOCK ? tokens - start : BLOCK;
+#pragma omp parallel for
+        for (int64_t first = 0; first < w->out; first += PANEL)
+            panel_times(x + start * w->in, count, w, first, y + start * w->out, add);
+    }
+}
+
+EXPORT void tlt_linear(const bf16 *x, int64_t tokens, const Linear *w, bf16 *y) { linear(x, tokens, w, y, 0); }

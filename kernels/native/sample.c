@@ -1,0 +1,96 @@
+// `coupled_sample.py`'s choice in one go: arg-max_v (p_v / w_v), w = exponential noise keyed by row and token id.
+//
+// The integers of the noise are the specification's to the bit.  Its logarithm is a polynomial of its own, good to
+// 1e-7 of the value, as every device has its own.
+#include <math.h>
+
+#include "common.h"
+
+// log(x) for normal positive x, relative error below 2e-7
+INLINE __m512 log_ps(__m512 x) {
+    __m512 e = _mm512_getexp_ps(x), m = _mm512_getmant_ps(x, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_zero);
+    __mmask16 large = _mm512_cmp_ps_mask(m, _mm512_set1_ps(1.41421356f), _CMP_GT_OQ);
+    m = _mm512_mask_mul_ps(m, large, m, _mm512_set1_ps(0.5f));
+    e = _mm512_mask_add_ps(e, large, e, _mm512_set1_ps(1.0f));
+    __m512 f = _mm512_sub_ps(m, _mm512_set1_ps(1.0f)), f2 = _mm512_mul_ps(f, f);
+    __m512 p = _mm512_set1_ps(7.0376836292e-2f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(-1.1514610310e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.1676998740e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(-1.2420140846e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.4249322787e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(-1.6668057665e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.0000714765e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(-2.4999993993e-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(3.3333331174e-1f));
+    p = _mm512_mul_ps(_mm512_mul_ps(p, f), f2);
+    p = _mm512_fmadd_ps(e, _mm512_set1_ps(-2.12194440e-4f), p);
+    p = _mm512_fnmadd_ps(_mm512_set1_ps(0.5f), f2, p);
+    return _mm512_fmadd_ps(e, _mm512_set1_ps(0.693359375f), _mm512_add_ps(f, p));
+}
+
+// -log(1 - u): log(v) u / (1 - v) with v = 1 - u rounded, which makes up for the rounding
+INLINE __m512 exponential(__m512i ids, __m512i key_0, __m512i key_1) {
+    __m512i bits = _mm512_xor_si512(_mm512_mullo_epi32(ids, _mm512_set1_epi32((int)0x9E3779B1)), key_0);
+    bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
+    bits = _mm512_xor_si512(_mm512_mullo_epi32(bits, _mm512_set1_epi32((int)0x85EBCA6B)), key_1);
+    bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 13));
+    bits = _mm512_mullo_epi32(bits, _mm512_set1_epi32((int)0xC2B2AE35));
+    bits = _mm512_and_si512(_mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16)), _mm512_set1_epi32(0x7FFFFFFF));
+    __m512 u = _mm512_mul_ps(_mm512_add_ps(_mm512_cvtepi32_ps(bits), _mm512_set1_ps(0.5f)), _mm512_set1_ps(0x1p-31f));
+    u = _mm512_min_ps(u, _mm512_set1_ps(1.0f - 0x1p-24f));
+    __m512 one = _mm512_set1_ps(1.0f), v = _mm512_sub_ps(one, u), off = _mm512_sub_ps(one, v);
+    __mmask16 tiny = _mm512_cmp_ps_mask(off, _mm512_setzero_ps(), _CMP_EQ_OQ);
+    __m512 w = _mm512_mul_ps(log_ps(v), _mm512_div_ps(u, _mm512_mask_mov_ps(off, tiny, one)));
+    return _mm512_mask_mov_ps(_mm512_sub_ps(_mm512_setzero_ps(), w), tiny, u);
+}
+
+static void choose_row(const bf16 *logits, const int32_t *key, int64_t vocab, float temperature, int64_t *token,
+                       float *logprob, float *lognorm) {
+    __m512 over = _mm512_set1_ps(temperature == 0.0f ? 1.0f : temperature), top = _mm512_set1_ps(-INFINITY);
+    for (int64_t v = 0; v < vocab; v += 16) {
+        __mmask16 mask = first_lanes(vocab - v);
+        top = _mm512_mask_max_ps(top, mask, top, _mm512_div_ps(load_bf16_some(logits + v, mask), over));
+    }
+    float highest = _mm512_reduce_max_ps(top);
+    top = _mm512_set1_ps(highest);
+    __m512 total = _mm512_setzero_ps(), best = _mm512_set1_ps(-INFINITY);
+    __m512i key_0 = _mm512_set1_epi32(key[0]), key_1 = _mm512_set1_epi32(key[1]), best_id = _mm512_setzero_si512();
+    __m512i ids = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    for (int64_t v = 0; v < vocab; v += 16, ids = _mm512_add_epi32(ids, _mm512_set1_epi32(16))) {
+        __mmask16 mask = first_lanes(vocab - v);
+        __m512 z = _mm512_div_ps(load_bf16_some(logits + v, mask), over);
+        __m512 p = exp_ps(_mm512_sub_ps(z, top));
+        total = _mm512_mask_add_ps(total, mask, total, p);
+        __m512 race = temperature == 0.0f ? z : _mm512_div_ps(p, exponential(ids, key_0, key_1));
+        __mmask16 better = _mm512_mask_cmp_ps_mask(mask, race, best, _CMP_GT_OQ);
+        best = _mm512_mask_mov_ps(best, better, race);
+        best_id = _mm512_mask_mov_epi32(best_id, better, ids);
+    }
+    __mmask16 winners = _mm512_cmp_ps_mask(best, _mm512_set1_ps(_mm512_reduce_max_ps(best)), _CMP_EQ_OQ);
+    int64_t id = _mm512_mask_reduce_min_epi32(winners, best_id);  // the first of equals
+    uint32_t bits = (uint32_t)logits[id] << 16;
+    float z;
+    memcpy(&z, &bits, 4);
+    *token = id;
+    *lognorm = highest + logf(_mm512_reduce_add_ps(total));
+    *logprob = z / (temperature == 0.0f ? 1.0f : temperature) - *lognorm;
+}
+
+// logits [N, V], keys [N, 2] -> [N] each
+EXPORT void tlt_choose(const bf16 *logits, const int32_t *keys, int64_t rows, int64_t vocab, float temperature,
+                       int64_t *tokens, float *logprobs, float *lognorms) {
+#pragma omp parallel for
+    for (int64_t r = 0; r < rows; r++)
+        choose_row(logits + r * vocab, keys + 2 * r, vocab, temperature, tokens + r, logprobs + r, lognorms + r);
+}
+
+// rows [N, 2] keys, ids [V] -> [N, V], for tests and drafters
+EXPORT void tlt_exponential(const int32_t *keys, int64_t rows, const int32_t *ids, int64_t count, float *noise) {
+    for (int64_t r = 0; r < rows; r++)
+        for (int64_t v = 0; v < count; v += 16) {
+            __mmask16 mask = first_lanes(count - v);
+            __m512i key_0 = _mm512_set1_epi32(keys[2 * r]), key_1 = _mm512_set1_epi32(keys[2 * r + 1]);
+            __m512 w = exponential(_mm512_maskz_loadu_epi32(mask, ids + v), key_0, key_1);
+            _mm512_mask_storeu_ps(noise + r * count + v, mask, w);
+        }
+}

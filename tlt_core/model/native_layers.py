@@ -1,0 +1,105 @@
+"""All layers of a packed decoder in a few calls of C (`kernels/native/layers.c`), instead of hundreds of torch's.
+
+    residual stream, rotary table, PlacedAttend -> layers up to a tap -> a copy -> layers up to the next -> ... -> norm
+
+Every token's result is the same, bit for bit, in whatever pass it is computed: alone, in a batch, as a draft in a tree.
+So here speculation reproduces plain decoding exactly in bfloat16 too.
+
+Shapes: T tokens, D hidden size, E tapped width, Y layers.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from kernels import native
+from kernels.packed_linear import Panels
+from tlt_core.model.decoder import Decoder, Hidden, Layer, PlacedAttend, RmsNorm, Rope
+
+_HEAD_DIMS = (64, 128)
+
+
+class NativeLayers:
+    """Stands in for a decoder's layers, see `Decoder.forward`.  Reads weights where the packed decoder keeps them."""
+
+    def __init__(self, decoder: Decoder, library: ctypes.CDLL) -> None:
+        config = decoder.config
+        self._decoder, self._library = decoder, library
+        self._shape = native.CShape(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.intermediate_size,
+            config.rms_norm_eps,
+        )
+        self._layers = (native.CLayer * config.num_layers)(*(_c_layer(layer) for layer in decoder.layers))
+        self._caches: tuple[tuple[int, ...], ctypes.Array[native.CCache]] | None = None
+
+    @classmethod
+    def of(cls, decoder: Decoder) -> "NativeLayers | None":
+        """None where the kernels do not run, or are not made for such heads."""
+        library = native.library()
+        if library is None or decoder.config.head_dim not in _HEAD_DIMS:
+            return None
+        if any(getattr(layer.qkv_proj, "panels", None) is None for layer in decoder.layers):
+            return None
+        return cls(decoder, library)
+
+    def __call__(self, x_TD: Tensor, rope: Rope, attend: PlacedAttend, taps: Sequence[int]) -> Hidden:
+        """The residual stream entering the first layer, [T, D], which is overwritten; taps as in `Decoder.forward`."""
+        layout, count = attend.layout, len(self._layers)
+        caches = self._c_caches(attend)
+        arrays = [x.contiguous() for x in layout]
+        rows_T, _, places_T, known_T, paths_TA, lengths_T = (x.data_ptr() for x in arrays)
+        where = native.CLayout(len(x_TD), rows_T, places_T, known_T, paths_TA, lengths_T, layout.paths_TA.shape[1])
+        cos, signed_sin = (x.contiguous() for x in rope)
+        tapped: dict[int, Tensor] = {}
+        done = 0
+        for stop in sorted({*taps, count}):
+            if stop > done:
+                self._library.tlt_layers(
+                    ctypes.addressof(self._shape),
+                    ctypes.addressof(self._layers[done]),
+                    ctypes.addressof(caches[done]),
+                    stop - done,
+                    ctypes.addressof(where),
+                    cos.data_ptr(),
+                    signed_sin.data_ptr(),
+                    x_TD.data_ptr(),
+                )
+                done = stop
+            if stop in taps:
+                tapped[stop] = x_TD.clone() if stop < count else x_TD
+        last_TD = torch.empty_like(x_TD)
+        norm = self._decoder.norm
+        self._library.tlt_rms_norm(x_TD.data_ptr(), norm.weight.data_ptr(), *x_TD.shape, norm.eps, last_TD.data_ptr())
+        return Hidden(last_TD, torch.cat([tapped[k] for k in taps], dim=-1) if taps else None)
+
+    def _c_caches(self, attend: PlacedAttend) -> "ctypes.Array[native.CCache]":
+        keys, values = attend.keys_YSKCd, attend.values_YSKCd
+        assert keys.stride() == values.stride(), "keys and values are laid out alike"
+        assert keys.stride(4) == 1, "a head's features follow each other"
+        assert keys.stride(3) == keys.shape[4], "a head's places follow each other"
+        known = (keys.data_ptr(), values.data_ptr(), *keys.stride())
+        if self._caches is None or self._caches[0] != known:
+            entries = [
+                native.CCache(k.data_ptr(), v.data_ptr(), k.stride(0), k.stride(1))
+                for k, v in zip(keys, values, strict=True)
+            ]
+            self._caches = known, (native.CCache * len(entries))(*entries)
+        return self._caches[1]
+
+
+def _c_layer(layer: nn.Module) -> native.CLayer:
+    assert isinstance(layer, Layer), "a decoder's layers are Layers"
+    packed = (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)
+    linears = [cast(Panels, linear.panels).struct for linear in packed]
+    norms = [
+        norm.weight.data_ptr() if isinstance(norm, RmsNorm) else None
+        for norm in (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
+    ]
+    return native.CLayer(*linears, *norms)
