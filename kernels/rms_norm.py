@@ -9,6 +9,7 @@ block at a time, so the work stays in cache.  Rounding is torch's: everything in
 Shapes: T rows (any leading axes), D normalised size, B rows of one block.
 """
 
+import ctypes
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,18 +17,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.dispatch import native_library
+
 _CACHED_ELEMENTS = 1 << 17  # float32 elements of one block: half a core's second-level cache
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis, in x's dtype.  The special backward is used where it pays: in training
-    on CPUs; elsewhere torch's own operation runs."""
+    on CPUs.  In inference mode C runs where it can; elsewhere torch's own operation."""
+    if torch.is_inference_mode_enabled() and x.dtype == weight_D.dtype == torch.bfloat16:
+        library = native_library("auto", x, op="rms_norm")
+        if library is not None:
+            return _native(library, x.contiguous(), weight_D, eps)
     if x.device.type != "cpu" or not (torch.is_grad_enabled() and x.requires_grad):
         if x.dtype != weight_D.dtype:  # autocast: half-precision x, float32 weights
             return F.rms_norm(x.float(), weight_D.shape, weight_D.float(), eps).to(x.dtype)
         return F.rms_norm(x, weight_D.shape, weight_D, eps)
     y_TD: Tensor = _RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight_D, eps)
     return y_TD.view(x.shape)
+
+
+def _native(library: ctypes.CDLL, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    y = torch.empty_like(x)
+    size = x.shape[-1]
+    library.tlt_rms_norm(x.data_ptr(), weight_D.data_ptr(), x.numel() // size, size, eps, y.data_ptr())
+    return y
 
 
 class _RmsNorm(torch.autograd.Function):

@@ -8,7 +8,7 @@
 // along changes nothing in that order: a token's result is the same, bit for bit, in every batch.
 #include "common.h"
 
-enum { PANEL = 32, TILE = 14, AHEAD = 1024, BLOCK = 24 * TILE };
+enum { PANEL = 32, TILE = 14, ALONE = 9, AHEAD = 1024, BLOCK = 24 * TILE };
 
 EXPORT int64_t tlt_panel_elements(int64_t out, int64_t in) { return (out + PANEL - 1) / PANEL * PANEL * in; }
 
@@ -34,14 +34,15 @@ INLINE void finish(__m512 sum, const bf16 *bias, bf16 *y, int add, __mmask16 mas
     store_bf16_some(y, sum, mask);
 }
 
-INLINE void tile(const int count, const bf16 *x, const bf16 *panel, const Linear *w, int64_t first, bf16 *y, int add) {
+// `ahead`: what to fetch meanwhile, `lines` of 64 bytes for every two inputs
+INLINE void tile(const int count, const bf16 *x, const bf16 *panel, const Linear *w, int64_t first, bf16 *y, int add,
+                 const bf16 *ahead, const int lines) {
     __m512 left[TILE], right[TILE];
 #pragma GCC unroll 14
     for (int t = 0; t < count; t++) left[t] = right[t] = _mm512_setzero_ps();
     for (int64_t k = 0; k < w->in; k += 2, panel += 2 * PANEL) {
         __m512bh w_left = (__m512bh)_mm512_loadu_si512(panel), w_right = (__m512bh)_mm512_loadu_si512(panel + PANEL);
-        _mm_prefetch((const char *)(panel + AHEAD), _MM_HINT_T0);
-        _mm_prefetch((const char *)(panel + AHEAD + PANEL), _MM_HINT_T0);
+        for (int i = 0; i < lines; i++, ahead += PANEL) _mm_prefetch((const char *)ahead, _MM_HINT_T0);
 #pragma GCC unroll 14
         for (int t = 0; t < count; t++) {
             __m512bh pair = both(x + t * w->in + k);
@@ -60,13 +61,18 @@ INLINE void tile(const int count, const bf16 *x, const bf16 *panel, const Linear
 
 static void panel_times(const bf16 *x, int64_t tokens, const Linear *w, int64_t first, bf16 *y, int add) {
     const bf16 *panel = w->panels + first * w->in;
-    int64_t tiles = (tokens + TILE - 1) / TILE;
+    int64_t tiles = tokens > ALONE && tokens <= TILE ? 2 : (tokens + TILE - 1) / TILE;
     for (int64_t i = 0, t = 0; i < tiles; i++) {
         int64_t count = (tokens - t + tiles - i - 1) / (tiles - i);  // even shares
         const bf16 *x_t = x + t * w->in;
         bf16 *y_t = y + t * w->out;
-        switch (count) {
-#define CASE(n) case n: tile(n, x_t, panel, w, first, y_t, add); break;
+        // Up to ALONE tokens a tile works at memory speed.  Of several, the first two fetch the next panel by halves.
+        const bf16 *ahead = tiles == 1 ? panel + AHEAD : panel + (PANEL + (i ? PANEL / 2 : 0)) * w->in;
+        switch (tiles == 1 ? count : i < 2 ? count + TILE : count + 2 * TILE) {
+#define CASE(n) \
+    case n: tile(n, x_t, panel, w, first, y_t, add, ahead, 2); break; \
+    case n + TILE: tile(n, x_t, panel, w, first, y_t, add, ahead, 1); break; \
+    case n + 2 * TILE: tile(n, x_t, panel, w, first, y_t, add, ahead, 0); break;
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
             CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14)
         }

@@ -8,6 +8,7 @@ import torch
 from kernels import native
 from kernels.coupled_sample import coupled_sample, exponential_noise
 from kernels.packed_linear import Panels, packed_linear_reference
+from kernels.rms_norm import rms_norm
 from kernels.spec_verify import accepted_path
 from kernels.tree_layout import prompt_layout, tree_layout
 
@@ -72,6 +73,15 @@ def test_linear_of_a_token_is_the_same_in_every_batch():
     alone = torch.cat([panels(row[None]) for row in x])
     for size in (2, 7, 13, 14, 15, 28, 41, 300):
         assert torch.equal(torch.cat([panels(part) for part in x.split(size)]), alone), size
+
+
+@pytest.mark.parametrize("size", [16, 72, 576])
+def test_rms_norm(size):
+    x, weight = random(7, 3, size, scale=5).bfloat16(), random(size, seed=1).bfloat16()
+    with torch.inference_mode():
+        found = rms_norm(x, weight, eps=1e-5)
+    wanted = torch.nn.functional.rms_norm(x.double(), (size,), weight.double(), 1e-5)
+    torch.testing.assert_close(found.double(), wanted, rtol=2**-8 + 1e-5, atol=0)
 
 
 def test_noise():
