@@ -34,6 +34,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "tlt_pack": (_P, _I, _I, _P),
     "tlt_linear": (_P, _I, _P, _P),
     "tlt_layers": (_P, _P, _P, _I, _P, _P, _P, _P),
+    "tlt_eagle3_layer": (_P, _P, _P, _P, _P, _P, _P, _P, _P, _P),
+    "tlt_draft_children": (_P, _P, _P, _I, _I, _F, _F, _I, _P, _P),
     "tlt_rms_norm": (_P, _P, _I, _I, _F, _P),
     "tlt_choose": (_P, _P, _I, _I, _F, _P, _P, _P),
     "tlt_exponential": (_P, _I, _P, _I, _P),

@@ -78,29 +78,54 @@ static void swiglu(const bf16 *gate_up, int64_t size, bf16 *y) {
     }
 }
 
-// x [T, D] in place; cos, signed_sin [T, d]; cache: one entry a layer
+// queries, keys and values of `normed` [T, in] -> attention -> r += W_o ...; r += W_down (silu(gate) * up)
+static void attend_and_mix(const Shape *s, const Layer *l, const Cache *cache, const Layout *layout, const bf16 *cos,
+                           const bf16 *sin, bf16 *normed, bf16 *work, bf16 *r) {
+    int64_t tokens = layout->tokens, qkv_size = (s->heads + 2 * s->kv_heads) * s->dim;
+    bf16 *qkv = work, *attended = work + tokens * qkv_size;
+    linear(normed, tokens, &l->qkv, qkv, 0);
+    for (int64_t t = 0; t < tokens; t++) place_heads(s, l, layout, cache, cos, sin, t, qkv + t * qkv_size);
+    attention(qkv, qkv_size, layout, cache, s->heads, s->kv_heads, s->dim, attended);
+    linear(attended, tokens, &l->o, r, 1);
+    bf16 *gate_up = work, *active = work + tokens * 2 * s->intermediate;
+    for (int64_t t = 0; t < tokens; t++)
+        rms_norm(r + t * s->hidden, l->post_norm, s->hidden, s->eps, normed + t * s->hidden);
+    linear(normed, tokens, &l->gate_up, gate_up, 0);
+    for (int64_t t = 0; t < tokens; t++)
+        swiglu(gate_up + t * 2 * s->intermediate, s->intermediate, active + t * s->intermediate);
+    linear(active, tokens, &l->down, r, 1);
+}
+
+// room for a layer's input, `width` numbers a token, and behind it for what it computes
+static bf16 *make_room(const Shape *s, int64_t tokens, int64_t width) {
+    int64_t qkv = (s->heads + 2 * s->kv_heads) * s->dim + s->heads * s->dim, mlp = 3 * s->intermediate;
+    return scratch(&kept, &kept_size, sizeof(bf16) * tokens * (width + (qkv > mlp ? qkv : mlp)));
+}
+
+// x [T, D] in place; cos, signed_sin [T, d]; caches: one a layer
 EXPORT void tlt_layers(const Shape *s, const Layer *layers, const Cache *caches, int64_t count, const Layout *layout,
                        const bf16 *cos, const bf16 *signed_sin, bf16 *x) {
-    int64_t tokens = layout->tokens, qkv_size = (s->heads + 2 * s->kv_heads) * s->dim, out_size = s->heads * s->dim;
-    int64_t widest = qkv_size + out_size > 3 * s->intermediate ? qkv_size + out_size : 3 * s->intermediate;
-    bf16 *normed = scratch(&kept, &kept_size, sizeof(bf16) * tokens * (s->hidden + widest));
-    bf16 *first = normed + tokens * s->hidden;
-    for (const Layer *l = layers; l < layers + count; l++, caches++) {
-        bf16 *qkv = first, *attended = first + tokens * qkv_size;
-        for (int64_t t = 0; t < tokens; t++)
-            rms_norm(x + t * s->hidden, l->input_norm, s->hidden, s->eps, normed + t * s->hidden);
-        linear(normed, tokens, &l->qkv, qkv, 0);
-        for (int64_t t = 0; t < tokens; t++) place_heads(s, l, layout, caches, cos, signed_sin, t, qkv + t * qkv_size);
-        attention(qkv, qkv_size, layout, caches, s->heads, s->kv_heads, s->dim, attended);
-        linear(attended, tokens, &l->o, x, 1);
-        bf16 *gate_up = first, *active = first + tokens * 2 * s->intermediate;
-        for (int64_t t = 0; t < tokens; t++)
-            rms_norm(x + t * s->hidden, l->post_norm, s->hidden, s->eps, normed + t * s->hidden);
-        linear(normed, tokens, &l->gate_up, gate_up, 0);
-        for (int64_t t = 0; t < tokens; t++)
-            swiglu(gate_up + t * 2 * s->intermediate, s->intermediate, active + t * s->intermediate);
-        linear(active, tokens, &l->down, x, 1);
+    bf16 *normed = make_room(s, layout->tokens, s->hidden);
+    for (int64_t i = 0; i < count; i++) {
+        for (int64_t t = 0; t < layout->tokens; t++)
+            rms_norm(x + t * s->hidden, layers[i].input_norm, s->hidden, s->eps, normed + t * s->hidden);
+        attend_and_mix(s, layers + i, caches + i, layout, cos, signed_sin, normed, normed + layout->tokens * s->hidden, x);
     }
+}
+
+// EAGLE-3's layer, `eagle3_model.py`: attention reads the norms of embedding and hidden state side by side; the hidden
+// state is the residual stream.  embeds, hidden, y: [T, D]
+EXPORT void tlt_eagle3_layer(const Shape *s, const Layer *layer, const bf16 *hidden_norm, const Cache *cache,
+                             const Layout *layout, const bf16 *cos, const bf16 *signed_sin, const bf16 *embeds,
+                             const bf16 *hidden, bf16 *y) {
+    bf16 *both = make_room(s, layout->tokens, 2 * s->hidden);
+    for (int64_t t = 0; t < layout->tokens; t++) {
+        bf16 *to = both + t * 2 * s->hidden;
+        rms_norm(embeds + t * s->hidden, layer->input_norm, s->hidden, s->eps, to);
+        rms_norm(hidden + t * s->hidden, hidden_norm, s->hidden, s->eps, to + s->hidden);
+    }
+    memcpy(y, hidden, sizeof(bf16) * layout->tokens * s->hidden);
+    attend_and_mix(s, layer, cache, layout, cos, signed_sin, both, both + layout->tokens * 2 * s->hidden, y);
 }
 
 EXPORT void tlt_rms_norm(const bf16 *x, const bf16 *weight, int64_t rows, int64_t size, float eps, bf16 *y) {

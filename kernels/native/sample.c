@@ -84,7 +84,55 @@ EXPORT void tlt_choose(const bf16 *logits, const int32_t *keys, int64_t rows, in
         choose_row(logits + r * vocab, keys + 2 * r, vocab, temperature, tokens + r, logprobs + r, lognorms + r);
 }
 
-// rows [N, 2] keys, ids [V] -> [N, V], for tests and drafters
+// A drafter's best guesses with the target's noise: the `width` largest s = z / T + g of a row, best first, as columns
+// and as log(softmax(s / scale)).  logits [N, J], ids [J]: the columns' tokens; scores [J]: room
+static void children_of_row(const bf16 *logits, const int32_t *key, const int32_t *ids, int64_t count, float temperature,
+                            float scale, int64_t width, float *scores, int64_t *columns, float *values) {
+    __m512 over = _mm512_set1_ps(temperature == 0.0f ? 1.0f : temperature), inverse = _mm512_set1_ps(1.0f / scale);
+    __m512i key_0 = _mm512_set1_epi32(key[0]), key_1 = _mm512_set1_epi32(key[1]);
+    __m512 top = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+    for (int64_t v = 0; v < count; v += 16) {
+        __mmask16 mask = first_lanes(count - v);
+        __m512 s = _mm512_div_ps(load_bf16_some(logits + v, mask), over);
+        if (temperature != 0.0f)
+            s = _mm512_sub_ps(s, log_ps(exponential(_mm512_maskz_loadu_epi32(mask, ids + v), key_0, key_1)));
+        s = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), mask, s, inverse);
+        _mm512_storeu_ps(scores + v, s);
+        top = _mm512_max_ps(top, s);
+    }
+    top = _mm512_set1_ps(_mm512_reduce_max_ps(top));
+    for (int64_t v = 0; v < count; v += 16) {
+        __m512 p = exp_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + v), top));
+        total = _mm512_mask_add_ps(total, first_lanes(count - v), total, p);
+    }
+    float lognorm = _mm512_cvtss_f32(top) + logf(_mm512_reduce_add_ps(total));
+    for (int64_t w = 0; w < width; w++) {
+        __m512 best = _mm512_set1_ps(-INFINITY);
+        __m512i at = _mm512_setzero_si512(), number = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        for (int64_t v = 0; v < count; v += 16, number = _mm512_add_epi32(number, _mm512_set1_epi32(16))) {
+            __m512 s = _mm512_loadu_ps(scores + v);
+            __mmask16 better = _mm512_cmp_ps_mask(s, best, _CMP_GT_OQ);
+            best = _mm512_mask_mov_ps(best, better, s);
+            at = _mm512_mask_mov_epi32(at, better, number);
+        }
+        float highest = _mm512_reduce_max_ps(best);
+        int64_t column = _mm512_mask_reduce_min_epi32(_mm512_cmp_ps_mask(best, _mm512_set1_ps(highest), _CMP_EQ_OQ), at);
+        columns[w] = column;
+        values[w] = highest - lognorm;
+        scores[column] = -INFINITY;
+    }
+}
+
+EXPORT void tlt_draft_children(const bf16 *logits, const int32_t *keys, const int32_t *ids, int64_t rows, int64_t count,
+                               float temperature, float scale, int64_t width, int64_t *columns, float *values) {
+    float *scores = malloc(sizeof(float) * (count + 16));
+    for (int64_t r = 0; r < rows; r++)
+        children_of_row(logits + r * count, keys + 2 * r, ids, count, temperature, scale, width, scores,
+                        columns + r * width, values + r * width);
+    free(scores);
+}
+
+// rows [N, 2] keys, ids [V] -> [N, V], for tests
 EXPORT void tlt_exponential(const int32_t *keys, int64_t rows, const int32_t *ids, int64_t count, float *noise) {
     for (int64_t r = 0; r < rows; r++)
         for (int64_t v = 0; v < count; v += 16) {

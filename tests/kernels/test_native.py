@@ -7,6 +7,7 @@ import torch
 
 from kernels import native
 from kernels.coupled_sample import coupled_sample, exponential_noise
+from kernels.draft_children import draft_children
 from kernels.packed_linear import Panels, packed_linear_reference
 from kernels.rms_norm import rms_norm
 from kernels.spec_verify import accepted_path
@@ -102,6 +103,19 @@ def test_sampling(temperature, vocab):
     assert torch.equal(found.tokens_N, wanted.tokens_N)
     torch.testing.assert_close(found.logprobs_N, wanted.logprobs_N, rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(found.lognorms_N, wanted.lognorms_N, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("temperature", "scale"), [(0.0, 1.0), (1.0, 1.0), (0.7, 2.5)])
+@pytest.mark.parametrize(("vocab", "width"), [(5, 1), (4096, 4), (8190, 3)])
+def test_children_of_drafts(temperature, scale, vocab, width):
+    logits = random(20, vocab, scale=3).bfloat16()
+    keys = torch.randint(-(2**31), 2**31 - 1, (20, 2), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    ids = torch.randperm(49_152, generator=torch.Generator().manual_seed(2))[:vocab].to(torch.int32)
+    settings = {"width": width, "temperature": temperature, "error_scale": scale}
+    found, wanted = (draft_children(logits, keys, ids, impl=impl, **settings) for impl in ("native", "torch"))
+    if temperature:  # without noise bfloat16 logits are often equal
+        assert torch.equal(found.columns_Nw, wanted.columns_Nw)
+    torch.testing.assert_close(found.values_Nw, wanted.values_Nw, rtol=1e-5, atol=2e-5)
 
 
 def test_sampling_takes_the_first_of_equals_and_refuses_nan():

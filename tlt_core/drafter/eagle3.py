@@ -13,19 +13,25 @@ Shapes: B live rows, T positions of a catch-up, E tapped width, D hidden size, J
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from kernels.draft_children import draft_children
+from kernels.tree_layout import TreeLayout
 from tlt_core.drafter.eagle3_cache import DraftCache, DraftLevels
 from tlt_core.drafter.eagle3_files import export_weights, import_weights
-from tlt_core.drafter.eagle3_model import Eagle3Model, blank_eagle3
-from tlt_core.drafter.eagle3_tree import TreeBuilder, draft_noise, perturbed_scores
+from tlt_core.drafter.eagle3_model import Attend, Eagle3Model, blank_eagle3
+from tlt_core.drafter.eagle3_native import NativeEagle3
+from tlt_core.drafter.eagle3_tree import TreeBuilder, draft_keys, draft_noise, perturbed_scores
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.packed import PackedLinear, can_pack
 from tlt_core.speculation import DraftTree, LiveView, Strategy
 from tlt_core.types import GenerationRequest
+
+AddLevel = Callable[[TreeBuilder, Tensor, int], Tensor]
+"""add_level(tree, logits_NJ, level) -> columns of the children, [B, b w]"""
 
 
 class Eagle3Drafter:
@@ -55,7 +61,9 @@ class Eagle3Drafter:
         self._slots = list(range(max_live))  # of each row in that buffer; moving a row exchanges slots
         self._slots_B = torch.arange(max_live, device=weight.device)
         self._done = [0] * max_live  # positions of each row that the cache holds
+        self._prompts = [b""] * max_live  # of each row
         self.load_weights(export_weights(model))
+        self._native = NativeEagle3.of(self._net)
 
     @torch.inference_mode()
     def load_weights(self, weights: Mapping[str, Tensor]) -> None:
@@ -83,6 +91,7 @@ class Eagle3Drafter:
     def admit(self, row: int, request: GenerationRequest) -> None:
         """A request begins in a row."""
         self._done[row] = 0
+        self._prompts[row] = request.prompt_tokens.numpy().tobytes()
 
     @torch.inference_mode()
     def record(self, rows_T: Tensor, positions_T: Tensor, taps_TE: Tensor) -> None:
@@ -94,6 +103,7 @@ class Eagle3Drafter:
         """The request in row `source` is now in row `target`, whose own request has ended."""
         self._cache.move(source, target, self._done[source])
         self._done[target], self._done[source] = self._done[source], 0
+        self._prompts[target] = self._prompts[source]
         self._slots[source], self._slots[target] = self._slots[target], self._slots[source]
         self._slots_B.copy_(torch.tensor(self._slots))
 
@@ -113,13 +123,12 @@ class Eagle3Drafter:
             return DraftTree.empty()
         width = min(strategy.width, strategy.tokens, len(self._noise_ids_J))
         lengths_B = torch.tensor(list(view.lengths), device=self._slots_B.device)
-        noise_BLJ = draft_noise(view, lengths_B, self._noise_ids_J, depth=depth)
+        children = self._children(view, lengths_B, depth=depth, width=width)
         tree = TreeBuilder(len(limits), width=width, error_scale=self._error_scale, floors=view.floors)
         y_ND = self._catch_up(view, depth=depth)
         levels = self._cache.draft(_positions(view.lengths), levels=depth - 1, width=width)
         for level in range(depth):
-            noise_BJ = None if noise_BLJ is None else noise_BLJ[:, level]
-            columns_BM = tree.add_level(perturbed_scores(self._net.logits(y_ND), noise_BJ, view.params))
+            columns_BM = children(tree, self._net.logits(y_ND), level)
             if level + 1 < depth:
                 if tree.is_hopeless():
                     break
@@ -129,23 +138,80 @@ class Eagle3Drafter:
         limits_B = torch.tensor(limits, device=lengths_B.device)
         return tree.finish(self._net.draft_ids_J, limits_B, tokens=strategy.tokens)
 
+    def _children(self, view: LiveView, lengths_B: Tensor, *, depth: int, width: int) -> AddLevel:
+        """What turns a level's logits into its children."""
+        params, ids_J = view.params, self._noise_ids_J
+        if self._native is not None and params.top_p >= 1 and not 0 < params.top_k < len(ids_J):
+            keys_BL2 = draft_keys(view, lengths_B, depth=depth)
+
+            def choose(tree: TreeBuilder, logits_NJ: Tensor, level: int) -> Tensor:
+                keys_N2 = keys_BL2[:, level].repeat_interleave(len(logits_NJ) // len(keys_BL2), dim=0)
+                temperature, scale = params.temperature, self._error_scale
+                return tree.add_children(
+                    draft_children(logits_NJ, keys_N2, ids_J, width=width, temperature=temperature, error_scale=scale)
+                )
+
+            return choose
+        noise_BLJ = draft_noise(view, lengths_B, ids_J, depth=depth)
+
+        def filter_and_choose(tree: TreeBuilder, logits_NJ: Tensor, level: int) -> Tensor:
+            noise_BJ = None if noise_BLJ is None else noise_BLJ[:, level]
+            return tree.add_level(perturbed_scores(logits_NJ, noise_BJ, params))
+
+        return filter_and_choose
+
+    def _run(
+        self, embeds_TD: Tensor, hidden_TD: Tensor, rope_T21d: Tensor, attend: Attend, layout: TreeLayout
+    ) -> Tensor:
+        if self._native is None:
+            return self._net(embeds_TD, hidden_TD, rope_T21d, attend)
+        return self._native(embeds_TD, hidden_TD, rope_T21d, self._cache.from_position_0(), layout)
+
     def _catch_up(self, view: LiveView, *, depth: int) -> Tensor:
         """Run what is recorded but not in the cache; y of each row's last position, [B, D].
 
         The last position is run in any case: its y is needed.
         """
         ends = _positions(view.lengths)
+        shared_s = self._share_prompts(view)
         starts = [max(0, min(done, end - 1)) for done, end in zip(self._done, ends, strict=False)]
+        y_BD, seconds, total = self._advance(view, starts, ends)
+        # What a round in use leaves to catch up with is at most its depth and one; the rest was decoded without.
+        usual = len(ends) * (1 + depth)
+        self.backlog_s = shared_s + seconds * max(0.0, 1 - usual / total)
+        self._done[: len(ends)] = ends
+        return y_BD
+
+    def _share_prompts(self, view: LiveView) -> float:
+        """Samples of one prompt have it in common: one row runs it, the others take copies.  Returns the seconds."""
+        began_s = time.perf_counter()
+        siblings: dict[bytes, list[int]] = {}
+        for row, request in enumerate(view.requests):
+            if not self._done[row] and len(request.prompt_tokens) > 1:
+                siblings.setdefault(self._prompts[row], []).append(row)
+        groups = [rows for rows in siblings.values() if len(rows) > 1]
+        if not groups:
+            return 0.0
+        ends = list(self._done[: len(view.lengths)])
+        for rows in groups:
+            ends[rows[0]] = len(view.requests[rows[0]].prompt_tokens) - 1
+        self._advance(view, self._done[: len(ends)], ends)
+        for first, *others in groups:
+            for row in others:
+                self._cache.move(first, row, ends[first])
+            for row in (first, *others):
+                self._done[row] = ends[first]
+        return time.perf_counter() - began_s
+
+    def _advance(self, view: LiveView, starts: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, float, int]:
+        """Run positions starts .. ends - 1 of each row; y of each row's last one, [B, D], seconds, and how many."""
         todo = self._cache.catch_up(starts, ends)
         taps_TE = self._taps_SCE[self._slots_B[todo.rows_T], todo.positions_T]
         embeds_TD = self._embedding(view.tokens_BC[todo.rows_T, todo.positions_T + 1])
         began_s = time.perf_counter()
-        y_TD = self._net(embeds_TD, self._net.fuse(taps_TE), self._cache.rope_C21d[todo.positions_T], todo.attend)
-        # What a round in use leaves to catch up with is at most its depth and one; the rest was decoded without.
-        usual, total = len(ends) * (1 + depth), len(todo.positions_T)
-        self.backlog_s = (time.perf_counter() - began_s) * max(0.0, 1 - usual / total)
-        self._done[: len(ends)] = ends
-        return y_TD[todo.last_B]
+        rope_T21d = self._cache.rope_C21d[todo.positions_T]
+        y_TD = self._run(embeds_TD, self._net.fuse(taps_TE), rope_T21d, todo.attend, todo.layout)
+        return y_TD[todo.last_B], time.perf_counter() - began_s, len(todo.positions_T)
 
     def _extend(self, tokens_Bw: Tensor, y_ND: Tensor, parents_Bw: Tensor, levels: DraftLevels) -> Tensor:
         """y of drafted tokens, given the y of the level above and each token's parent in it; [B w, D] in row order."""
@@ -153,7 +219,8 @@ class Eagle3Drafter:
             index_BwD = parents_Bw[..., None].expand(-1, -1, y_ND.shape[1])
             y_ND = y_ND.unflatten(0, (len(tokens_Bw), -1)).gather(1, index_BwD).flatten(0, 1)
         embeds_ND = self._embedding(tokens_Bw.flatten())
-        return self._net(embeds_ND, y_ND, levels.rope(), levels.attend(parents_Bw))
+        rope_N21d, attend = levels.rope(), levels.attend(parents_Bw)
+        return self._run(embeds_ND, y_ND, rope_N21d, attend, levels.layout())
 
 
 def _positions(lengths: Sequence[int]) -> list[int]:

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.packed_attention import packed_causal_attention
+from kernels.tree_layout import TreeLayout, prompt_layout
 from tlt_core.drafter.eagle3_model import Attend, Eagle3Config, rope_table
 
 _PADDED_MOST = 32  # a pass whose rows catch up with more positions than this is packed, not padded
@@ -32,6 +33,7 @@ class CatchUp(NamedTuple):
     positions_T: Tensor  # int64
     last_B: Tensor  # int64, index of each row's last position among the T
     attend: Attend
+    layout: TreeLayout  # the same for `eagle3_native`; places count from position 0
 
 
 class DraftCache:
@@ -47,6 +49,10 @@ class DraftCache:
         self._keys_SKCd = torch.zeros(shape, dtype=dtype, device=device)
         self._values_SKCd = torch.zeros(shape, dtype=dtype, device=device)
         self.rope_C21d = rope_table(config, max_len, dtype=dtype, device=device)
+
+    def from_position_0(self) -> tuple[Tensor, Tensor]:
+        """Keys and values from position 0 on, [S, K, C - R, d]; drafts lie before it."""
+        return self._keys_SKCd[:, :, self._reserved :], self._values_SKCd[:, :, self._reserved :]
 
     def clear(self) -> None:
         """Forget everything, values that are not finite included: a mask does not stop those."""
@@ -70,16 +76,14 @@ class DraftCache:
         columns_T = torch.arange(total, device=device) - first_B[rows_T]
         positions_T = starts_B[rows_T] + columns_T
         last_B = (first_B + counts_B - 1).clamp_min(0)
-        visible_BWC = queries_BW = None
-        if most <= _PADDED_MOST:
-            queries_BW = torch.minimum(first_B[:, None] + torch.arange(most, device=device), last_B[:, None])
-            visible_BWC = torch.arange(max(ends), device=device) <= positions_T[queries_BW][..., None]
 
         def attend(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
             self._keys_SKCd[rows_T, :, self._reserved + positions_T] = k_TKd
             self._values_SKCd[rows_T, :, self._reserved + positions_T] = v_TKd
-            if queries_BW is None or visible_BWC is None:
+            if most > _PADDED_MOST:
                 return self._packed(q_THd, counts, ends)
+            queries_BW = torch.minimum(first_B[:, None] + torch.arange(most, device=device), last_B[:, None])
+            visible_BWC = torch.arange(max(ends), device=device) <= positions_T[queries_BW][..., None]
             num_kv, columns = k_TKd.shape[1], slice(self._reserved, self._reserved + max(ends))
             grouped = q_THd.shape[1] // num_kv
             q_BKNd = q_THd[queries_BW].unflatten(2, (num_kv, grouped)).transpose(1, 2).flatten(2, 3)
@@ -92,7 +96,7 @@ class DraftCache:
             out_BWHd = out_BKNd.unflatten(2, (most, grouped)).transpose(1, 2).flatten(2, 3)
             return out_BWHd[rows_T, columns_T]
 
-        return CatchUp(rows_T, positions_T, last_B, attend)
+        return CatchUp(rows_T, positions_T, last_B, attend, prompt_layout(rows_T, positions_T))
 
     def _packed(self, q_THd: Tensor, counts: Sequence[int], ends: Sequence[int]) -> Tensor:
         """Attention of long stretches: keys gathered back to back."""
@@ -115,7 +119,7 @@ class DraftCache:
         return DraftLevels(
             self._keys_SKCd[:live, :, columns],
             self._values_SKCd[:live, :, columns],
-            torch.arange(longest, device=ends_B.device) < ends_B[:, None],
+            ends_B,
             self.rope_C21d[positions_BL.clamp_max(self._max_len - 1)],  # beyond: of rows that are cut to their room
             width,
         )
@@ -133,17 +137,11 @@ class DraftCache:
 class DraftLevels:
     """The levels of one proposal: every draft token sees its row's positions, its ancestors and itself."""
 
-    def __init__(
-        self, keys_BKCd: Tensor, values_BKCd: Tensor, known_BC: Tensor, rope_BL21d: Tensor, width: int
-    ) -> None:
-        live, num_kv = keys_BKCd.shape[:2]
+    def __init__(self, keys_BKCd: Tensor, values_BKCd: Tensor, ends_B: Tensor, rope_BL21d: Tensor, width: int) -> None:
         self._keys_BKCd, self._values_BKCd, self._rope_BL21d = keys_BKCd, values_BKCd, rope_BL21d
-        self._width, self._num_kv, self._level = width, num_kv, 0
-        drafts = keys_BKCd.shape[2] - known_BC.shape[1]
-        unseen_BU = torch.zeros(live, drafts, dtype=torch.bool, device=known_BC.device)
-        self._visible_BwC = torch.cat([unseen_BU, known_BC], dim=1)[:, None].repeat(1, width, 1)
-        self._drafts = drafts
-        self._self_ww = torch.eye(width, dtype=torch.bool, device=known_BC.device)
+        self._ends_B, self._width, self._num_kv, self._level = ends_B, width, keys_BKCd.shape[1], 0
+        self._drafts = rope_BL21d.shape[1] * width
+        self._columns_BwA = ends_B.new_empty(len(ends_B), width, 0)  # of each newest token's ancestors and itself
 
     def rope(self) -> Tensor:
         """Of the next level's tokens, [B * w, 2, 1, d]."""
@@ -154,10 +152,13 @@ class DraftLevels:
         among the w of the level before (of no meaning in the first level)."""
         width, first = self._width, self._level * self._width
         own = slice(first, first + width)
-        if width > 1:
-            seen_BwU = self._visible_BwC[..., : self._drafts]
-            seen_BwU.copy_(seen_BwU.gather(1, parents_Bw[..., None].expand(-1, -1, self._drafts)))
-        self._visible_BwC[:, :, own] |= self._self_ww
+        columns_BwA = self._columns_BwA
+        if width > 1 and self._level:
+            columns_BwA = columns_BwA.gather(1, parents_Bw[..., None].expand(-1, -1, self._level))
+        own_w = torch.arange(first, first + width, device=columns_BwA.device)
+        self._columns_BwA = columns_BwA = torch.cat(
+            [columns_BwA, own_w[:, None].expand(len(columns_BwA), -1, 1)], dim=-1
+        )
         self._level += 1
 
         def attend(q_NHd: Tensor, k_NKd: Tensor, v_NKd: Tensor) -> Tensor:
@@ -165,10 +166,27 @@ class DraftLevels:
             self._values_BKCd[:, :, own] = v_NKd.unflatten(0, (-1, width)).transpose(1, 2)
             grouped = q_NHd.shape[1] // self._num_kv
             q_BKwGd = q_NHd.view(-1, width, self._num_kv, grouped, q_NHd.shape[2]).transpose(1, 2)
-            mask_BwC = self._visible_BwC if width == 1 else self._visible_BwC.repeat_interleave(grouped, dim=1)
+            visible_BwC = self._visible(columns_BwA)
+            mask_BwC = visible_BwC if width == 1 else visible_BwC.repeat_interleave(grouped, dim=1)
             out_BKMd = F.scaled_dot_product_attention(
                 q_BKwGd.flatten(2, 3), self._keys_BKCd, self._values_BKCd, attn_mask=mask_BwC[:, None]
             )
             return out_BKMd.unflatten(2, (width, grouped)).transpose(1, 2).reshape(q_NHd.shape)
 
         return attend
+
+    def layout(self) -> TreeLayout:
+        """Of the level that `attend` began, for `eagle3_native`; places count from position 0, drafts before it."""
+        live, width, length = self._columns_BwA.shape
+        rows_N = torch.arange(live, device=self._ends_B.device).repeat_interleave(width)
+        paths_NA = self._columns_BwA.flatten(0, 1) - self._drafts
+        lengths_N = torch.full_like(rows_N, length)
+        ends_N = self._ends_B.repeat_interleave(width)
+        return TreeLayout(rows_N, ends_N + (length - 1), paths_NA[:, -1], ends_N, paths_NA, lengths_N)
+
+    def _visible(self, columns_BwA: Tensor) -> Tensor:
+        known = self._keys_BKCd.shape[2] - self._drafts
+        known_BC = torch.arange(known, device=self._ends_B.device) < self._ends_B[:, None]
+        drafts_BwU = torch.zeros(*columns_BwA.shape[:2], self._drafts, dtype=torch.bool, device=known_BC.device)
+        drafts_BwU.scatter_(2, columns_BwA, True)
+        return torch.cat([drafts_BwU, known_BC[:, None].expand(-1, self._width, -1)], dim=2)

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from kernels.coupled_sample import gumbel_noise
+from kernels.draft_children import Children, best_children
 from tlt_core.sampling import policy_scores, row_keys
 from tlt_core.speculation import NO_FLOORS, DraftTree, Floors, LiveView
 from tlt_core.types import SamplingParams
@@ -44,9 +45,14 @@ def draft_noise(view: LiveView, lengths_B: Tensor, ids_J: Tensor, *, depth: int)
     """
     if view.params.temperature == 0:
         return None
-    positions_BL = lengths_B[:, None] + torch.arange(depth, device=lengths_B.device)
-    keys_BL2 = row_keys(view.streams_B[: len(lengths_B), None], positions_BL)
+    keys_BL2 = draft_keys(view, lengths_B, depth=depth)
     return gumbel_noise(keys_BL2.flatten(0, 1), ids_J).unflatten(0, (-1, depth))
+
+
+def draft_keys(view: LiveView, lengths_B: Tensor, *, depth: int) -> Tensor:
+    """Keys of that noise, [B, depth, 2] int32."""
+    positions_BL = lengths_B[:, None] + torch.arange(depth, device=lengths_B.device)
+    return row_keys(view.streams_B[: len(lengths_B), None], positions_BL)
 
 
 def perturbed_scores(logits_NJ: Tensor, noise_BJ: Tensor | None, params: SamplingParams) -> Tensor:
@@ -71,19 +77,22 @@ class TreeBuilder:
 
     def add_level(self, scores_BbJ: Tensor) -> Tensor:
         """Children of the expanded nodes (at first: of the newest tokens).  Returns their columns in J, [B, b w]."""
-        scores_BbJ = scores_BbJ.view(self._rows, -1, scores_BbJ.shape[-1])
-        beam_Bb = self._beam_Bb
-        if not self._values_wanted:
-            columns_BM = scores_BbJ.argmax(dim=-1)
-        else:
-            scaled_BbJ = scores_BbJ if self._scale == 1 else scores_BbJ / self._scale
-            best = scaled_BbJ.max(dim=-1, keepdim=True) if self._width == 1 else scaled_BbJ.topk(self._width, dim=-1)
-            columns_BM = best.indices.flatten(1)
-            values_Bbw = best.values - scaled_BbJ.logsumexp(-1, keepdim=True)
-            if beam_Bb is not None:
-                values_Bbw = values_Bbw + self._all(self._values).gather(1, beam_Bb)[..., None]
+        scores_NJ = scores_BbJ.reshape(-1, scores_BbJ.shape[-1])
+        if self._values_wanted:
+            return self.add_children(best_children(scores_NJ, width=self._width, error_scale=self._scale))
+        return self._add(scores_NJ.argmax(dim=-1).view(self._rows, -1))
+
+    def add_children(self, children: Children) -> Tensor:
+        """`add_level` of children that are chosen already, of N = B b nodes in row order."""
+        if self._values_wanted:
+            values_Bbw = children.values_Nw.view(self._rows, -1, self._width)
+            if self._beam_Bb is not None:
+                values_Bbw = values_Bbw + self._all(self._values).gather(1, self._beam_Bb)[..., None]
             self._values.append(values_Bbw.flatten(1))
-        above = columns_BM.new_full((self._rows, 1), -1) if beam_Bb is None else beam_Bb
+        return self._add(children.columns_Nw.view(self._rows, -1))
+
+    def _add(self, columns_BM: Tensor) -> Tensor:
+        above = columns_BM.new_full((self._rows, 1), -1) if self._beam_Bb is None else self._beam_Bb
         self._parents.append(above.repeat_interleave(self._width, dim=1))
         self._tokens.append(columns_BM)
         return columns_BM

@@ -19,7 +19,7 @@ from kernels import native
 from kernels.packed_linear import Panels
 from tlt_core.model.decoder import Decoder, Hidden, Layer, PlacedAttend, RmsNorm, Rope
 
-_HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 128)
 
 
 class NativeLayers:
@@ -43,7 +43,7 @@ class NativeLayers:
     def of(cls, decoder: Decoder) -> "NativeLayers | None":
         """None where the kernels do not run, or are not made for such heads."""
         library = native.library()
-        if library is None or decoder.config.head_dim not in _HEAD_DIMS:
+        if library is None or decoder.config.head_dim not in HEAD_DIMS:
             return None
         if any(getattr(layer.qkv_proj, "panels", None) is None for layer in decoder.layers):
             return None
@@ -96,10 +96,14 @@ class NativeLayers:
 
 def _c_layer(layer: nn.Module) -> native.CLayer:
     assert isinstance(layer, Layer), "a decoder's layers are Layers"
-    packed = (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)
-    linears = [cast(Panels, linear.panels).struct for linear in packed]
+    linears = [panels_of(x).struct for x in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)]
     norms = [
         norm.weight.data_ptr() if isinstance(norm, RmsNorm) else None
         for norm in (layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm)
     ]
     return native.CLayer(*linears, *norms)
+
+
+def panels_of(linear: nn.Module) -> Panels:
+    """Of a `PackedLinear` that has some."""
+    return cast(Panels, linear.panels)

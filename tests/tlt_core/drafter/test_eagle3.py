@@ -50,16 +50,20 @@ def taps_of(decoder, tokens):
 class Bench:
     """Rows of random tokens, as the engine would tell a drafter about them."""
 
-    def __init__(self, decoder, lengths, *, seed=0):
+    def __init__(self, decoder, lengths, *, seed=0, prompt=1, alike=()):
+        """alike: rows with the prompt of the first of them."""
         generator = torch.Generator().manual_seed(seed)
         self.tokens = [torch.randint(0, 64, (MAX_LEN,), generator=generator) for _ in lengths]
+        for row in alike:
+            self.tokens[row][:prompt] = self.tokens[alike[0]][:prompt]
+        self.prompt = prompt
         self.taps = [taps_of(decoder, tokens) for tokens in self.tokens]
         self.keys = [NoiseKey(seed, 1, row, 0) for row in range(len(lengths))]
         self.lengths = list(lengths)
 
     def admit(self, drafter):
         for row, key in enumerate(self.keys):
-            drafter.admit(row, GenerationRequest(key, self.tokens[row][:1].int()))
+            drafter.admit(row, GenerationRequest(key, self.tokens[row][: self.prompt].int()))
 
     def record(self, drafter, row, start, end, *, place=None):
         positions = torch.arange(start, end).flip(0)  # the order is free
@@ -72,7 +76,7 @@ class Bench:
         for place, row in enumerate(rows):
             tokens[place, : self.lengths[row]] = self.tokens[row][: self.lengths[row]]
         return LiveView(
-            requests=[GenerationRequest(self.keys[row], self.tokens[row][:1].int()) for row in rows],
+            requests=[GenerationRequest(self.keys[row], self.tokens[row][: self.prompt].int()) for row in rows],
             tokens_BC=tokens,
             lengths=[self.lengths[row] for row in rows],
             room=[50] * len(rows) if room is None else room,
@@ -158,6 +162,24 @@ def test_catching_up_late_equals_keeping_up(decoder, model, strategy):
         assert paths(catching.propose(view, strategy), row) == set(
             late.expected(model, decoder, view, row, row, strategy)
         )
+
+
+def test_samples_of_a_prompt_run_it_once(decoder, model, monkeypatch):
+    bench = Bench(decoder, [20, 9, 14, 12], prompt=12, alike=(0, 2, 3))
+    bench.prompt = 9  # of the row that has nobody beside it too
+    drafter = ready(bench, model, decoder)
+    run, catch_up = [], drafter._cache.catch_up
+
+    def counted(starts, ends):
+        run.append(sum(ends) - sum(starts))
+        return catch_up(starts, ends)
+
+    monkeypatch.setattr(drafter._cache, "catch_up", counted)
+    view = bench.view(SamplingParams())
+    tree = drafter.propose(view, CHAIN)
+    for row in range(4):
+        assert paths(tree, row) == set(bench.expected(model, decoder, view, row, row, CHAIN))
+    assert run == [8, (19 - 8) + 8 + (13 - 8) + (11 - 8)], "8 shared positions, once"
 
 
 def test_rows_move_and_are_used_again(decoder, model):

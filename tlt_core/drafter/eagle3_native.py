@@ -1,0 +1,71 @@
+"""EAGLE-3's passes in C (`kernels/native/layers.c`): a level of drafting is 0.3 ms of products, and was as much again
+in calls.
+
+Shapes: T tokens, D hidden size, d head size.
+"""
+
+import ctypes
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from kernels import native
+from kernels.tree_layout import TreeLayout
+from tlt_core.drafter.eagle3_model import Eagle3Model
+from tlt_core.model.native_layers import HEAD_DIMS, panels_of
+
+
+class NativeEagle3:
+    """Stands in for `Eagle3Model.forward`.  Reads weights where the packed model keeps them."""
+
+    def __init__(self, model: Eagle3Model, library: ctypes.CDLL) -> None:
+        layer = model.config.layer
+        self._library, self._model = library, model
+        self._shape = native.CShape(
+            layer.hidden_size,
+            layer.num_heads,
+            layer.num_kv_heads,
+            layer.head_dim,
+            layer.intermediate_size,
+            layer.rms_norm_eps,
+        )
+        linears = (model.qkv_proj, model.o_proj, model.gate_up_proj, model.down_proj)
+        norms = (model.input_norm.weight.data_ptr(), model.post_norm.weight.data_ptr(), None, None)
+        self._layer = native.CLayer(*(panels_of(linear).struct for linear in linears), *norms)
+
+    @classmethod
+    def of(cls, model: Eagle3Model) -> "NativeEagle3 | None":
+        """None where the kernels do not run, the model is not packed, or they are not made for such heads."""
+        library = native.library()
+        if library is None or model.config.layer.head_dim not in HEAD_DIMS:
+            return None
+        if getattr(model.qkv_proj, "panels", None) is None:
+            return None
+        return cls(model, library)
+
+    def __call__(
+        self, embeds_TD: Tensor, hidden_TD: Tensor, rope_T21d: Tensor, cache: tuple[Tensor, Tensor], layout: TreeLayout
+    ) -> Tensor:
+        """`Eagle3Model.forward`.  cache: keys and values from place 0 on, [S, K, C, d]; places may lie before."""
+        keys, values = cache
+        arrays = [x.contiguous() for x in layout]
+        rows_T, _, places_T, known_T, paths_TA, lengths_T = (x.data_ptr() for x in arrays)
+        where = native.CLayout(len(embeds_TD), rows_T, places_T, known_T, paths_TA, lengths_T, arrays[4].shape[1])
+        slots = native.CCache(keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1))
+        cos, signed_sin = (rope_T21d[:, part].contiguous() for part in (0, 1))
+        embeds_TD, hidden_TD = embeds_TD.contiguous(), hidden_TD.contiguous()
+        y_TD = torch.empty_like(hidden_TD)
+        self._library.tlt_eagle3_layer(
+            ctypes.addressof(self._shape),
+            ctypes.addressof(self._layer),
+            cast(Tensor, self._model.hidden_norm.weight).data_ptr(),
+            ctypes.addressof(slots),
+            ctypes.addressof(where),
+            cos.data_ptr(),
+            signed_sin.data_ptr(),
+            embeds_TD.data_ptr(),
+            hidden_TD.data_ptr(),
+            y_TD.data_ptr(),
+        )
+        return y_TD
