@@ -51,21 +51,24 @@ INLINE void transpose(const bf16 *const keys[KEYS], int64_t dim, bf16 *out) {
     }
 }
 
+// two sums each, of every other pair: with few queries one alone would wait for itself
 INLINE void dots(const int count, const bf16 *const q[], const bf16 *keys, int64_t dim, __m512 scale, float *const out[]) {
-    __m512 sum[ROWS];
+    __m512 even[ROWS], odd[ROWS];
 #pragma GCC unroll 12
-    for (int r = 0; r < count; r++) sum[r] = _mm512_setzero_ps();
-    for (int64_t i = 0; i < dim; i += 2) {
-        __m512bh pairs = (__m512bh)_mm512_loadu_si512(keys + i * KEYS);
+    for (int r = 0; r < count; r++) even[r] = odd[r] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < dim; i += 4) {
+        __m512bh first = (__m512bh)_mm512_loadu_si512(keys + i * KEYS);
+        __m512bh second = (__m512bh)_mm512_loadu_si512(keys + (i + 2) * KEYS);
 #pragma GCC unroll 12
         for (int r = 0; r < count; r++) {
-            int pair;
-            memcpy(&pair, q[r] + i, 4);
-            sum[r] = _mm512_dpbf16_ps(sum[r], pairs, (__m512bh)_mm512_set1_epi32(pair));
+            int pairs[2];
+            memcpy(pairs, q[r] + i, 8);
+            even[r] = _mm512_dpbf16_ps(even[r], first, (__m512bh)_mm512_set1_epi32(pairs[0]));
+            odd[r] = _mm512_dpbf16_ps(odd[r], second, (__m512bh)_mm512_set1_epi32(pairs[1]));
         }
     }
 #pragma GCC unroll 12
-    for (int r = 0; r < count; r++) _mm512_storeu_ps(out[r], _mm512_mul_ps(sum[r], scale));
+    for (int r = 0; r < count; r++) _mm512_storeu_ps(out[r], _mm512_mul_ps(_mm512_add_ps(even[r], odd[r]), scale));
 }
 
 // scores of `rows` queries against one block of keys
@@ -104,8 +107,8 @@ static float weigh(float *scores, int64_t count) {
 // out[r] += sum over `count` values of weights[r][c] v_c
 INLINE void mix(const int rows, const int parts, const bf16 *const *values, const bf16 *run, int64_t count,
                 const float *const *weights, int64_t at, float *const *out) {
-    __m512 sum[4][8];
-#pragma GCC unroll 4
+    __m512 sum[6][8];
+#pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int j = 0; j < parts; j++) sum[r][j] = _mm512_loadu_ps(out[r] + 16 * j);
@@ -114,14 +117,14 @@ INLINE void mix(const int rows, const int parts, const bf16 *const *values, cons
         __m512 wide[8];
 #pragma GCC unroll 8
         for (int j = 0; j < parts; j++) wide[j] = load_bf16(v + 16 * j);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
             __m512 p = _mm512_set1_ps(weights[r][at + c]);
 #pragma GCC unroll 8
             for (int j = 0; j < parts; j++) sum[r][j] = _mm512_fmadd_ps(p, wide[j], sum[r][j]);
         }
     }
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int j = 0; j < parts; j++) _mm512_storeu_ps(out[r] + 16 * j, sum[r][j]);
@@ -129,19 +132,22 @@ INLINE void mix(const int rows, const int parts, const bf16 *const *values, cons
 
 static void mix_rows(int64_t rows, int64_t dim, const bf16 *const *values, const bf16 *run, int64_t count,
                      float *const *weights, int64_t at, float *const *out) {
-    int most = dim == 64 ? 4 : 2;
+    int most = dim == 64 ? 6 : 2;
     for (int64_t first = 0; first < rows; first += most) {
         int64_t left = rows - first < most ? rows - first : most;
         const float *const *w = (const float *const *)weights + first;
         float *const *o = out + first;
 #define CASE(n, parts) mix(n, parts, values, run, count, w, at, o)
-        if (dim == 64) {
-            if (left == 4) CASE(4, 4);
-            else if (left == 3) CASE(3, 4);
-            else if (left == 2) CASE(2, 4);
-            else CASE(1, 4);
-        } else if (left == 2) CASE(2, 8);
-        else CASE(1, 8);
+        switch (dim == 64 ? left : 6 + left) {
+            case 1: CASE(1, 4); break;
+            case 2: CASE(2, 4); break;
+            case 3: CASE(3, 4); break;
+            case 4: CASE(4, 4); break;
+            case 5: CASE(5, 4); break;
+            case 6: CASE(6, 4); break;
+            case 7: CASE(1, 8); break;
+            case 8: CASE(2, 8); break;
+        }
 #undef CASE
     }
 }

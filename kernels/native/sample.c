@@ -28,52 +28,90 @@ INLINE __m512 log_ps(__m512 x) {
     return _mm512_fmadd_ps(e, _mm512_set1_ps(0.693359375f), _mm512_add_ps(f, p));
 }
 
-// -log(1 - u): log(v) u / (1 - v) with v = 1 - u rounded, which makes up for the rounding
-INLINE __m512 exponential(__m512i ids, __m512i key_0, __m512i key_1) {
+// 31 bits of each token id
+INLINE __m512i hash(__m512i ids, __m512i key_0, __m512i key_1) {
     __m512i bits = _mm512_xor_si512(_mm512_mullo_epi32(ids, _mm512_set1_epi32((int)0x9E3779B1)), key_0);
     bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16));
     bits = _mm512_xor_si512(_mm512_mullo_epi32(bits, _mm512_set1_epi32((int)0x85EBCA6B)), key_1);
     bits = _mm512_xor_si512(bits, _mm512_srli_epi32(bits, 13));
     bits = _mm512_mullo_epi32(bits, _mm512_set1_epi32((int)0xC2B2AE35));
-    bits = _mm512_and_si512(_mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16)), _mm512_set1_epi32(0x7FFFFFFF));
+    return _mm512_and_si512(_mm512_xor_si512(bits, _mm512_srli_epi32(bits, 16)), _mm512_set1_epi32(0x7FFFFFFF));
+}
+
+INLINE __m512 uniform(__m512i bits) {
     __m512 u = _mm512_mul_ps(_mm512_add_ps(_mm512_cvtepi32_ps(bits), _mm512_set1_ps(0.5f)), _mm512_set1_ps(0x1p-31f));
-    u = _mm512_min_ps(u, _mm512_set1_ps(1.0f - 0x1p-24f));
+    return _mm512_min_ps(u, _mm512_set1_ps(1.0f - 0x1p-24f));
+}
+
+// -log(1 - u): log(v) u / (1 - v) with v = 1 - u rounded, which makes up for the rounding
+INLINE __m512 exponential(__m512 u) {
     __m512 one = _mm512_set1_ps(1.0f), v = _mm512_sub_ps(one, u), off = _mm512_sub_ps(one, v);
     __mmask16 tiny = _mm512_cmp_ps_mask(off, _mm512_setzero_ps(), _CMP_EQ_OQ);
     __m512 w = _mm512_mul_ps(log_ps(v), _mm512_div_ps(u, _mm512_mask_mov_ps(off, tiny, one)));
     return _mm512_mask_mov_ps(_mm512_sub_ps(_mm512_setzero_ps(), w), tiny, u);
 }
 
-static void choose_row(const bf16 *logits, const int32_t *key, int64_t vocab, float temperature, int64_t *token,
-                       float *logprob, float *lognorm) {
-    __m512 over = _mm512_set1_ps(temperature == 0.0f ? 1.0f : temperature), top = _mm512_set1_ps(-INFINITY);
-    for (int64_t v = 0; v < vocab; v += 16) {
-        __mmask16 mask = first_lanes(vocab - v);
-        top = _mm512_mask_max_ps(top, mask, top, _mm512_div_ps(load_bf16_some(logits + v, mask), over));
-    }
-    float highest = _mm512_reduce_max_ps(top);
-    top = _mm512_set1_ps(highest);
-    __m512 total = _mm512_setzero_ps(), best = _mm512_set1_ps(-INFINITY);
-    __m512i key_0 = _mm512_set1_epi32(key[0]), key_1 = _mm512_set1_epi32(key[1]), best_id = _mm512_setzero_si512();
+INLINE __m512 tempered(const bf16 *logits, __mmask16 mask, const int scaled, __m512 temperature) {
+    __m512 z = load_bf16_some(logits, mask);
+    return scaled ? _mm512_div_ps(z, temperature) : z;
+}
+
+// As w >= u, a token can only win if u <= p / best: hardly one in the vocabulary needs its logarithm.
+INLINE void race(const int scaled, const bf16 *logits, const int32_t *key, int64_t vocab, float temperature,
+                 float highest, int64_t *token, float *total) {
+    __m512 top = _mm512_set1_ps(highest), over = _mm512_set1_ps(temperature), sum = _mm512_setzero_ps();
+    __m512i key_0 = _mm512_set1_epi32(key[0]), key_1 = _mm512_set1_epi32(key[1]);
     __m512i ids = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    float best = 0.0f;
+    __m512 most = _mm512_set1_ps(INFINITY);  // 1 / best, and a little more
+    *token = 0;
     for (int64_t v = 0; v < vocab; v += 16, ids = _mm512_add_epi32(ids, _mm512_set1_epi32(16))) {
         __mmask16 mask = first_lanes(vocab - v);
-        __m512 z = _mm512_div_ps(load_bf16_some(logits + v, mask), over);
-        __m512 p = exp_ps(_mm512_sub_ps(z, top));
-        total = _mm512_mask_add_ps(total, mask, total, p);
-        __m512 race = temperature == 0.0f ? z : _mm512_div_ps(p, exponential(ids, key_0, key_1));
-        __mmask16 better = _mm512_mask_cmp_ps_mask(mask, race, best, _CMP_GT_OQ);
-        best = _mm512_mask_mov_ps(best, better, race);
-        best_id = _mm512_mask_mov_epi32(best_id, better, ids);
+        __m512 p = exp_ps(_mm512_sub_ps(tempered(logits + v, mask, scaled, over), top));
+        sum = _mm512_mask_add_ps(sum, mask, sum, p);
+        __m512 u = uniform(hash(ids, key_0, key_1));
+        mask = _mm512_mask_cmp_ps_mask(mask, u, _mm512_mul_ps(p, most), _CMP_LE_OQ);
+        if (!mask) continue;
+        __m512 score = _mm512_maskz_div_ps(mask, p, exponential(u));
+        float found = _mm512_mask_reduce_max_ps(mask, score);
+        if (found <= best) continue;
+        best = found;
+        most = _mm512_set1_ps(1.00001f / best);
+        *token = v + __builtin_ctz(_mm512_mask_cmp_ps_mask(mask, score, _mm512_set1_ps(found), _CMP_EQ_OQ));
     }
-    __mmask16 winners = _mm512_cmp_ps_mask(best, _mm512_set1_ps(_mm512_reduce_max_ps(best)), _CMP_EQ_OQ);
-    int64_t id = _mm512_mask_reduce_min_epi32(winners, best_id);  // the first of equals
-    uint32_t bits = (uint32_t)logits[id] << 16;
+    *total = _mm512_reduce_add_ps(sum);
+}
+
+// the first of the largest
+INLINE int64_t largest(const int scaled, const bf16 *logits, int64_t vocab, float temperature, float *highest) {
+    __m512 best = _mm512_set1_ps(-INFINITY), over = _mm512_set1_ps(temperature);
+    for (int64_t v = 0; v < vocab; v += 16) {
+        __mmask16 mask = first_lanes(vocab - v);
+        best = _mm512_mask_max_ps(best, mask, best, tempered(logits + v, mask, scaled, over));
+    }
+    *highest = _mm512_reduce_max_ps(best);
+    best = _mm512_set1_ps(*highest);
+    for (int64_t v = 0; v < vocab; v += 16) {
+        __mmask16 mask = first_lanes(vocab - v);
+        mask = _mm512_mask_cmp_ps_mask(mask, tempered(logits + v, mask, scaled, over), best, _CMP_EQ_OQ);
+        if (mask) return v + __builtin_ctz(mask);
+    }
+    return 0;
+}
+
+static void choose_row(const bf16 *logits, const int32_t *key, int64_t vocab, float temperature, int64_t *token,
+                       float *logprob, float *lognorm) {
+    int scaled = temperature != 0.0f && temperature != 1.0f;
+    float over = scaled ? temperature : 1.0f, highest, total;
+    int64_t greedy = scaled ? largest(1, logits, vocab, over, &highest) : largest(0, logits, vocab, over, &highest);
+    if (scaled) race(1, logits, key, vocab, over, highest, token, &total);
+    else race(0, logits, key, vocab, over, highest, token, &total);
+    if (temperature == 0.0f) *token = greedy;
+    uint32_t bits = (uint32_t)logits[*token] << 16;
     float z;
     memcpy(&z, &bits, 4);
-    *token = id;
-    *lognorm = highest + logf(_mm512_reduce_add_ps(total));
-    *logprob = z / (temperature == 0.0f ? 1.0f : temperature) - *lognorm;
+    *lognorm = highest + logf(total);
+    *logprob = z / over - *lognorm;
 }
 
 // logits [N, V], keys [N, 2] -> [N] each
@@ -95,7 +133,7 @@ static void children_of_row(const bf16 *logits, const int32_t *key, const int32_
         __mmask16 mask = first_lanes(count - v);
         __m512 s = _mm512_div_ps(load_bf16_some(logits + v, mask), over);
         if (temperature != 0.0f)
-            s = _mm512_sub_ps(s, log_ps(exponential(_mm512_maskz_loadu_epi32(mask, ids + v), key_0, key_1)));
+            s = _mm512_sub_ps(s, log_ps(exponential(uniform(hash(_mm512_maskz_loadu_epi32(mask, ids + v), key_0, key_1)))));
         s = _mm512_mask_mul_ps(_mm512_set1_ps(-INFINITY), mask, s, inverse);
         _mm512_storeu_ps(scores + v, s);
         top = _mm512_max_ps(top, s);
@@ -138,7 +176,7 @@ EXPORT void tlt_exponential(const int32_t *keys, int64_t rows, const int32_t *id
         for (int64_t v = 0; v < count; v += 16) {
             __mmask16 mask = first_lanes(count - v);
             __m512i key_0 = _mm512_set1_epi32(keys[2 * r]), key_1 = _mm512_set1_epi32(keys[2 * r + 1]);
-            __m512 w = exponential(_mm512_maskz_loadu_epi32(mask, ids + v), key_0, key_1);
+            __m512 w = exponential(uniform(hash(_mm512_maskz_loadu_epi32(mask, ids + v), key_0, key_1)));
             _mm512_mask_storeu_ps(noise + r * count + v, mask, w);
         }
 }
