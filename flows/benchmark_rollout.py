@@ -10,6 +10,9 @@ Same requests, lengths and noise for every configuration, one engine after the o
 Two more kinds of row say what is left to gain: `floor`, what a pass over so many tokens takes, beside the bytes and
 the arithmetic that it needs (`tlt_core/bench_floor`); and `ceiling`, the speed-up of the rl rounds as it is, if
 drafting took no time, and if besides each verification took its projections alone, plain rounds staying as they are.
+
+"adaptive" is the tuner with the state of the repeat before, as it has it from a run's second step on; "from nothing"
+is its first seconds.
 """
 
 import statistics
@@ -22,7 +25,7 @@ from prefect import flow
 
 from conf.schema import RunConfig, SpeculationConfig, StrategyConfig
 from flows._terminal import Terminal
-from flows.benchmark import summarise, write_report
+from flows.benchmark import Bound, judge, summarise, write_report
 from tasks.coldstart import cold_start
 from tasks.prepare import prepare_data, prepare_model
 from tlt_core import data
@@ -43,6 +46,7 @@ _CLAIMS = {  # figure of the adaptive engine over plain decoding, and its bound
     "raw": (("tokens_per_s", 0.97),),
 }
 _OF_BEST = 0.97
+_KEPT = "cost_model, kept"  # its tuner knows what it learnt in the repeat before, as in a run's second step
 _PASSES = ((1, 1), (1, 4), (1, 7), (1, 13), (2, 2), (2, 14), (2, 26), (4, 4), (4, 16), (4, 28), (4, 52), (16, 16))
 _CONTEXT = 400  # tokens of each request of these passes
 
@@ -59,7 +63,8 @@ def bench_rollout(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> d
             policy = cold_start(cfg, start, dataset, show.stage).model_dir if cfg.coldstart.enabled else start
     rows, verdicts = [], []
     for workload in _workloads(cfg, start, policy, Path(dataset.path)):
-        measured = compare(workload, configurations(cfg.rollout.speculation), repeats=repeats, seed=cfg.seed)
+        compared = configurations(cfg.rollout.speculation)
+        measured = compare(workload, compared, repeats=repeats, seed=cfg.seed, kept=[_KEPT])
         rows += _rows(workload, measured)
         verdicts += _verdicts(workload.name, measured)
         if workload.name == "rl":
@@ -71,6 +76,7 @@ def configurations(base: SpeculationConfig) -> dict[str, SpeculationConfig]:
     """Plain, every adaptive policy, and each strategy of the menu alone."""
     menu = [StrategyConfig(drafter=s.drafter, depth=s.depth, width=s.width, tokens=s.tokens) for s in menu_of(base)]
     named = {kind: base.model_copy(update={"policy": kind}) for kind in ("off", "cost_model", "beg_mab")}
+    named[_KEPT] = named["cost_model"]
     named["threshold"] = base.model_copy(update={"policy": "threshold", "max_live": 4})
     for arm, strategy in zip(menu_of(base), menu, strict=True):
         named[f"fixed {arm}"] = base.model_copy(update={"policy": "fixed", "menu": (strategy,)})
@@ -154,49 +160,52 @@ def _floor_rows(workload: Workload) -> list[dict[str, Any]]:
 
 
 def _ceiling_rows(workload: Workload, measured: Mapping[str, Sequence[Measured]]) -> list[dict[str, Any]]:
+    """Of each band of live requests that all runs had; each run against the plain one of its repeat."""
     rows = []
     for band in BANDS:
-        plain, spec = (_medians(measured[name], f"{band}: ") for name in ("off", "cost_model"))
-        if not plain or not spec:
+        pairs = [
+            (_of_band(p.figures, band), _of_band(s.figures, band))
+            for p, s in zip(measured["off"], measured[_KEPT], strict=True)
+        ]
+        if not all(plain and spec for plain, spec in pairs):
             continue
-        projections_ms = 1e3 * linears_s(workload.decoder, round(spec["pass_tokens"]))
-        per_s = {
-            "speedup": spec["tokens_per_s"],
-            "speedup_if_drafting_were_free": 1e3 * spec["tokens_per_round"] / spec["verify_ms"],
-            "speedup_if_verification_were_projections_too": 1e3 * spec["tokens_per_round"] / projections_ms,
-        }
-        over = {name: value / plain["tokens_per_s"] for name, value in per_s.items()}
-        rows.append(
-            {"workload": "ceiling", "configuration": f"rl, {band}", "plain_ms": plain["verify_ms"], **spec}
-            | {"projections_ms": projections_ms}
-            | over
-        )
+        runs = []
+        for plain, spec in pairs:
+            projections_ms = 1e3 * linears_s(workload.decoder, round(spec["pass_tokens"]))
+            per_s = {
+                "speedup": spec["tokens_per_s"],
+                "speedup_if_drafting_were_free": 1e3 * spec["tokens_per_round"] / spec["verify_ms"],
+                "speedup_if_verification_were_projections_too": 1e3 * spec["tokens_per_round"] / projections_ms,
+            }
+            over = {name: value / plain["tokens_per_s"] for name, value in per_s.items()}
+            runs.append({"plain_ms": plain["verify_ms"], **spec, "projections_ms": projections_ms, **over})
+        rows.append({"workload": "ceiling", "configuration": f"rl, {band}", **summarise(runs, list(runs[0]))})
     return rows
 
 
-def _medians(runs: Sequence[Measured], prefix: str) -> dict[str, float]:
-    """Figures of one band of live requests; empty where a run had no such round."""
-    names = [name for name in runs[0].figures if name.startswith(prefix)]
-    if any(name not in run.figures for run in runs for name in names):
-        return {}
-    return {name.removeprefix(prefix): statistics.median(run.figures[name] for run in runs) for name in names}
+def _of_band(figures: Mapping[str, float], band: str) -> dict[str, float]:
+    prefix = f"{band}: "
+    return {name.removeprefix(prefix): value for name, value in figures.items() if name.startswith(prefix)}
 
 
 def _verdicts(workload: str, measured: Mapping[str, Sequence[Measured]]) -> list[dict[str, Any]]:
-    adaptive, plain = measured["cost_model"], measured["off"]
-    verdicts = []
-    for figure, bound in _CLAIMS[workload]:
-        ratios = [a.figures[figure] / p.figures[figure] for a, p in zip(adaptive, plain, strict=True)]
-        verdicts.append(_verdict(f"{workload}: adaptive over plain, {figure}", ratios, bound))
+    plain = measured["off"]
     best = max(
         (runs for name, runs in measured.items() if name == "off" or name.startswith("fixed")),
         key=lambda runs: statistics.median(m.figures["tokens_per_s"] for m in runs),
     )
-    ratios = [a.figures["tokens_per_s"] / b.figures["tokens_per_s"] for a, b in zip(adaptive, best, strict=True)]
-    return [*verdicts, _verdict(f"{workload}: adaptive over the best fixed strategy, tokens_per_s", ratios, _OF_BEST)]
-
-
-def _verdict(claim: str, ratios: Sequence[float], bound: float) -> dict[str, Any]:
-    value = statistics.median(ratios)
-    spread = [min(ratios), max(ratios)]
-    return {"claim": claim, "value": value, "spread": spread, "bound": bound, "holds": value >= bound}
+    verdicts = []
+    for name, title in ((_KEPT, "adaptive"), ("cost_model", "adaptive from nothing")):
+        ratios = [
+            {figure: a.figures[figure] / p.figures[figure] for figure, _ in _CLAIMS[workload]}
+            | {"best": a.figures["tokens_per_s"] / b.figures["tokens_per_s"]}
+            for a, p, b in zip(measured[name], plain, best, strict=True)
+        ]
+        bounds = [
+            Bound(f"{workload}: {title} over plain, {f}", f, bound, at_least=True) for f, bound in _CLAIMS[workload]
+        ]
+        of_best = Bound(
+            f"{workload}: {title} over the best fixed strategy, tokens_per_s", "best", _OF_BEST, at_least=True
+        )
+        verdicts += judge(ratios, [*bounds, of_best])
+    return verdicts

@@ -9,8 +9,8 @@ length that it has in plain decoding (`fix_lengths`): the work is the same for a
 import dataclasses
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,17 +41,29 @@ class Measured(NamedTuple):
 
     figures: dict[str, float]
     rollouts: Mapping[NoiseKey, Rollout]
+    tuner: Mapping[str, Any]  # what its tuner knows at the end
 
 
 def compare(
-    workload: Workload, configurations: Mapping[str, SpeculationConfig], *, repeats: int, seed: int
+    workload: Workload,
+    configurations: Mapping[str, SpeculationConfig],
+    *,
+    repeats: int,
+    seed: int,
+    kept: Collection[str] = (),
 ) -> dict[str, list[Measured]]:
-    """Measurements of every configuration, by name, in the order of the repeats."""
+    """Measurements of every configuration, by name, in the order of the repeats.
+
+    kept: configurations whose tuner goes on with what it learnt in the repeat before, as it does from step to step in
+    a run; a first one, which is not measured, begins."""
     results: dict[str, list[Measured]] = {name: [] for name in configurations}
     names = list(configurations)
+    knows = {name: run(workload, configurations[name], seed=seed).tuner for name in kept}
     for repeat in range(repeats):
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
-            measured = run(workload, configurations[name], seed=seed)
+            measured = run(workload, configurations[name], seed=seed, tuner=knows.get(name))
+            if name in knows:
+                knows[name] = measured.tuner
             results[name].append(measured)
             log.info("repeat %d, %s, %s: %.1f tokens/s", repeat, workload.name, name, measured.figures["tokens_per_s"])
     return results
@@ -64,8 +76,9 @@ def fix_lengths(workload: Workload, *, seed: int) -> Workload:
     return workload._replace(requests=requests, params=dataclasses.replace(workload.params, stop_token_ids=()))
 
 
-def run(workload: Workload, cfg: SpeculationConfig, *, seed: int) -> Measured:
-    """A fresh engine, drafter and tuner: nothing is carried over from another run."""
+def run(workload: Workload, cfg: SpeculationConfig, *, seed: int, tuner: Mapping[str, Any] | None = None) -> Measured:
+    """A fresh engine and drafter, and a fresh tuner unless it gets another one's state: nothing else is carried over
+    from another run."""
     longest = max(len(r.prompt_tokens) for r in workload.requests)
     engine = adaptive.make_engine(
         workload.decoder,
@@ -74,7 +87,9 @@ def run(workload: Workload, cfg: SpeculationConfig, *, seed: int) -> Measured:
         max_len=longest + workload.params.max_new_tokens,
         seed=seed,
     )
-    if cfg.policy == "cost_model":  # the others choose without knowing what a round costs
+    if engine.speculation is not None and tuner is not None:
+        engine.speculation.tuner.load_state_dict(tuner)
+    elif cfg.policy == "cost_model":  # the others choose without knowing what a round costs
         adaptive.calibrate(engine)
     waiting, finished = list(reversed(workload.requests)), {}
     rounds: list[RoundTrace] = []
@@ -111,6 +126,7 @@ def run(workload: Workload, cfg: SpeculationConfig, *, seed: int) -> Measured:
         }
         | {f"{band}: {name}": value for band in BANDS for name, value in _band(rounds, *BANDS[band]).items()},
         finished,
+        {} if engine.speculation is None else engine.speculation.tuner.state_dict(),
     )
 
 

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import psutil
 import torch
 
+from kernels import native
+
 _PACKAGES = ("torch", "transformers", "ray", "deepspeed", "triton", "prefect", "mlflow", "dvc", "flash-attn", "vllm")
 _DEMO_GB = 17  # measured: 8 for each worker, one for the rest
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16")  # /proc/cpuinfo names of x86 instructions on bf16 matrices and vectors
@@ -36,6 +38,7 @@ def machine() -> dict[str, object]:
         "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
         "cpu": _cpu_model(),
         "bf16_instructions": list(bf16_instructions()),
+        "cpu_kernels": "torch" if native.library() is None else "native",
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "python": platform.python_version(),
         "versions": {p: v for p in _PACKAGES if (v := _version(p))},
@@ -75,6 +78,7 @@ def _hardware(gpus: int) -> list[Finding]:
             "used" if bf16 else "skipped",
             "rollout and update in bfloat16" if bf16 else "bfloat16 would be emulated: set rollout.dtype=float32",
         ),
+        _native_kernels(),
         Finding(
             "GPU",
             ", ".join(torch.cuda.get_device_name(i) for i in range(gpus)) or "none",
@@ -82,6 +86,15 @@ def _hardware(gpus: int) -> list[Finding]:
             "set cluster.gpus_per_worker=1" if gpus else "the CPU path is used: torch.cuda finds no device",
         ),
     ]
+
+
+def _native_kernels() -> Finding:
+    try:
+        native.load()
+    except native.NativeError as error:
+        return Finding("CPU decoding", "torch's kernels", "skipped", f"{error}; decoding takes about twice as long")
+    reason = "bfloat16 rollouts do not depend on the batch, to the bit"
+    return Finding("CPU decoding", "C, compiled for this processor", "used", reason)
 
 
 def _required() -> list[Finding]:

@@ -40,6 +40,13 @@ def test_with_a_gpu_what_is_installed_is_used(monkeypatch: pytest.MonkeyPatch) -
     assert "not installed" in verdicts["flash-attn"].reason
 
 
+def test_without_native_kernels_the_price_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TLT_NATIVE_KERNELS", "0")
+    verdicts = {row.name: row for row in doctor.findings()}
+    assert verdicts["CPU decoding"].verdict == "skipped"
+    assert "twice as long" in verdicts["CPU decoding"].reason
+
+
 def test_a_missing_package_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda package: "")
     verdicts = {row.name: row for row in doctor.findings()}

@@ -1,11 +1,13 @@
 """Speculation on a real model in fp32 gives plain decoding's tokens: 201 (prompt, temperature) pairs, every drafter,
 chains and trees, every tuner policy.  Where a token differs, it must be a proven near-tie: the two candidates'
-perturbed scores lie closer than two computations of the same logits do."""
+perturbed scores lie closer than two computations of the same logits do.  In bfloat16 on kernels whose results do not
+depend on the batch there are no near-ties: tokens and log-probabilities are equal to the bit."""
 
 import pytest
 import torch
 
 from conf.schema import SpeculationConfig, StrategyConfig
+from kernels import native
 from kernels.coupled_sample import gumbel_noise
 from tlt_core import adaptive
 from tlt_core.data import encode_prompt
@@ -45,9 +47,9 @@ def model(embedded_model, tmp_path_factory):
     return decoder, prompts, folder, stop_token_ids(embedded_model, tokenizer)
 
 
-def decode(model, cfg, params):
+def decode(model, cfg, params, *, max_live=16):
     decoder, prompts, _, _ = model
-    engine = adaptive.make_engine(decoder, cfg, max_live=16, max_len=96, seed=0)
+    engine = adaptive.make_engine(decoder, cfg, max_live=max_live, max_len=96, seed=0)
     waiting = [GenerationRequest(NoiseKey(5, 1, index, 0), tokens) for index, tokens in enumerate(prompts)]
     finished, drafted = {}, []
 
@@ -104,3 +106,23 @@ def test_speculation_changes_no_token(model, temperature):
     assert all(gap < NEAR_TIE for *_, gap in near_ties), near_ties
     assert len(near_ties) <= 4, f"too many to be chance: {near_ties}"
     print("near-ties:", near_ties)
+
+
+@pytest.mark.skipif(native.library() is None, reason="the C kernels do not run on this machine")
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bfloat16_changes_no_bit_where_kernels_do_not_depend_on_the_batch(model, embedded_model, temperature):
+    _, prompts, folder, stops = model
+    params = SamplingParams(temperature=temperature, max_new_tokens=24, stop_token_ids=stops)
+
+    def decoded(cfg, max_live):
+        half = load_decoder(embedded_model, dtype=torch.bfloat16), prompts, folder, stops
+        return decode(half, cfg, params, max_live=max_live)
+
+    plain, _ = decoded(SpeculationConfig(policy="off"), 1)
+    assert len({tuple(r.completion.tolist()) for r in plain.values()}) > 30, "responses too alike to prove much"
+    for case, menu in CASES.items():
+        cfg = SpeculationConfig(policy=case.split()[0], menu=menu, max_live=8, drafter_path=str(folder))
+        speculative, _ = decoded(cfg, 16)
+        for key, rollout in plain.items():
+            assert torch.equal(speculative[key].tokens, rollout.tokens), (case, key)
+            assert torch.equal(speculative[key].logprobs, rollout.logprobs), (case, key)
