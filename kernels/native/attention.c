@@ -3,6 +3,7 @@
 //
 //     out = sum_c p_c v_c,   p_c = e^(s_c - max s) / sum,   s_c = q . k_c / sqrt(d)
 //
+// e^(s - max s) is rounded to bfloat16 before it meets the values, as FlashAttention does; sums are float32.
 // Places are taken 16 at a time.  The blocks that lie wholly in the known part are shared by all tokens of the slot
 // that know as much; the rest of the known part and the path follow, token by token, as if they lay behind one another.
 // So sums run over the sequence in its own order, wherever a token lies in the cache and whoever else is in the pass:
@@ -88,40 +89,48 @@ static void score(const bf16 *const keys[KEYS], const bf16 *const *q, float *con
     }
 }
 
-// weights instead of scores; returns what they sum up to
-static float weigh(float *scores, int64_t count) {
+// weights e^(s - max) for scores, in bfloat16, 0 up to the end of a block; returns what they sum up to, unrounded
+static float weigh(const float *scores, int64_t count, bf16 *weights) {
     __m512 top = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
-    for (int64_t c = 0; c < count; c += KEYS) {
-        __mmask16 mask = first_lanes(count - c);
-        top = _mm512_mask_max_ps(top, mask, top, _mm512_loadu_ps(scores + c));
-    }
+    for (int64_t c = 0; c < count; c += KEYS)
+        top = _mm512_mask_max_ps(top, first_lanes(count - c), top, _mm512_loadu_ps(scores + c));
     top = _mm512_set1_ps(_mm512_reduce_max_ps(top));
     for (int64_t c = 0; c < count; c += KEYS) {
-        __m512 p = _mm512_maskz_mov_ps(first_lanes(count - c), exp_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + c), top)));
+        __m512 p = exp_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + c), top));
+        p = _mm512_maskz_mov_ps(first_lanes(count - c), p);
         total = _mm512_add_ps(total, p);
-        _mm512_storeu_ps(scores + c, p);
+        store_bf16(weights + c, p);
     }
     return _mm512_reduce_add_ps(total);
 }
 
-// out[r] += sum over `count` values of weights[r][c] v_c
+// out[r] += sum over `count` values, an even number, of weights[r][c] v_c; two values at a time
 INLINE void mix(const int rows, const int parts, const bf16 *const *values, const bf16 *run, int64_t count,
-                const float *const *weights, int64_t at, float *const *out) {
+                const bf16 *const *weights, int64_t at, float *const *out) {
+    static const uint16_t LOW[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    __m512i low = _mm512_loadu_si512(LOW), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
     __m512 sum[6][8];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int j = 0; j < parts; j++) sum[r][j] = _mm512_loadu_ps(out[r] + 16 * j);
-    for (int64_t c = 0; c < count; c++) {
-        const bf16 *v = values ? values[c] : run + c * 16 * parts;
-        __m512 wide[8];
-#pragma GCC unroll 8
-        for (int j = 0; j < parts; j++) wide[j] = load_bf16(v + 16 * j);
+    for (int64_t c = 0; c < count; c += 2) {
+        const bf16 *one = values ? values[c] : run + c * 16 * parts, *two = values ? values[c + 1] : one + 16 * parts;
+        __m512bh pairs[8];
+#pragma GCC unroll 4
+        for (int j = 0; j < parts; j += 2) {
+            __m512i a = _mm512_loadu_si512(one + 16 * j), b = _mm512_loadu_si512(two + 16 * j);
+            pairs[j] = (__m512bh)_mm512_permutex2var_epi16(a, low, b);
+            pairs[j + 1] = (__m512bh)_mm512_permutex2var_epi16(a, high, b);
+        }
 #pragma GCC unroll 6
         for (int r = 0; r < rows; r++) {
-            __m512 p = _mm512_set1_ps(weights[r][at + c]);
+            int both;
+            memcpy(&both, weights[r] + at + c, 4);
+            __m512bh p = (__m512bh)_mm512_set1_epi32(both);
 #pragma GCC unroll 8
-            for (int j = 0; j < parts; j++) sum[r][j] = _mm512_fmadd_ps(p, wide[j], sum[r][j]);
+            for (int j = 0; j < parts; j++) sum[r][j] = _mm512_dpbf16_ps(sum[r][j], pairs[j], p);
         }
     }
 #pragma GCC unroll 6
@@ -131,11 +140,11 @@ INLINE void mix(const int rows, const int parts, const bf16 *const *values, cons
 }
 
 static void mix_rows(int64_t rows, int64_t dim, const bf16 *const *values, const bf16 *run, int64_t count,
-                     float *const *weights, int64_t at, float *const *out) {
+                     bf16 *const *weights, int64_t at, float *const *out) {
     int most = dim == 64 ? 6 : 2;
     for (int64_t first = 0; first < rows; first += most) {
         int64_t left = rows - first < most ? rows - first : most;
-        const float *const *w = (const float *const *)weights + first;
+        const bf16 *const *w = (const bf16 *const *)weights + first;
         float *const *o = out + first;
 #define CASE(n, parts) mix(n, parts, values, run, count, w, at, o)
         switch (dim == 64 ? left : 6 + left) {
@@ -161,17 +170,20 @@ static void attend_together(const bf16 *q, int64_t row_stride, const Layout *lay
     const bf16 *keys = cache->keys + slot * cache->slot_stride + head * cache->head_stride;
     const bf16 *values = cache->values + slot * cache->slot_stride + head * cache->head_stride;
     int64_t columns = (known + layout->width + KEYS - 1) / KEYS * KEYS, tail_most = columns - shared;
-    size_t size = sizeof(float) * rows * (columns + dim) + sizeof(void *) * (3 * rows + 2 * tail_most + KEYS);
-    float *numbers = scratch(&kept, &kept_size, size), *sums = numbers + rows * columns;
-    const bf16 **queries = (const bf16 **)(sums + rows * dim);
+    size_t size = sizeof(float) * rows * (columns + columns / 2 + dim + 2) + sizeof(void *) * (4 * rows + 2 * (tail_most + KEYS));
+    float *numbers = scratch(&kept, &kept_size, size), *sums = numbers + rows * columns, *totals = sums + rows * dim;
+    bf16 *rounded = (bf16 *)(totals + 2 * rows);
+    const bf16 **queries = (const bf16 **)(rounded + rows * columns);
     float **scores = (float **)(queries + rows), **mixed = scores + rows;
-    const bf16 **tail_keys = (const bf16 **)(mixed + rows), **tail_values = tail_keys + tail_most + KEYS;
+    bf16 **weights = (bf16 **)(mixed + rows);
+    const bf16 **tail_keys = (const bf16 **)(weights + rows), **tail_values = tail_keys + tail_most + KEYS;
     float scale = 1.0f / sqrtf((float)dim);
     memset(sums, 0, sizeof(float) * rows * dim);
     for (int64_t r = 0; r < rows; r++) {
         queries[r] = q + who[r / grouped] * row_stride + (head * grouped + r % grouped) * dim;
         scores[r] = numbers + r * columns;
         mixed[r] = sums + r * dim;
+        weights[r] = rounded + r * columns;
     }
     for (int64_t c = 0; c < shared; c += KEYS) {
         const bf16 *block[KEYS];
@@ -183,7 +195,7 @@ static void attend_together(const bf16 *q, int64_t row_stride, const Layout *lay
         score(block, queries, scores, rows, c, dim, scale);
     }
     for (int pass = 0; pass < 2; pass++) {  // scores of the tails; then, after the shared part, their values
-        if (pass) mix_rows(rows, dim, NULL, values, shared, scores, 0, mixed);
+        if (pass) mix_rows(rows, dim, NULL, values, shared, weights, 0, mixed);
         for (int64_t t = 0; t < count; t++) {
             const int64_t *path = layout->path + who[t] * layout->width;
             int64_t rest = known - shared, tail = rest + layout->length[who[t]];
@@ -193,22 +205,24 @@ static void attend_together(const bf16 *q, int64_t row_stride, const Layout *lay
                 tail_keys[c] = keys + place * dim;
                 tail_values[c] = values + place * dim;
             }
+            for (int64_t c = tail; c % KEYS; c++) {  // weighs nothing
+                tail_keys[c] = tail_keys[0];
+                tail_values[c] = tail_values[0];
+            }
             if (pass) {
-                mix_rows(grouped, dim, tail_values, NULL, tail, own, shared, mixed + t * grouped);
+                mix_rows(grouped, dim, tail_values, NULL, (tail + 1) / 2 * 2, weights + t * grouped, shared, mixed + t * grouped);
                 continue;
             }
-            for (int64_t c = tail; c % KEYS; c++) tail_keys[c] = tail_keys[0];
             for (int64_t c = 0; c < tail; c += KEYS)
                 score(tail_keys + c, queries + t * grouped, own, grouped, shared + c, dim, scale);
-            for (int64_t g = 0; g < grouped; g++) {
-                float over = 1.0f / weigh(own[g], shared + tail);
-                for (int64_t c = 0; c < shared + tail; c++) own[g][c] *= over;
-            }
+            for (int64_t g = 0; g < grouped; g++)
+                totals[t * grouped + g] = weigh(own[g], shared + tail, weights[t * grouped + g]);
         }
     }
     for (int64_t r = 0; r < rows; r++) {
         bf16 *to = out + who[r / grouped] * out_stride + (head * grouped + r % grouped) * dim;
-        for (int64_t j = 0; j < dim; j += 16) store_bf16(to + j, _mm512_loadu_ps(mixed[r] + j));
+        __m512 over = _mm512_set1_ps(1.0f / totals[r]);
+        for (int64_t j = 0; j < dim; j += 16) store_bf16(to + j, _mm512_mul_ps(_mm512_loadu_ps(mixed[r] + j), over));
     }
 }
 
