@@ -35,6 +35,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "tlt_linear": (_P, _I, _P, _P),
     "tlt_layers": (_P, _P, _P, _I, _P, _P, _P, _P),
     "tlt_eagle3_layer": (_P, _P, _P, _P, _P, _P, _P, _P, _P, _P),
+    "tlt_eagle3_chain": (_P, _P, _P, _P, _P, _P, _P, _P, _P, _P),
     "tlt_draft_children": (_P, _P, _P, _I, _I, _F, _F, _I, _P, _P),
     "tlt_rms_norm": (_P, _P, _I, _I, _F, _P),
     "tlt_choose": (_P, _P, _I, _I, _F, _P, _P, _P),
@@ -176,6 +177,16 @@ class CLayout(ctypes.Structure):
     """common.h: Layout."""
 
     _fields_ = [("tokens", _I), *((name, _P) for name in ("slot", "place", "known", "path", "length")), ("width", _I)]
+
+
+class CChain(ctypes.Structure):
+    """layers.c: Chain."""
+
+    _fields_ = [
+        *((name, _P) for name in ("embeddings", "norm", "ids", "rope", "ends", "keys")),
+        *((name, _I) for name in ("rows", "levels", "positions")),
+        *((name, _F) for name in ("temperature", "error_scale", "token_floor", "level_floor")),
+    ]
 
 
 class CCacheShape(ctypes.Structure):

@@ -40,6 +40,10 @@ typedef struct {
 void attention(const bf16 *q, int64_t row_stride, const Layout *layout, const Cache *cache, int64_t heads,
                int64_t kv_heads, int64_t dim, bf16 *out);
 
+// the drafter's best guesses of each row, see sample.c
+void draft_children(const bf16 *logits, const int32_t *keys, const int32_t *ids, int64_t rows, int64_t count,
+                    float temperature, float scale, int64_t width, int64_t *columns, float *values);
+
 // Memory that a thread keeps from call to call.
 INLINE void *scratch(void **kept, size_t *size, size_t wanted) {
     if (wanted > *size) {

@@ -131,3 +131,61 @@ EXPORT void tlt_eagle3_layer(const Shape *s, const Layer *layer, const bf16 *hid
 EXPORT void tlt_rms_norm(const bf16 *x, const bf16 *weight, int64_t rows, int64_t size, float eps, bf16 *y) {
     for (int64_t t = 0; t < rows; t++) rms_norm(x + t * size, weight, size, eps, y + t * size);
 }
+
+// What a chain is drafted with; see `eagle3.py`.
+typedef struct {
+    const bf16 *embeddings;   // [V, D], the target's
+    const bf16 *norm;         // before the head
+    const int32_t *ids;       // [J] tokens of the head's outputs
+    const bf16 *rope;         // [positions, 2, d]: cos, signed sin
+    const int64_t *ends;      // [B] position of the first drafted token
+    const int32_t *keys;      // [B, levels, 2] of the noise
+    int64_t rows, levels, positions;
+    float temperature, error_scale;
+    float token_floor, level_floor;  // drafting ends where a level promises less, see `Floors`
+} Chain;
+
+// A chain of `levels` tokens a row.  y [B, D]: of each row's last position; columns, values [B, levels]: of the head's
+// outputs, and log of the chance that verification gets there.  Draft tokens lie at places -(levels - 1) .. -1.
+// done: levels that were drafted, at least 1.
+EXPORT void tlt_eagle3_chain(const Shape *s, const Layer *layer, const bf16 *hidden_norm, const Linear *head,
+                             const Cache *cache, const Chain *c, bf16 *y, int64_t *columns, float *values,
+                             int64_t *done) {
+    int64_t rows = c->rows, width = c->levels, size = s->hidden, half = rows * s->dim;
+    static __thread void *own;
+    static __thread size_t own_size;
+    size_t bytes = sizeof(int64_t) * rows * (width + 5) + sizeof(float) * rows + sizeof(bf16) * rows * (3 * size + head->out + 2 * s->dim);
+    int64_t *slot = scratch(&own, &own_size, bytes), *place = slot + rows, *length = place + rows, *column = length + rows;
+    int64_t *path = column + rows + rows;
+    float *value = (float *)(path + rows * width);
+    bf16 *normed = (bf16 *)(value + rows), *embeds = normed + rows * size, *next = embeds + rows * size;
+    bf16 *cos = next + rows * size, *sin = cos + half, *logits = sin + half;
+    for (*done = 0; *done < width;) {
+        int64_t level = (*done)++;
+        float promised = 0.0f;
+        for (int64_t b = 0; b < rows; b++) rms_norm(y + b * size, c->norm, size, s->eps, normed + b * size);
+        linear(normed, rows, head, logits, 0);
+        for (int64_t b = 0; b < rows; b++) {
+            draft_children(logits + b * head->out, c->keys + 2 * (b * width + level), c->ids, 1, head->out, c->temperature,
+                           c->error_scale, 1, column + b, value + b);
+            columns[b * width + level] = column[b];
+            float sum = value[b] + (level ? values[b * width + level - 1] : 0.0f);
+            values[b * width + level] = sum;
+            if (c->token_floor == 0.0f || sum >= logf(c->token_floor)) promised += expf(sum);
+        }
+        if (*done == width || (c->token_floor != 0.0f && promised <= c->level_floor)) return;
+        for (int64_t b = 0; b < rows; b++) {
+            int64_t position = c->ends[b] + level < c->positions ? c->ends[b] + level : c->positions - 1;
+            slot[b] = b;
+            place[b] = level - (width - 1);
+            length[b] = level + 1;
+            for (int64_t i = 0; i < width; i++) path[b * width + i] = (i < level ? i : level) - (width - 1);
+            memcpy(embeds + b * size, c->embeddings + c->ids[column[b]] * size, sizeof(bf16) * size);
+            memcpy(cos + b * s->dim, c->rope + 2 * position * s->dim, sizeof(bf16) * s->dim);
+            memcpy(sin + b * s->dim, c->rope + (2 * position + 1) * s->dim, sizeof(bf16) * s->dim);
+        }
+        Layout layout = {rows, slot, place, c->ends, path, length, width};
+        tlt_eagle3_layer(s, layer, hidden_norm, cache, &layout, cos, sin, embeds, y, next);
+        memcpy(y, next, sizeof(bf16) * rows * size);
+    }
+}

@@ -23,12 +23,12 @@ from kernels.tree_layout import TreeLayout
 from tlt_core.drafter.eagle3_cache import DraftCache, DraftLevels
 from tlt_core.drafter.eagle3_files import export_weights, import_weights
 from tlt_core.drafter.eagle3_model import Attend, Eagle3Model, blank_eagle3
-from tlt_core.drafter.eagle3_native import NativeEagle3
+from tlt_core.drafter.eagle3_native import ChainSettings, NativeEagle3
 from tlt_core.drafter.eagle3_tree import TreeBuilder, draft_keys, draft_noise, perturbed_scores
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.packed import PackedLinear, can_pack
 from tlt_core.speculation import DraftTree, LiveView, Strategy
-from tlt_core.types import GenerationRequest
+from tlt_core.types import GenerationRequest, SamplingParams
 
 AddLevel = Callable[[TreeBuilder, Tensor, int], Tensor]
 """add_level(tree, logits_NJ, level) -> columns of the children, [B, b w]"""
@@ -123,9 +123,13 @@ class Eagle3Drafter:
             return DraftTree.empty()
         width = min(strategy.width, strategy.tokens, len(self._noise_ids_J))
         lengths_B = torch.tensor(list(view.lengths), device=self._slots_B.device)
-        children = self._children(view, lengths_B, depth=depth, width=width)
+        limits_B = torch.tensor(limits, device=lengths_B.device)
         tree = TreeBuilder(len(limits), width=width, error_scale=self._error_scale, floors=view.floors)
         y_ND = self._catch_up(view, depth=depth)
+        if width == 1 and self._native is not None and not self._filters(view.params):
+            self._draft_chain(self._native, tree, view, lengths_B, y_ND, depth=depth)
+            return tree.finish(self._net.draft_ids_J, limits_B, tokens=strategy.tokens)
+        children = self._children(view, lengths_B, depth=depth, width=width)
         levels = self._cache.draft(_positions(view.lengths), levels=depth - 1, width=width)
         for level in range(depth):
             columns_BM = children(tree, self._net.logits(y_ND), level)
@@ -135,13 +139,31 @@ class Eagle3Drafter:
                 beam_Bw = tree.choose_beam()
                 tokens_Bw = self._net.draft_ids_J[columns_BM.gather(1, beam_Bw)]
                 y_ND = self._extend(tokens_Bw, y_ND, beam_Bw // width, levels)
-        limits_B = torch.tensor(limits, device=lengths_B.device)
         return tree.finish(self._net.draft_ids_J, limits_B, tokens=strategy.tokens)
+
+    def _filters(self, params: SamplingParams) -> bool:
+        return params.top_p < 1 or 0 < params.top_k < len(self._noise_ids_J)
+
+    def _draft_chain(
+        self, net: NativeEagle3, tree: TreeBuilder, view: LiveView, lengths_B: Tensor, y_BD: Tensor, *, depth: int
+    ) -> None:
+        self._cache.reserve(depth - 1)
+        drafted = net.chain(
+            y_BD,
+            self._cache.from_position_0(),
+            ends_B=lengths_B - 1,
+            keys_BL2=draft_keys(view, lengths_B, depth=depth),
+            ids_J=self._noise_ids_J,
+            embeddings_VD=self._embedding.weight,
+            rope_C21d=self._cache.rope_C21d,
+            settings=ChainSettings(view.params.temperature, self._error_scale, *view.floors),
+        )
+        tree.add_chain(drafted.columns_Nw, drafted.values_Nw)
 
     def _children(self, view: LiveView, lengths_B: Tensor, *, depth: int, width: int) -> AddLevel:
         """What turns a level's logits into its children."""
         params, ids_J = view.params, self._noise_ids_J
-        if self._native is not None and params.top_p >= 1 and not 0 < params.top_k < len(ids_J):
+        if self._native is not None and not self._filters(params):
             keys_BL2 = draft_keys(view, lengths_B, depth=depth)
 
             def choose(tree: TreeBuilder, logits_NJ: Tensor, level: int) -> Tensor:

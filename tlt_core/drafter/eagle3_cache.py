@@ -111,7 +111,7 @@ class DraftCache:
 
     def draft(self, ends: Sequence[int], *, levels: int, width: int) -> "DraftLevels":
         """Begin a proposal that expands `width` tokens of each row in each of `levels` levels."""
-        self._reserve(levels * width)
+        self.reserve(levels * width)
         first, longest = self._reserved - levels * width, max(ends)
         live, columns = len(ends), slice(first, self._reserved + longest)
         ends_B = torch.tensor(list(ends), device=self._keys_SKCd.device)
@@ -124,7 +124,7 @@ class DraftCache:
             width,
         )
 
-    def _reserve(self, count: int) -> None:
+    def reserve(self, count: int) -> None:
         """Room for more draft tokens than any proposal had before; what is known keeps its position."""
         more = count - self._reserved
         if more > 0:

@@ -5,15 +5,25 @@ Shapes: T tokens, D hidden size, d head size.
 """
 
 import ctypes
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.draft_children import Children
 from kernels.tree_layout import TreeLayout
 from tlt_core.drafter.eagle3_model import Eagle3Model
 from tlt_core.model.native_layers import HEAD_DIMS, panels_of
+
+
+class ChainSettings(NamedTuple):
+    """Of `eagle3_tree`; in the order of layers.c."""
+
+    temperature: float
+    error_scale: float
+    token_floor: float
+    level_floor: float
 
 
 class NativeEagle3:
@@ -69,3 +79,43 @@ class NativeEagle3:
             y_TD.data_ptr(),
         )
         return y_TD
+
+    def chain(
+        self,
+        y_BD: Tensor,
+        cache: tuple[Tensor, Tensor],
+        *,
+        ends_B: Tensor,
+        keys_BL2: Tensor,
+        ids_J: Tensor,
+        embeddings_VD: Tensor,
+        rope_C21d: Tensor,
+        settings: ChainSettings,
+    ) -> Children:
+        """A chain of up to L tokens a row in one call: columns and path values, [B, levels drafted].
+
+        y_BD: of each row's last position.  ends_B: position of the first drafted token.  keys_BL2: `draft_keys`.
+        """
+        keys, values = cache
+        live, levels = keys_BL2.shape[:2]
+        arrays = [embeddings_VD, self._model.norm.weight, ids_J, rope_C21d, ends_B.contiguous(), keys_BL2.contiguous()]
+        assert all(x.is_contiguous() for x in arrays), "the drafter's tables are contiguous"
+        chain = native.CChain(*(x.data_ptr() for x in arrays), live, levels, len(rope_C21d), *settings)
+        slots = native.CCache(keys.data_ptr(), values.data_ptr(), keys.stride(0), keys.stride(1))
+        y_BD = y_BD.clone(memory_format=torch.contiguous_format)
+        columns_BL = torch.empty(live, levels, dtype=torch.int64)
+        values_BL = torch.empty(live, levels)
+        done = ctypes.c_int64()
+        self._library.tlt_eagle3_chain(
+            ctypes.addressof(self._shape),
+            ctypes.addressof(self._layer),
+            cast(Tensor, self._model.hidden_norm.weight).data_ptr(),
+            ctypes.addressof(panels_of(self._model.lm_head).struct),
+            ctypes.addressof(slots),
+            ctypes.addressof(chain),
+            y_BD.data_ptr(),
+            columns_BL.data_ptr(),
+            values_BL.data_ptr(),
+            ctypes.addressof(done),
+        )
+        return Children(columns_BL[:, : done.value], values_BL[:, : done.value])

@@ -70,6 +70,7 @@ class TreeBuilder:
         self._floor = math.log(floors.token) if floors.token > 0 else None
         self._level_floor = floors.level
         self._tokens: list[Tensor] = []  # [B, .] each, as are the next two
+        self._depths: list[Tensor] = []  # of their columns
         self._parents: list[Tensor] = []
         self._values: list[Tensor] = []
         self._count = 0
@@ -94,8 +95,17 @@ class TreeBuilder:
     def _add(self, columns_BM: Tensor) -> Tensor:
         above = columns_BM.new_full((self._rows, 1), -1) if self._beam_Bb is None else self._beam_Bb
         self._parents.append(above.repeat_interleave(self._width, dim=1))
+        self._depths.append(above.new_full(columns_BM.shape[1:], len(self._tokens) + 1))
         self._tokens.append(columns_BM)
         return columns_BM
+
+    def add_chain(self, columns_BL: Tensor, values_BL: Tensor) -> None:
+        """All levels of a chain at once; values: of each node's path."""
+        levels_L = torch.arange(columns_BL.shape[1], device=columns_BL.device)
+        self._parents.append((levels_L - 1).expand_as(columns_BL))
+        self._depths.append(levels_L + 1)
+        self._tokens.append(columns_BL)
+        self._values.append(values_BL)
 
     @property
     def _values_wanted(self) -> bool:
@@ -120,10 +130,7 @@ class TreeBuilder:
 
     def finish(self, draft_ids_J: Tensor, limits_B: Tensor, *, tokens: int) -> DraftTree:
         """The best `tokens` candidates of each row, none deeper than the row's limit."""
-        sizes = [level.shape[1] for level in self._tokens]
-        depths_M = torch.arange(1, len(sizes) + 1, device=limits_B.device).repeat_interleave(
-            torch.tensor(sizes, device=limits_B.device), output_size=sum(sizes)
-        )
+        depths_M = torch.cat(self._depths)
         keep_BM = depths_M <= limits_B[:, None]
         if self._floor is not None:  # a parent's value is at least its child's
             keep_BM &= self._all(self._values) >= self._floor
