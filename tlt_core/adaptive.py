@@ -21,14 +21,15 @@ from tlt_core.tuner.policies import RecordedTuner, make_tuner
 _CALIBRATION_S = 3.0
 # Few arms: each is tried before it is trusted, and the tuner's floors shorten what a deep one drafts (`Floors`).
 _NGRAM_MENU = (
-    Strategy("ngram", 3, 1, 3),
-    Strategy("ngram", 7, 1, 7),
-    Strategy("ngram", 4, 2, 8),
+    Strategy("ngram", 2, 1, 2),
+    Strategy("ngram", 4, 1, 4),
+    Strategy("ngram", 8, 1, 8),
 )
 _EAGLE3_MENU = (
     Strategy("eagle3", 2, 1, 2),  # a cheap probe: it finds a drafter that is good again
     Strategy("eagle3", 4, 1, 4),
-    Strategy("eagle3", 6, 2, 12),
+    Strategy("eagle3", 7, 1, 7),
+    Strategy("eagle3", 5, 2, 8),
 )
 
 

@@ -16,18 +16,30 @@ from typing import NamedTuple
 
 from tlt_core.speculation import RoundReport, Strategy, Tuner
 
-_POINTS = ((1, 12.5e-3), (4, 13.5e-3), (16, 21.4e-3), (32, 31.7e-3), (160, 125e-3))  # tokens of a pass, seconds
+_POINTS = (
+    (1, 7.2e-3),
+    (4, 7.8e-3),
+    (9, 8.7e-3),
+    (16, 9.8e-3),
+    (28, 16.2e-3),
+    (160, 90e-3),
+)  # tokens of a pass, seconds
 _PROMPT = 100.0  # tokens
 
 
 def pass_seconds(live: int, tokens: int, context: int) -> float:
-    """A 135M model on two cores: measured anchors, attention over the context, sampling."""
+    """A 135M model on one core: measured anchors, attention over the context, sampling, what does not grow."""
     sizes = [size for size, _ in _POINTS]
     at = min(max(bisect_right(sizes, tokens) - 1, 0), len(_POINTS) - 2)
     (low, low_s), (high, high_s) = tuple(pairwise(_POINTS))[at]
     base = low_s + (high_s - low_s) * (tokens - low) / (high - low)
     return (
-        base + 0.22e-3 * tokens + 3.75e-6 * context + 0.7e-6 * context * (tokens / live - 1) + 0.5e-3 * (tokens > live)
+        0.7e-3
+        + base
+        + 0.03e-3 * tokens
+        + 1.2e-6 * context
+        + 0.25e-6 * context * (tokens / live - 1)
+        + 0.3e-3 * (tokens > live)
     )
 
 
@@ -36,8 +48,8 @@ def draft_seconds(strategy: Strategy, live: int) -> float:
     if strategy.is_off:
         return 0.0
     if strategy.drafter == "ngram":
-        return 0.1e-3 + 0.05e-3 * live
-    return strategy.depth * (1.2e-3 + 0.1e-3 * live * strategy.width)
+        return 0.45e-3 + 0.03e-3 * live
+    return strategy.depth * (0.45e-3 + 0.3e-3 * (strategy.width > 1) + 0.02e-3 * live * strategy.width)
 
 
 @dataclass
