@@ -186,6 +186,8 @@ class DeepSpeedBackend(Section):
     """What is sharded: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters."""
     offload_optimizer: bool = False
     """Keep optimizer state in host memory (GPU runs)."""
+    gather_bucket_mb: int = Field(128, ge=1)
+    """Of stage 3: weights put together at once when they are handed to the rollout replicas (a larger one: alone)."""
 
 
 Backend = Annotated[TorchBackend | DeepSpeedBackend, Field(discriminator="kind")]
@@ -549,13 +551,18 @@ class ClusterConfig(Section):
     """The worker group."""
 
     address: str = "local"
-    """local: start Ray on this machine; auto or host:port: join a running Ray cluster."""
+    """local: start Ray on this machine; auto or host:port: join a running Ray cluster, of which it is a node."""
     num_workers: int = Field(2, ge=1)
     """Ray actors, each with a rollout replica and a shard of the policy update."""
     threads_per_worker: int = Field(1, ge=1)
     """CPU threads each worker computes with (and Ray CPUs it asks for)."""
     gpus_per_worker: int = Field(0, ge=0, le=1)
     """1: each worker owns a GPU; 0: CPU."""
+    placement: Literal["pack", "spread"] = "pack"
+    """pack: as few nodes as hold the workers; spread: over as many nodes as there are."""
+    release_rollout_memory: bool = False
+    """Give the rollout's memory (keys, values, recorded hidden states) back during the update and take it again after.
+    For GPUs, where both share one memory; on CPU untouched memory costs nothing."""
 
 
 class CheckpointConfig(Section):
@@ -664,6 +671,11 @@ class RunConfig(Section):
             raise ValueError(
                 "rollout.engine='vllm' with drafter.spot.enabled=true: vLLM keeps the hidden states that a drafter is "
                 "trained on to itself; set drafter.spot.enabled to false, or rollout.engine to own"
+            )
+        if self.rollout.engine == "vllm" and self.cluster.release_rollout_memory:
+            raise ValueError(
+                "rollout.engine='vllm' with cluster.release_rollout_memory=true: vLLM is a process with memory of its "
+                "own (rollout.vllm.kv_cache_mb); set cluster.release_rollout_memory to false, or rollout.engine to own"
             )
         if self.rollout.temperature == 0:
             raise ValueError(

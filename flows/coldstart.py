@@ -9,6 +9,7 @@ from flows._terminal import Terminal
 from tasks.coldstart import ColdStarted, cold_start
 from tasks.prepare import prepare_data, prepare_model
 from tlt_core import preflight
+from tlt_core.cluster.placement import check_cluster
 
 
 @flow(name="coldstart", flow_run_name=run_name)
@@ -16,6 +17,7 @@ def coldstart(config: RunConfig | str, overrides: list[str] | None = None) -> Co
     """Folder of the warmed-up model, and the stage's metrics."""
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
+    check_cluster(cfg.cluster)
     with run_log(cfg.run_dir), Terminal() as show:
         model_dir = prepare_model(cfg)
         dataset = prepare_data(cfg, model_dir)

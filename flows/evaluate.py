@@ -13,6 +13,7 @@ from tasks.coldstart import cold_start
 from tasks.evaluate import evaluate as validate
 from tasks.prepare import prepare_data, prepare_model
 from tlt_core import preflight
+from tlt_core.cluster.placement import check_cluster
 from tlt_core.session import Session
 from tlt_core.store import write_atomically
 
@@ -25,6 +26,7 @@ def evaluate(
     place of the run's own."""
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
+    check_cluster(cfg.cluster)
     with run_log(cfg.run_dir), Terminal() as show:
         start = prepare_model(cfg)
         dataset = prepare_data(cfg, start)

@@ -29,6 +29,7 @@ from tasks.track import Tracker, track
 from tasks.update import update_policy
 from tasks.warmup import warm_up_drafter
 from tlt_core import preflight, provenance
+from tlt_core.cluster.placement import check_cluster
 from tlt_core.file_lock import exclusive
 from tlt_core.session import Session
 from tlt_core.store import Ref
@@ -39,6 +40,7 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
     """Train the policy; returns its Hugging Face folder."""
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
+    check_cluster(cfg.cluster)
     with exclusive(cfg.run_dir / "lock", wait=True), run_log(cfg.run_dir), Terminal() as show:
         provenance.begin_attempt(cfg)
         policy = prepare_model(cfg)

@@ -73,7 +73,7 @@ def run(
         )
     ]
     losses, tokens, started_s = [], sum(len(p) + len(c) for p, c in examples) * cfg.coldstart.num_epochs, time.time()
-    with WorkerGroup(cfg.cluster, _spec(cfg, model_dir, len(steps))) as group:
+    with WorkerGroup(cfg.cluster, _spec(cfg, model_dir, len(steps)), shared=out_dir.parent) as group:
         group.load(None, 0)
         trained_s = time.time()
         for index, shares in enumerate(steps):

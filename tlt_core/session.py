@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from conf.schema import RunConfig
+from conf.schema import RolloutConfig, RunConfig
 from tlt_core import checkpoint, data
 from tlt_core.canary import canary_metrics
 from tlt_core.cluster.dispatcher import Drained
@@ -51,6 +51,9 @@ from tlt_core.types import (
 )
 
 log = logging.getLogger(__name__)
+
+# What a resumed run may change within the sections that count.
+_FREE: dict[str, Any] = {"rollout": {"speculation", "vllm"}, "update": {"backend": {"gather_bucket_mb"}}}
 
 
 class Session:
@@ -95,7 +98,7 @@ class Session:
         self._step = 0
         self._fingerprint = _fingerprint(cfg)
         self._scorer = Scorer(cfg.reward)
-        self._group = WorkerGroup(cfg.cluster, self._worker_spec())
+        self._group = WorkerGroup(cfg.cluster, self._worker_spec(), shared=cfg.run_dir)
 
     @classmethod
     def resume_or_init(
@@ -446,7 +449,7 @@ class Session:
         longest = max(len(p.tokens) for p in self._by_id.values())
         return WorkerSpec(
             model_dir=self.start_model.resolve(),
-            rollout=cfg.rollout,
+            rollout=_with_absolute_path(cfg.rollout),
             max_len=longest + cfg.rollout.max_new_tokens,
             trainer=TrainerSpec(
                 update=cfg.update,
@@ -461,11 +464,21 @@ class Session:
             drafter=cfg.drafter,
             spot_dir=(cfg.run_dir / "spot").resolve() if self._trains_drafter else None,
             vllm=VllmSpec(vllm_python(), (cfg.run_dir / "vllm").resolve()) if cfg.rollout.engine == "vllm" else None,
+            release_memory=cfg.cluster.release_rollout_memory,
         )
 
 
 def _requests(prompts: Sequence[Prompt], samples: int, *, seed: int, step: int) -> list[list[GenerationRequest]]:
     return [[GenerationRequest(NoiseKey(seed, step, p.id, s), p.tokens) for s in range(samples)] for p in prompts]
+
+
+def _with_absolute_path(rollout: RolloutConfig) -> RolloutConfig:
+    """Workers of other nodes have another working directory."""
+    speculation = rollout.speculation
+    if speculation.drafter_path is None:
+        return rollout
+    speculation = speculation.model_copy(update={"drafter_path": str(Path(speculation.drafter_path).resolve())})
+    return rollout.model_copy(update={"speculation": speculation})
 
 
 def _keys(rollouts: RolloutBatch) -> list[tuple[int, int]]:
@@ -480,7 +493,7 @@ def _informative_groups(scored: ScoredBatch) -> list[int]:
 
 def _fingerprint(cfg: RunConfig) -> str:
     """Digest of what may not change between attempts.  More steps, workers, another tracker or other speculation
-    (which changes no token of our engine) are fine."""
+    (which changes no token of our engine) are fine, as is the size of ZeRO's buckets."""
     sections = {"seed", "model", "data", "coldstart", "rollout", "algorithm", "update"}
-    fixed = cfg.model_dump(mode="json", include=sections, exclude={"rollout": {"speculation", "vllm"}})
+    fixed = cfg.model_dump(mode="json", include=sections, exclude=_FREE)
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()

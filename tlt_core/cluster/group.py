@@ -11,7 +11,6 @@ the rest of the group is killed, so nobody waits in a collective for a dead peer
 import contextlib
 import logging
 import os
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,9 @@ from conf.schema import ClusterConfig
 from tlt_core.canary import outliers
 from tlt_core.cluster.dispatcher import Dispatcher, Drained
 from tlt_core.cluster.drafting import DrafterPublished
+from tlt_core.cluster.placement import lost_nodes, require_room, reserve, start_ray
+from tlt_core.cluster.rendezvous import LOOPBACK
+from tlt_core.cluster.shared_folders import expected_files, probe_file, require_seen
 from tlt_core.cluster.worker import GenerateReport, UpdateReport, Worker, WorkerSpec
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.spot.coordinator import PhaseReport, SpotSettings
@@ -31,6 +33,8 @@ from tlt_core.types import GenerationRequest, SamplingParams
 log = logging.getLogger(__name__)
 
 _WATCH_S = 0.1  # how often finished rollouts are gathered and workers watched
+_POST_MORTEM_S = 10.0  # for Ray to notice that a process or node is gone, after its peers have felt it
+_RESUME = "Start the same command again to resume from the newest checkpoint."
 
 
 class WorkerDied(RuntimeError):
@@ -47,35 +51,51 @@ class Generated(NamedTuple):
 class WorkerGroup:
     """Context manager: starts the actors, ends them."""
 
-    def __init__(self, cluster: ClusterConfig, spec: WorkerSpec) -> None:
+    def __init__(self, cluster: ClusterConfig, spec: WorkerSpec, *, shared: Path | None = None) -> None:
+        """shared: folder that workers write for the driver and each other; every node must see it.
+
+        Raises ClusterError when the cluster has no room for the workers, or their nodes do not see the same files.
+        """
         self.num_workers = cluster.num_workers
-        self._start_ray(cluster)
+        self._workers: list[Any] = []
+        start_ray(cluster)
+        try:
+            require_room(cluster)
+            self._placement = reserve(cluster)
+        except BaseException:
+            self.kill()
+            raise
         actor = ray.remote(num_cpus=cluster.threads_per_worker, num_gpus=cluster.gpus_per_worker)(Worker)
-        self._workers: list[Any] = [
-            actor.options(name=f"worker-{rank}-{os.getpid()}").remote(rank, self.num_workers, spec)
+        self._workers = [
+            actor.options(name=f"worker-{rank}-{os.getpid()}", scheduling_strategy=self._placement.worker(rank)).remote(
+                rank, self.num_workers, spec
+            )
             for rank in range(self.num_workers)
         ]
-        self._dispatcher: Any = ray.remote(num_cpus=0)(Dispatcher).remote()
+        dispatcher = ray.remote(num_cpus=0)(Dispatcher)
+        self._dispatcher: Any = dispatcher.options(scheduling_strategy=self._placement.beside_driver()).remote()
+        if not self._placement.is_local:
+            self._require_shared_folders(spec, shared)
         if self.num_workers > 1 or (spec.trainer is not None and spec.trainer.update.backend.kind == "deepspeed"):
-            address = f"tcp://{ray.util.get_node_ip_address()}:{_free_port()}"
-            self._call_all("join", [(address,)] * self.num_workers)
+            self._join()
 
-    @staticmethod
-    def _start_ray(cluster: ClusterConfig) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        # Ray would run workers at niceness 15: any other process on the machine, the driver too, would starve them.
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        if cluster.address == "local":
-            ray.init(
-                address="local",
-                num_cpus=cluster.num_workers * cluster.threads_per_worker,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-            )
-        else:
-            ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.WARNING)
+    def _require_shared_folders(self, spec: WorkerSpec, shared: Path | None) -> None:
+        drafter = spec.rollout.speculation.drafter_path
+        files = expected_files([spec.model_dir, *([] if drafter is None else [Path(drafter)])])
+        try:
+            with contextlib.ExitStack() as stack:
+                if shared is not None:
+                    files |= stack.enter_context(probe_file(shared.resolve()))
+                missing = self._call_all("unseen", [(files,)] * self.num_workers)
+            require_seen(missing, self._placement.nodes, driver=self._placement.driver)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _join(self) -> None:
+        addresses = [LOOPBACK if self._placement.is_local else node.address for node in self._placement.nodes]
+        (meeting_point,) = self._get([self._workers[0].host_group.remote(addresses[0])])
+        self._call_all("join", [(meeting_point, address) for address in addresses])
 
     def __enter__(self) -> "WorkerGroup":
         return self
@@ -86,7 +106,7 @@ class WorkerGroup:
         self.kill()
 
     def kill(self) -> None:
-        """End actors and the local Ray at once.  A second call does nothing."""
+        """End actors, and Ray where it is ours, at once.  A second call does nothing."""
         if not ray.is_initialized():  # ray.kill would start a new Ray
             return
         for worker in self._workers:
@@ -205,25 +225,39 @@ class WorkerGroup:
         try:
             return ray.get(list(calls))
         except RayTaskError as error:
+            own = _own_error(error)
+            dead = [] if own is not None else self._dead_workers()  # a peer in a collective fails first
             self.kill()
-            raise _as_user_error(error) from error
+            if own is not None:
+                raise own from error
+            raise WorkerDied(f"{_who(dead)}  {_RESUME}" if dead else f"A worker failed with:\n{error}") from error
         except RayError as error:  # actor died, out of memory, node lost
+            dead = self._dead_workers()
             self.kill()
-            raise WorkerDied(
-                f"A worker process ended unexpectedly ({error}).  It was killed, or ran out of memory; start the same "
-                "command again to resume from the newest checkpoint."
-            ) from error
+            raise WorkerDied(f"{_who(dead)}  {_RESUME}  ({error})") from error
+
+    def _dead_workers(self) -> list[str]:
+        """Which workers are gone, in words.  Those that still live are busy or answer."""
+        asked = {worker.alive.remote(): rank for rank, worker in enumerate(self._workers)}
+        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_POST_MORTEM_S)
+        lost, dead = lost_nodes(self._placement.nodes), []
+        for call in answered:
+            try:
+                ray.get(call)
+            except RayError:
+                rank = asked[call]
+                node = self._placement.nodes[rank]
+                state = "which has left the cluster" if node.id in lost else "which is still in the cluster"
+                dead.append(f"worker {rank} on node {node.address}, {state}")
+        return dead
 
 
-def _as_user_error(error: RayTaskError) -> Exception:
+def _who(dead: Sequence[str]) -> str:
+    which = "; ".join(dead) or "it is not known which"
+    return f"A worker process ended unexpectedly ({which}): it was killed, ran out of memory, or its node failed."
+
+
+def _own_error(error: RayTaskError) -> Exception | None:
     """Our own typed errors keep their type across the process boundary; anything else is a dead worker."""
     cause = error.cause
-    if isinstance(cause, OSError) or type(cause).__module__.startswith("tlt_core."):
-        return cause
-    return WorkerDied(f"A worker failed with:\n{error}")
-
-
-def _free_port() -> int:
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    return cause if isinstance(cause, OSError) or type(cause).__module__.startswith("tlt_core.") else None

@@ -8,7 +8,7 @@ idle) are made here and in the dispatcher.  States are time-stamped as `WorkerSp
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,8 @@ from conf.schema import AlgorithmConfig, DrafterConfig, RolloutConfig, UpdateCon
 from tlt_core import adaptive
 from tlt_core.canary import CanaryReport, WeightDigest
 from tlt_core.cluster.drafting import DrafterPublished, Drafting, newest_drafter
+from tlt_core.cluster.rendezvous import host_store, join_group
+from tlt_core.cluster.shared_folders import unseen
 from tlt_core.cluster.vllm_replica import VllmSpec, start_vllm
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.policy import FrozenPolicy
@@ -60,6 +62,7 @@ class WorkerSpec(NamedTuple):
     drafter: DrafterConfig = DrafterConfig()
     spot_dir: Path | None = None  # where hidden states and the drafter's training state are kept; None: no training
     vllm: VllmSpec | None = None  # None: our own engine
+    release_memory: bool = False  # of the rollout, while the policy is trained
 
 
 class GenerateReport(NamedTuple):
@@ -94,11 +97,30 @@ class Worker:
         self._reference: FrozenPolicy | None = None
         self._drafting: Drafting | None = None
         self._policy_version = 0
+        self._store: dist.TCPStore | None = None  # of worker 0: where the group meets
 
-    def join(self, init_method: str) -> None:
+    def alive(self) -> None:
+        """Says nothing: the answer is that there is one."""
+
+    def unseen(self, files: Mapping[Path, int]) -> tuple[Path, ...]:
+        """Which of the driver's files this node does not see."""
+        return unseen(files)
+
+    def host_group(self, address: str) -> str:
+        """Worker 0 alone: where all workers meet, on its own node."""
+        self._store, meeting_point = host_store(address, world_size=self._world_size)
+        return meeting_point
+
+    def join(self, meeting_point: str, own_address: str) -> None:
         """Form the torch.distributed group of all workers (gloo on CPU, NCCL on GPU)."""
-        backend = "nccl" if self._device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, init_method=init_method, rank=self._rank, world_size=self._world_size)
+        join_group(
+            meeting_point,
+            own_address=own_address,
+            rank=self._rank,
+            world_size=self._world_size,
+            device=self._device,
+            store=self._store,
+        )
 
     def load(self, checkpoint: Path | None, policy_version: int) -> None:
         """Build replica and trainer from the start model, or from a checkpoint's parts."""
@@ -266,9 +288,14 @@ class Worker:
         """One RL step's optimizer steps, on this worker's share of each."""
         trainer = self._trainer
         assert trainer is not None, "load() comes first"
+        self._release_rollout_memory()
         started_s = time.time()
         metrics = trainer.steps(steps)
         return UpdateReport((WorkerSpan(self._rank, WorkerState.UPDATING, started_s, time.time()),), metrics)
+
+    def _release_rollout_memory(self) -> None:
+        if self._spec.release_memory and self._engine is not None:
+            self._engine.release_memory()
 
     def supervised_step(self, batch: TrainBatch) -> dict[str, float]:
         """One step of supervised training (the cold start)."""
@@ -279,6 +306,7 @@ class Worker:
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
         """Log-probs of the share's tokens under the model RL started from."""
         assert self._reference is not None, "built only when algorithm.kl.coef > 0"
+        self._release_rollout_memory()
         return self._reference.logprobs(batch)
 
     def publish(self, policy_version: int) -> tuple[int, int]:

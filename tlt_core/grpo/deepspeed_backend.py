@@ -33,7 +33,6 @@ from tlt_core.grpo.micro_batch import idle_micro_batch
 from tlt_core.grpo.optimizer import decay_groups
 from tlt_core.grpo.policy import PolicyModel, inputs_of
 
-_GATHER_ELEMENTS = 1 << 26  # weights gathered at once under ZeRO-3: 128 MiB in bf16
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -46,6 +45,7 @@ class DeepSpeedBackend:
         if not dist.is_initialized():
             raise RuntimeError("DeepSpeed needs a torch.distributed group: call init_process_group first")
         self._stage, self._world_size, self._max_norm = backend.zero_stage, world_size, cfg.max_grad_norm
+        self._bucket_bytes = backend.gather_bucket_mb << 20
         matrices, vectors = decay_groups(model.named_parameters())
         self._trainable = matrices | vectors
         first = next(iter(self._trainable.values()))
@@ -98,7 +98,7 @@ class DeepSpeedBackend:
         if self._stage < 3:
             yield from ((name, parameter.detach()) for name, parameter in named)
             return
-        for bucket in _buckets(named):
+        for bucket in _buckets(named, self._bucket_bytes):
             with GatheredParameters([parameter for _, parameter in bucket]):
                 yield from ((name, parameter.detach().clone()) for name, parameter in bucket)
 
@@ -211,15 +211,16 @@ def _engine_config(cfg: AdamWConfig, backend: DeepSpeedConfig, *, bf16: bool) ->
     }
 
 
-def _buckets(named: list[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
+def _buckets(named: list[tuple[str, Any]], most_bytes: int) -> Iterator[list[tuple[str, Any]]]:
     """Runs of parameters of limited full size (numel() is 0 while a parameter is sharded; ds_numel is not)."""
     bucket: list[tuple[str, Any]] = []
     size = 0
     for name, parameter in named:
-        if bucket and size + parameter.ds_numel > _GATHER_ELEMENTS:
+        own = parameter.ds_numel * parameter.element_size()
+        if bucket and size + own > most_bytes:
             yield bucket
             bucket, size = [], 0
         bucket.append((name, parameter))
-        size += parameter.ds_numel
+        size += own
     if bucket:
         yield bucket

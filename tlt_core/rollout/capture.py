@@ -50,13 +50,30 @@ class Capture:
     ) -> None:
         """taps: residual streams to keep, as in `Decoder.forward`."""
         self.taps = taps
-        size = config.hidden_size
-        # Memory is touched, and so taken, only as far as rows really grow.
-        self._taps_SCE = torch.zeros(max_live, max_len, len(taps) * size, dtype=dtype, device=device)
-        self._last_SCD = torch.zeros(max_live, max_len, size, dtype=dtype, device=device)
-        self._lognorms_SC = torch.zeros(max_live, max_len, device=device)
+        self._max_len, self._size, self._dtype, self._device = max_len, config.hidden_size, dtype, device
+        self._take(max_live)
         self._slots = list(range(max_live))  # of each row; moving a row exchanges slots
         self._slots_B = torch.arange(max_live, device=device)
+
+    def acquire(self) -> None:
+        """Take the memory."""
+        self._take(len(self._slots))
+
+    def release(self) -> None:
+        """Give it back; what was recorded of unfinished responses is gone."""
+        self._take(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return self._taps_SCE.nbytes + self._last_SCD.nbytes + self._lognorms_SC.nbytes
+
+    def _take(self, slots: int) -> None:
+        # Memory is touched, and so taken, only as far as rows really grow.
+        shape = (slots, self._max_len)
+        self._taps_SCE = torch.zeros(*shape, len(self.taps) * self._size, dtype=self._dtype, device=self._device)
+        self._last_SCD = torch.zeros(*shape, self._size, dtype=self._dtype, device=self._device)
+        self._lognorms_SC = torch.zeros(*shape, device=self._device)
 
     @torch.inference_mode()
     def record_prompt(self, rows_T: Tensor, positions_T: Tensor, taps_TE: Tensor) -> None:

@@ -116,6 +116,7 @@ class RolloutEngine:
 
         on_captured: gets the hidden states of each response that ends; only where `capture_taps` were given.
         """
+        self._acquire_memory()
         batch = self._batch
         while True:
             if len(batch) < self.max_live:
@@ -139,6 +140,29 @@ class RolloutEngine:
             self.decoder.load_weights(weights)
 
     @property
+    def memory_bytes(self) -> int:
+        """Held for live requests: keys, values, recorded hidden states."""
+        return sum(part.num_bytes for part in self._request_memory)
+
+    def release_memory(self) -> None:
+        """Give that memory back until the next `generate`.  Raises ValueError while requests are live."""
+        if len(self._batch):
+            raise ValueError(f"{len(self._batch)} requests are live: their memory can be released when they have ended")
+        for part in self._request_memory:
+            part.release()
+        if self._cache.keys_YSKCd.is_cuda:
+            torch.cuda.empty_cache()  # in one piece, for whoever is next
+
+    @property
+    def _request_memory(self) -> tuple[SlotCache | Capture, ...]:
+        return (self._cache,) if self._capture is None else (self._cache, self._capture)
+
+    def _acquire_memory(self) -> None:
+        if self.memory_bytes == 0:
+            for part in self._request_memory:
+                part.acquire()
+
+    @property
     def drafter_failures(self) -> Mapping[tuple[str, str], int]:
         """Proposals that could not be used, by (drafter, kind of failure)."""
         return self._guard.failures
@@ -148,6 +172,7 @@ class RolloutEngine:
         rows: a plain round).  Raises ValueError while requests are live."""
         if len(self._batch):
             raise ValueError("the engine is decoding: rehearse before the first request")
+        self._acquire_memory()
         params = SamplingParams()
         prompt = torch.zeros(max(1, min(context, self._cache.max_len - 1)), dtype=torch.int32)
         for sample in range(live):

@@ -59,8 +59,22 @@ class SlotCache:
         """max_draft_tokens: the largest tree of one request that `verify_attend` will meet."""
         self.max_len = max_len
         shape = (config.num_layers, num_slots, config.num_kv_heads, max_len + max_draft_tokens, config.head_dim)
-        self.keys_YSKCd = torch.zeros(shape, dtype=dtype, device=device)
-        self.values_YSKCd = torch.zeros(shape, dtype=dtype, device=device)
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self.acquire()
+
+    def acquire(self) -> None:
+        """Take the memory, all zeros."""
+        self.keys_YSKCd = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        self.values_YSKCd = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+
+    def release(self) -> None:
+        """Give it back; nothing is known of any request then."""
+        self.keys_YSKCd = self.values_YSKCd = torch.empty(0, dtype=self._dtype, device=self._device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return self.keys_YSKCd.nbytes + self.values_YSKCd.nbytes
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` positions of one slot over another."""

@@ -1,0 +1,196 @@
+"""Where workers run: start Ray or join a cluster, reserve a place for each worker, say which node it got.
+
+    cluster section -> require_room -> reserve -> Placement (bundles and nodes by rank)
+
+consumes: the cluster section.  waits: `_WAIT_S` at most, for processors that something else uses.
+produces: a placement group with one bundle a worker; ClusterError, before any model is loaded, where there is no room.
+"""
+
+import logging
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ray
+import torch
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from conf.schema import ClusterConfig
+
+log = logging.getLogger(__name__)
+
+_WAIT_S = 30.0  # what a run that has just ended held is free after a second or two
+_CONNECT_S = 5.0
+_STRATEGIES = {"pack": "PACK", "spread": "SPREAD"}
+_PASSED_ON = ("GLOO_", "NCCL_")  # the driver's settings of the network between workers
+
+
+class ClusterError(ValueError):
+    """The cluster cannot run the workers.  The text says what is asked, what there is, and the remedy."""
+
+
+class Node(NamedTuple):
+    """A machine of the cluster."""
+
+    id: str
+    address: str
+
+
+class Placement(NamedTuple):
+    """Where each worker runs."""
+
+    group: PlacementGroup
+    bundles: tuple[int, ...]  # by rank
+    nodes: tuple[Node, ...]  # by rank
+    driver: Node
+
+    @property
+    def is_local(self) -> bool:
+        """Do all workers run where the driver does?"""
+        return {node.id for node in self.nodes} == {self.driver.id}
+
+    def worker(self, rank: int) -> PlacementGroupSchedulingStrategy:
+        """Where a worker's actor goes."""
+        return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[rank])
+
+    def beside_driver(self) -> NodeAffinitySchedulingStrategy:
+        """For an actor that is the driver's own."""
+        return NodeAffinitySchedulingStrategy(self.driver.id, soft=False)
+
+
+def check_cluster(cluster: ClusterConfig) -> None:
+    """Before anything is made: is there room for the workers?  Joins the cluster for a moment.  Raises ClusterError."""
+    if cluster.address == "local":
+        wanted, found = cluster.num_workers * cluster.gpus_per_worker, torch.cuda.device_count()
+        if wanted > found:
+            raise ClusterError(
+                f"cluster.num_workers={cluster.num_workers} with gpus_per_worker={cluster.gpus_per_worker} asks for "
+                f"{wanted} GPUs, this machine has {found}; lower cluster.num_workers, set cluster.gpus_per_worker=0, "
+                "or give cluster.address of a Ray cluster that has as many"
+            )
+        return
+    start_ray(cluster)
+    try:
+        require_room(cluster)
+    finally:
+        ray.shutdown()
+
+
+def start_ray(cluster: ClusterConfig) -> None:
+    """A Ray of our own on this machine, or the running cluster at `cluster.address`.  Raises ClusterError."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    environment = worker_environment(cluster)
+    options: dict[str, Any] = {
+        "log_to_driver": False,
+        "logging_level": logging.WARNING,
+        "runtime_env": {"env_vars": environment},
+    }
+    if cluster.address == "local":
+        for name, value in environment.items():
+            if name.startswith("RAY_"):  # for the raylet, which hands them on
+                os.environ.setdefault(name, value)
+        num_cpus = cluster.num_workers * cluster.threads_per_worker
+        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **options)
+        return
+    try:
+        _require_listener(cluster.address)
+        ray.init(address=cluster.address, **options)
+    except (OSError, RuntimeError, ValueError, RayError) as error:
+        raise ClusterError(
+            f"cluster.address={cluster.address!r}: no Ray cluster answers from this machine ({error}).  Start one with "
+            "'ray start --head' (further nodes: 'ray start --address=HOST:6379'), start the run on one of its nodes, "
+            "with RAY_AUTH_MODE as the cluster has it; or set cluster.address=local"
+        ) from error
+
+
+def _require_listener(address: str) -> None:
+    """Raises OSError at once where Ray would try for over a minute."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+
+
+def worker_environment(cluster: ClusterConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables of every worker process.  They hold on a cluster that somebody else has started, too."""
+    threads = str(cluster.threads_per_worker)
+    return {
+        **{name: value for name, value in environment.items() if name.startswith(_PASSED_ON)},
+        **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads),
+        # Ray would run workers at niceness 15: any other process on the machine, the driver too, would starve them.
+        "RAY_worker_niceness": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+
+
+def require_room(cluster: ClusterConfig) -> None:
+    """Could the cluster hold the workers if nothing else ran on it?  Raises ClusterError."""
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    fit = sum(_workers_that_fit(node["Resources"], cluster) for node in alive)
+    if fit < cluster.num_workers:
+        has = _amounts([node["Resources"] for node in alive])
+        raise ClusterError(
+            f"{_asked(cluster)}; the Ray cluster has {_count(len(alive), 'node')} with {has} in all, which is room for "
+            f"{_count(fit, 'worker')}.  {_remedy(cluster)}"
+        )
+
+
+def reserve(cluster: ClusterConfig) -> Placement:
+    """A place for each worker, those of one node with neighbouring ranks, the driver's node first.
+
+    Raises ClusterError when the places are taken and stay so.
+    """
+    bundle = {"CPU": float(cluster.threads_per_worker), "GPU": float(cluster.gpus_per_worker)}
+    bundle = {name: amount for name, amount in bundle.items() if amount}
+    group = placement_group([bundle] * cluster.num_workers, strategy=_STRATEGIES[cluster.placement])
+    if not group.wait(_WAIT_S):
+        remove_placement_group(group)
+        raise ClusterError(
+            f"{_asked(cluster)}; the cluster is large enough, but only {_amounts([ray.available_resources()])} were "
+            f"free within {_WAIT_S:.0f} s.  Wait until what else runs on it has ended ('ray status'), or: "
+            f"{_remedy(cluster)}"
+        )
+    nodes = {node["NodeID"]: Node(node["NodeID"], node["NodeManagerAddress"]) for node in ray.nodes()}
+    driver = nodes[ray.get_runtime_context().get_node_id()]
+    node_of: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    bundles = tuple(sorted(node_of, key=lambda b: (node_of[b] != driver.id, nodes[node_of[b]].address, node_of[b], b)))
+    placement = Placement(group, bundles, tuple(nodes[node_of[b]] for b in bundles), driver)
+    if not placement.is_local:
+        places = "   ".join(f"{rank}: {n.address} ({n.id})" for rank, n in enumerate(placement.nodes))
+        log.info("workers and their nodes  %s", places)
+    return placement
+
+
+def lost_nodes(nodes: Sequence[Node]) -> set[str]:
+    """Ids of those that are no longer in the cluster."""
+    return {node.id for node in nodes} - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+
+
+def _workers_that_fit(resources: Mapping[str, float], cluster: ClusterConfig) -> int:
+    wanted = {"CPU": cluster.threads_per_worker, "GPU": cluster.gpus_per_worker}
+    return min(int(resources.get(name, 0.0) // amount) for name, amount in wanted.items() if amount)
+
+
+def _asked(cluster: ClusterConfig) -> str:
+    workers, threads, gpus = cluster.num_workers, cluster.threads_per_worker, cluster.gpus_per_worker
+    with_gpus = f" and {_count(workers * gpus, 'GPU')}" if gpus else ""
+    return (
+        f"cluster.num_workers={workers} with threads_per_worker={threads} and gpus_per_worker={gpus} asks for "
+        f"{_count(workers * threads, 'CPU')}{with_gpus}"
+    )
+
+
+def _amounts(resources: Sequence[Mapping[str, float]]) -> str:
+    cpus, gpus = (int(sum(r.get(name, 0.0) for r in resources)) for name in ("CPU", "GPU"))
+    return f"{_count(cpus, 'CPU')} and {_count(gpus, 'GPU')}"
+
+
+def _remedy(cluster: ClusterConfig) -> str:
+    grow = "" if cluster.address == "local" else ", or add nodes ('ray start --address=HOST:6379' on each)"
+    return f"Lower cluster.num_workers or cluster.threads_per_worker{grow}."
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
