@@ -1,0 +1,96 @@
+"""The memory of live requests is given back between rollouts, and nothing that is decoded changes."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tlt_core.rollout.engine import RolloutEngine
+from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
+
+PARAMS = SamplingParams(max_new_tokens=30, stop_token_ids=(2,))
+_SCRIPT = """
+import psutil, torch
+from tlt_core.model.config import DecoderConfig
+from tlt_core.rollout.kv_cache import SlotCache
+
+def resident() -> int:
+    return psutil.Process().memory_info().rss
+
+config = DecoderConfig(
+    family="llama", vocab_size=64, hidden_size=64, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=4,
+    head_dim=64, rms_norm_eps=1e-5, rope_theta=1e4, rope_scaling=None, tie_word_embeddings=True,
+    max_position_embeddings=65536, eos_token_ids=(2,),
+)
+before = resident()
+cache = SlotCache(config, num_slots=2, max_len=32768, dtype=torch.float32, device=torch.device("cpu"))
+cache.keys_YSKCd.fill_(1.0)
+cache.values_YSKCd.fill_(1.0)
+size, full = cache.num_bytes, resident()
+cache.release()
+empty = resident()
+cache.acquire()
+print(size, full - before, empty - before, cache.num_bytes, int(cache.keys_YSKCd.count_nonzero()))
+"""
+
+
+def generate(engine: RolloutEngine, step: int) -> dict:
+    """Tokens, log-probs and hidden states of each response."""
+    waiting = [
+        GenerationRequest(NoiseKey(0, step, prompt, sample), torch.arange(3, 6 + prompt).int())
+        for prompt in range(4)
+        for sample in range(3)
+    ]
+    responses, states = {}, {}
+
+    def pull(wanted: int) -> list[GenerationRequest]:
+        taken, waiting[:] = waiting[:wanted], waiting[wanted:]
+        return taken
+
+    engine.generate(
+        pull,
+        lambda r: responses.__setitem__(r.key, (r.tokens, r.logprobs)),
+        PARAMS,
+        on_captured=lambda c: states.__setitem__(c.key, (c.taps_LE, c.last_PD, c.lognorms_P)),
+    )
+    return {key: (*responses[key], *states[key]) for key in responses}
+
+
+def test_a_rollout_after_a_release_is_the_same(tiny_decoder):
+    kept = RolloutEngine(tiny_decoder, max_live=5, max_len=64, capture_taps=(0, 1, 2))
+    released = RolloutEngine(tiny_decoder, max_live=5, max_len=64, capture_taps=(0, 1, 2))
+    held = released.memory_bytes
+    slots, floats = 5 * 64, 4
+    assert held == slots * floats * ((2 * 2) * (2 * 8) + 3 * 32 + 32 + 1)  # K and V of two layers; taps, last, lognorm
+    for step in (1, 2, 3):
+        expected, responses = generate(kept, step), generate(released, step)
+        assert len(expected) == 12
+        assert expected.keys() == responses.keys()
+        assert all(torch.equal(a, b) for k in expected for a, b in zip(expected[k], responses[k], strict=True))
+        assert released.memory_bytes == held
+        released.release_memory()
+        assert released.memory_bytes == 0
+    released.rehearse(2, 3, 8)  # measuring takes it again, too
+    assert released.memory_bytes == held
+
+
+def test_live_requests_keep_their_memory(tiny_decoder):
+    engine = RolloutEngine(tiny_decoder, max_live=2, max_len=64)
+    waiting = [GenerationRequest(NoiseKey(0, 0, 0, 0), torch.arange(3, 6).int())]
+    with pytest.raises(ValueError, match="1 requests are live"):
+        engine.generate(
+            lambda _: [waiting.pop()] if waiting else [],
+            lambda _: None,
+            PARAMS,
+            on_round=lambda _: engine.release_memory(),
+        )
+
+
+def test_the_operating_system_gets_the_memory_back():
+    printed = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, check=True, text=True).stdout
+    size, full, empty, again, nonzero = map(int, printed.split())
+    assert size == again == 2 * 2 * 2 * 4 * 32768 * 64 * 4
+    assert full > 0.99 * size
+    assert empty < 0.1 * size
+    assert nonzero == 0
