@@ -24,7 +24,18 @@ def test_every_file_loads(path: Path) -> None:
 
 def test_there_is_a_file_for_every_situation() -> None:
     ablations = {"ablation_no_spec", "ablation_static_spec", "ablation_no_spot"}
-    assert {"demo", "smoke", "single_gpu", "multi_gpu"} | ablations <= {p.stem for p in FILES}
+    assert {"demo", "smoke", "single_gpu", "multi_gpu", "multi_node"} | ablations <= {p.stem for p in FILES}
+
+
+def test_gpu_files_use_gpus_as_they_are_meant_to() -> None:
+    single, node, nodes = (load(f"conf/{name}.yaml") for name in ("single_gpu", "multi_gpu", "multi_node"))
+    assert [cfg.cluster.num_workers for cfg in (single, node, nodes)] == [1, 8, 16]
+    assert [cfg.cluster.address for cfg in (single, node, nodes)] == ["local", "local", "auto"]
+    for cfg in (single, node, nodes):
+        assert cfg.cluster.gpus_per_worker == 1
+        assert cfg.cluster.release_rollout_memory
+        assert cfg.update.backend.kind == "deepspeed"
+    assert not load(SMOKE).cluster.release_rollout_memory
 
 
 def test_every_run_has_a_folder_of_its_own() -> None:
@@ -70,6 +81,15 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
         (["reward.functions=[{kind: exact, path: 'a:b'}]"], "must be left out"),
         (["model={kind: random, hidden_size: 64, num_heads: 3}"], "must be a multiple of num_heads"),
         (["drafter.method=hass", "drafter.loss=tv"], "leave drafter.loss out"),
+        (
+            [
+                "rollout.engine=vllm",
+                "rollout.speculation.policy=off",
+                "drafter.spot.enabled=false",
+                "cluster.release_rollout_memory=true",
+            ],
+            "set cluster.release_rollout_memory to false",
+        ),
     ],
 )
 def test_impossible_combinations_say_what_to_do(overrides: list[str], remedy: str) -> None:

@@ -14,9 +14,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import click
 import pytest
 import yaml
 from dvc.cli import DvcParserError, parse_args
+from ray.scripts.scripts import cli as ray_cli
 
 from conf.load import ConfigError, load
 from conf.schema import FileData
@@ -80,6 +82,7 @@ def check(command: Sequence[str]) -> None:
         if re.match(r"(conf|deploy|docs|flows|tasks|tests)/\S+$", path) and not Path(path).exists():
             raise Wrong(f"{path} does not exist")
     known = {"tlt": check_tlt, "make": check_make, "dvc": check_dvc, "prefect": check_prefect, "python": check_python}
+    known["ray"] = check_ray
     if program in known:
         known[program](arguments)
 
@@ -145,6 +148,14 @@ def check_prefect(arguments: Sequence[str]) -> None:
         check_config(parameters["config"], json.loads(parameters.get("overrides", "[]")))
 
 
+def check_ray(arguments: Sequence[str]) -> None:
+    try:
+        name, command, rest = ray_cli.resolve_command(click.Context(ray_cli), list(arguments))
+        command.make_context(name, rest)
+    except click.ClickException as error:
+        raise Wrong(error.format_message()) from None
+
+
 def check_python(arguments: Sequence[str]) -> None:
     if "-c" in arguments:
         ast.parse(arguments[arguments.index("-c") + 1])
@@ -190,6 +201,8 @@ PLANTED = [
     ("dvc repro trian", "trian is neither"),
     ("dvc exp run -S tuner.kind=off", "tuner"),
     ("dvc psuh", "parser"),
+    ("ray strat --head", "strat"),
+    ("ray start --haed", "--haed"),
     ("prefect deployment run 'train/tran' -p config=conf/smoke.yaml", "no deployment tran"),
     ("prefect deployment run 'warm/warmup-drafter'", "not the flow warm"),
     ("prefect deployment run 'train/train' -p configuration=conf/smoke.yaml", "no parameter configuration"),
