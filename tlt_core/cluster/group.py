@@ -11,6 +11,7 @@ the rest of the group is killed, so nobody waits in a collective for a dead peer
 import contextlib
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -237,19 +238,26 @@ class WorkerGroup:
             raise WorkerDied(f"{_who(dead)}  {_RESUME}  ({error})") from error
 
     def _dead_workers(self) -> list[str]:
-        """Which workers are gone, in words.  Those that still live are busy or answer."""
+        """Which workers are gone, in words.  Those that live answer, or are busy."""
         asked = {worker.alive.remote(): rank for rank, worker in enumerate(self._workers)}
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=_POST_MORTEM_S)
-        lost, dead = lost_nodes(self._placement.nodes), []
-        for call in answered:
-            try:
-                ray.get(call)
-            except RayError:
-                rank = asked[call]
-                node = self._placement.nodes[rank]
-                state = "which has left the cluster" if node.id in lost else "which is still in the cluster"
-                dead.append(f"worker {rank} on node {node.address}, {state}")
-        return dead
+        pending, dead, until_s = list(asked), list[int](), time.monotonic() + _POST_MORTEM_S
+        while pending and not dead and (left_s := until_s - time.monotonic()) > 0:
+            answered, pending = ray.wait(pending, num_returns=1, timeout=left_s)
+            dead = [asked[call] for call in answered if _is_lost(call)]
+        lost = lost_nodes(self._placement.nodes)
+        return [
+            f"worker {rank} on node {node.address}{', which has left the cluster' if node.id in lost else ''}"
+            for rank, node in enumerate(self._placement.nodes)
+            if rank in dead or node.id in lost
+        ]
+
+
+def _is_lost(call: Any) -> bool:
+    try:
+        ray.get(call)
+    except RayError:
+        return True
+    return False
 
 
 def _who(dead: Sequence[str]) -> str:
