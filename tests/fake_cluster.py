@@ -8,6 +8,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,14 +25,17 @@ _TIMEOUT_S = 90
 def add_node(cluster: Cluster, address: str, *, num_cpus: int) -> object:
     """A further node, or the first: the head."""
     head = {"include_dashboard": False} if cluster.head_node is None else {}
-    return cluster.add_node(node_ip_address=address, num_cpus=num_cpus, object_store_memory=_OBJECT_STORE_BYTES, **head)
+    with contextlib.chdir(tempfile.gettempdir()):
+        return cluster.add_node(
+            node_ip_address=address, num_cpus=num_cpus, object_store_memory=_OBJECT_STORE_BYTES, **head
+        )
 
 
 @contextlib.contextmanager
-def fake_cluster(folder: Path, cpus: Mapping[str, int]) -> Iterator[Cluster]:
+def fake_cluster(cpus: Mapping[str, int]) -> Iterator[Cluster]:
     """cpus: of each node, by its address; the first is the head, where drivers run.  Ends every process it started."""
     before = _ray_processes()
-    with pytest.MonkeyPatch.context() as environment, contextlib.chdir(folder):
+    with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
         for name in ("RAY_worker_niceness", "RAY_ADDRESS"):
             environment.delenv(name, raising=False)

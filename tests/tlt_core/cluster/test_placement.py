@@ -22,8 +22,8 @@ HEAD, FIRST, SECOND, THIRD = (f"127.0.0.{n}" for n in (2, 3, 4, 5))
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    with fake_cluster(tmp_path_factory.mktemp("nodes"), {HEAD: 0, FIRST: 2, SECOND: 2}) as started:
+def cluster():
+    with fake_cluster({HEAD: 0, FIRST: 2, SECOND: 2}) as started:
         yield started
 
 
