@@ -31,6 +31,7 @@ STEPS = 3
 TIMEOUT_S = 600
 TOLERANCE = 1e-6
 HEAD, FIRST, SECOND, SPARE = (f"127.0.0.{n}" for n in (2, 3, 4, 5))
+_ACTORS = ("ray::Worker", "ray::Dispatcher")
 OF_THE_POLICY = ("critic/", "actor/", "response_length/", "val-core/", "training/rollout_probs_diff")
 
 
@@ -118,6 +119,13 @@ def moved(a: Run, b: Run) -> float:
     return max(float((weight - theirs[name]).abs().max()) for name, weight in a.weights.items())
 
 
+def require_workers_gone() -> None:
+    """Those of any run on the fake cluster, whose nodes are this process's children."""
+    children = psutil.Process().children(recursive=True)
+    _, left = psutil.wait_procs([c for c in children if c.name().startswith(_ACTORS)], timeout=60)
+    assert not left, f"workers outlive their run: {left}"
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return tmp_path_factory.mktemp("many")
@@ -175,6 +183,7 @@ def test_two_nodes_repeat_what_two_processes_do(root, embedded_model, two, nodes
     assert run.rollouts == two.rollouts
     assert run.rows == two.rows
     assert run.digest == two.digest
+    require_workers_gone()
 
 
 def test_a_killed_node_ends_the_run_and_it_resumes(root, embedded_model, two, nodes):
@@ -197,13 +206,8 @@ def test_a_killed_node_ends_the_run_and_it_resumes(root, embedded_model, two, no
         -3000:
     ]
     assert "same command" in said
+    require_workers_gone()
     add_node(nodes, SPARE, num_cpus=2)
     run.finish()
     assert run.digest == two.digest
     assert run.rollouts == two.rollouts
-
-
-def test_no_worker_outlives_its_run(root, nodes):
-    """After the runs above; what is left of Ray belongs to the nodes themselves."""
-    children = psutil.Process().children(recursive=True)
-    assert not [c for c in children if c.name().startswith(("ray::Worker", "ray::Dispatcher"))]
