@@ -25,7 +25,7 @@ from tlt_core.cluster.dispatcher import Drained
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.vllm_replica import VllmSpec
 from tlt_core.cluster.worker import TrainerSpec, WorkerSpec
-from tlt_core.drafter_release import bubble_metrics, decide, origin_of, results_of, spot_metrics
+from tlt_core.drafter_release import bubble_metrics, decide, origin_of, results_of, spot_metrics, why_refused
 from tlt_core.engine_agreement import require_agreement
 from tlt_core.grpo import advantage, batch
 from tlt_core.grpo.reward import Scorer
@@ -169,7 +169,7 @@ class Session:
         if len(trained) < self._group.num_workers:  # none is trained, or a worker was lost
             return "no drafter is trained" if not trained else "a worker was lost"
         with self.metrics.timed("publish_drafter"):
-            decision = decide(trained)
+            decision = decide(trained, errors=self.cfg.drafter.spot.canary_errors)
             published = []
             if any(decision.shares):
                 version = self._drafter_version + 1
@@ -180,9 +180,11 @@ class Session:
             elif decision.refused:
                 self._group.refuse_drafter()
         refused = decision.refused or any(not p.accepted for p in published)
-        log.log(logging.INFO if refused else logging.DEBUG, "drafter: %s", decision.reason)
+        verified = published[0].canary if published and refused else None
+        reason = decision.reason if verified is None else why_refused(verified)
+        log.log(logging.INFO if refused else logging.DEBUG, "drafter: %s", reason)
         self.metrics.log(spot_metrics(trained, decision=decision, published=published, version=self._drafter_version))
-        return decision.reason
+        return reason
 
     def score(self, step: int, rollouts: RolloutBatch) -> ScoredBatch:
         """Wait for the outstanding scores; shape rewards, compute group-relative advantages."""

@@ -220,6 +220,7 @@ class AnyEvents(RuleBasedStateMachine):
     def lose(self, worker):
         self.expected_spans += worker in self.alive
         self.alive.discard(worker)
+        self.ordered.discard(worker)  # it takes the step that it was in with it
         self.c.handle(WorkerLost(worker, self.now))
 
     @precondition(lambda self: self.over_s is None)

@@ -1,0 +1,96 @@
+"""What a drafter has accepted along held-back responses, measured piece by piece in idle time.
+
+    held responses -> windows -> Measurement of the drafter in use  \\
+                             `-> Measurement of a candidate          `-> Comparison
+
+Chains are drafted from every row of a window, with the response's own noise: exactly what the engine's chains would
+have had accepted there.  A response counts with one window at most, so that one long one does not outvote the others.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlt_core.drafter.eagle3_acceptance import AcceptanceMeasure, measure_starts
+from tlt_core.drafter.eagle3_model import Eagle3Model
+from tlt_core.drafter.eagle3_sequence import TrainSequence
+from tlt_core.drafter.eagle3_windows import Span, cut
+from tlt_core.spot.comparison import Comparison, Group
+from tlt_core.types import SamplingParams
+
+
+class HeldWindow(NamedTuple):
+    """Rows that chains start from, and the prompt and step that the response belongs to."""
+
+    group: tuple[int, int]
+    starts: Span
+
+
+class ChainSettings(NamedTuple):
+    """How chains are drafted."""
+
+    embedding_VD: Tensor
+    depth: int
+    params: SamplingParams
+    compute_dtype: torch.dtype
+
+
+def held_windows(
+    held: Iterable[tuple[tuple[int, int], TrainSequence]], *, rows: int, max_starts: int
+) -> list[HeldWindow]:
+    """One window of `rows` rows at most of each response, as many as reach max_starts.
+
+    Which one of a long response: by its noise's stream, that is at random but always the same.
+    """
+    chosen, starts = [], 0
+    for group, sequence in held:
+        windows = cut(sequence, rows=rows)
+        if starts >= max_starts:
+            break
+        if windows:
+            window = windows[sequence.stream % len(windows)]
+            chosen.append(HeldWindow(group, Span(sequence, window.start, window.end)))
+            starts += window.rows
+    return chosen
+
+
+class Measurement:
+    """One model along some windows; `step` until `done`."""
+
+    def __init__(self, model: Eagle3Model, windows: Sequence[HeldWindow]) -> None:
+        self.model = model
+        self.seconds = 0.0
+        self.counts: dict[tuple[int, int], tuple[int, int]] = {}  # starts and accepted drafts, by group
+        self._waiting = list(windows)
+
+    @property
+    def done(self) -> bool:
+        """Nothing is left to measure."""
+        return not self._waiting
+
+    def step(self, settings: ChainSettings) -> None:
+        """One more window."""
+        began_s = time.perf_counter()
+        window = self._waiting.pop(0)
+        measure: AcceptanceMeasure = measure_starts(
+            self.model,
+            settings.embedding_VD,
+            [window.starts],
+            depth=settings.depth,
+            params=settings.params,
+            compute_dtype=settings.compute_dtype,
+        )
+        starts, accepted = self.counts.get(window.group, (0, 0))
+        self.counts[window.group] = starts + measure.starts, accepted + sum(measure.accepted_by_depth)
+        self.seconds += time.perf_counter() - began_s
+
+
+def compare(used: Measurement, candidate: Measurement) -> Comparison:
+    """Of two models along the same windows, both done."""
+    assert used.counts.keys() == candidate.counts.keys(), "measured on the same windows"
+    return Comparison.of(
+        Group(starts, accepted, candidate.counts[group][1]) for group, (starts, accepted) in used.counts.items()
+    )
