@@ -18,10 +18,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt_core.cluster.worker import DrafterPublished, GenerateReport
+from tlt_core.rollout.engine import RoundTrace
 from tlt_core.spot.bubble import bubble
 from tlt_core.spot.comparison import Comparison
 from tlt_core.spot.coordinator import PhaseReport
+from tlt_core.spot.payoff import PhaseOutcome
+from tlt_core.spot.slowdown import TimedRound, beside_s, pace
 from tlt_core.spot_training import SpotResult
+from tlt_core.types import WorkerState
 
 
 class Decision(NamedTuple):
@@ -110,6 +114,26 @@ def merge(parts: Sequence[Mapping[str, float]], worker_s: float) -> dict[str, fl
         ratios = [part["bubble/harvested_ratio"] for part in parts if "bubble/harvested_ratio" in part]
         totals["bubble/harvested_ratio"] = sum(ratios) / len(ratios)
     return totals | {"bubble/idle_ratio": totals["bubble/idle_s"] / max(worker_s, 1e-9)}
+
+
+def outcome_of(
+    phase: PhaseReport, rounds: Sequence[Sequence[RoundTrace]], results: Sequence[SpotResult]
+) -> PhaseOutcome:
+    """What `payoff` learns from one rollout phase.  rounds: by worker."""
+    canary = _total(r.canary for r in results)
+    known = canary.starts > 0
+    timed = {
+        worker: [TimedRound((r.report.strategy, r.report.live), r.end_s, r.seconds) for r in own]
+        for worker, own in enumerate(rounds)
+    }
+    return PhaseOutcome(
+        rollout_s=phase.over_s - min(s.start_s for s in phase.spans),
+        idle_s=beside_s(phase.spans, (WorkerState.IDLE, WorkerState.TRAINING), until_s=phase.over_s),
+        trained_s=beside_s(phase.spans, (WorkerState.TRAINING,), until_s=phase.over_s),
+        pace=pace(timed, phase.spans),
+        used_length=canary.used_length if known else None,
+        gain=canary.gain / canary.used_length if known else None,
+    )
 
 
 def results_of(reports: Sequence[GenerateReport]) -> list[SpotResult]:
