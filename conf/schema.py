@@ -416,8 +416,9 @@ class SpotConfig(Section):
     Where the drafter's gains do not make up for it, training may lengthen a rollout by this share; 1: it always may."""
     gain_lasts_steps: int = Field(8, ge=1)
     """RL steps that a gain in acceptance is taken to last, against its cost: fewer where the policy moves fast."""
-    learning_rate: float = Field(1e-4, gt=0)
-    """AdamW; 20 steps of warm-up, then constant.  The first drafter has ended its own training at such a rate."""
+    learning_rate: float = Field(3e-5, gt=0)
+    """AdamW; 20 steps of warm-up, then constant.  A third of what the first drafter ended its own training at: as good
+    on the next step's responses with little training, better with much."""
     loss: Literal["auto", "soft_ce", "tv", "mixed"] = "auto"
     """As `drafter.loss`.  auto: tv for method eagle3, the others have a loss of their own.  A drafter that agrees with
     the policy on most tokens already gains more by the chance of a miss itself."""

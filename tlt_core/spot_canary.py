@@ -36,6 +36,7 @@ class ChainSettings(NamedTuple):
     depth: int
     params: SamplingParams
     compute_dtype: torch.dtype
+    pass_rows: int  # starts measured in one pass, at most, where a window alone has not more
 
 
 def held_windows(
@@ -72,19 +73,26 @@ class Measurement:
         return not self._waiting
 
     def step(self, settings: ChainSettings) -> None:
-        """One more window."""
+        """One more pass: the next window, and those of the same group that fit in with it."""
         began_s = time.perf_counter()
-        window = self._waiting.pop(0)
+        group, first = self._waiting.pop(0)
+        starts, rows = [first], first.end - first.start
+        while self._waiting and self._waiting[0].group == group:
+            more = self._waiting[0].starts
+            rows += more.end - more.start
+            if rows > settings.pass_rows:
+                break
+            starts.append(self._waiting.pop(0).starts)
         measure: AcceptanceMeasure = measure_starts(
             self.model,
             settings.embedding_VD,
-            [window.starts],
+            starts,
             depth=settings.depth,
             params=settings.params,
             compute_dtype=settings.compute_dtype,
         )
-        starts, accepted = self.counts.get(window.group, (0, 0))
-        self.counts[window.group] = starts + measure.starts, accepted + sum(measure.accepted_by_depth)
+        known, accepted = self.counts.get(group, (0, 0))
+        self.counts[group] = known + measure.starts, accepted + sum(measure.accepted_by_depth)
         self.seconds += time.perf_counter() - began_s
 
 

@@ -107,7 +107,11 @@ class SpotTraining:
         )
         self.used = _copy(model)
         self._chains = ChainSettings(
-            decoder.embed_tokens.weight, depth, SamplingParams(temperature=temperature), self._settings.compute_dtype
+            decoder.embed_tokens.weight,
+            depth,
+            SamplingParams(temperature=temperature),
+            self._settings.compute_dtype,
+            pass_rows=cfg.window_rows,
         )
         self._measured_steps = 0  # the trainer's, when the latest candidate was taken
         self._trained_s = 0.0  # since then
@@ -332,7 +336,7 @@ class SpotTraining:
         return held_windows(held, rows=self._cfg.window_rows, max_starts=self._cfg.canary_tokens)
 
     def _continue_canary(self) -> None:
-        """Measure one more window."""
+        """Measure a few more held-back rows."""
         phase, canary = self._phase, self._phase.canary
         assert canary is not None, "one is under way"
         canary.step(self._chains)
