@@ -9,6 +9,7 @@ have had accepted there.  A response counts with one window at most, so that one
 
 import time
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -42,20 +43,25 @@ class ChainSettings(NamedTuple):
 def held_windows(
     held: Iterable[tuple[tuple[int, int], TrainSequence]], *, rows: int, max_starts: int
 ) -> list[HeldWindow]:
-    """One window of `rows` rows at most of each response, as many as reach max_starts.
+    """One window of `rows` rows at most of each response, as many as reach max_starts; the first response of every
+    group before the second of any, because it is groups that tell.
 
-    Which one of a long response: by its noise's stream, that is at random but always the same.
+    Which window of a long response: by its noise's stream, that is at random but always the same.
     """
-    chosen, starts = [], 0
+    by_group: dict[tuple[int, int], list[HeldWindow]] = {}
     for group, sequence in held:
         windows = cut(sequence, rows=rows)
-        if starts >= max_starts:
-            break
         if windows:
             window = windows[sequence.stream % len(windows)]
-            chosen.append(HeldWindow(group, Span(sequence, window.start, window.end)))
-            starts += window.rows
-    return chosen
+            by_group.setdefault(group, []).append(HeldWindow(group, Span(sequence, window.start, window.end)))
+    chosen: dict[tuple[int, int], list[HeldWindow]] = {group: [] for group in by_group}
+    starts = 0
+    for siblings in zip_longest(*by_group.values()):
+        for own in siblings:
+            if own is not None and starts < max_starts:
+                chosen[own.group].append(own)
+                starts += own.starts.end - own.starts.start
+    return [window for own_windows in chosen.values() for window in own_windows]
 
 
 class Measurement:

@@ -41,7 +41,8 @@ def test_one_window_of_each_response(held):
     # 26 rows are three windows, and stream 1 takes the second; 38 are four, and stream 4 takes the first; 22 are
     # three, and stream 5 takes the last.
     assert (cut[0].starts.start, cut[3].starts.start) == (2 + 10, 0)
-    assert len(held_windows(responses, rows=10, max_starts=20)) == 3
+    assert [w.group for w in held_windows(responses, rows=10, max_starts=20)] == [(3, 7), (3, 9)]
+    assert [w.group for w in held_windows(responses, rows=10, max_starts=23)] == [(3, 7), (3, 7), (3, 9), (2, 9)]
     assert held_windows([], rows=10, max_starts=20) == []
 
 
