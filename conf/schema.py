@@ -411,8 +411,17 @@ class SpotConfig(Section):
     """Tokens of one optimizer step, from as many pieces of work as needed."""
     window_rows: int = Field(128, ge=1)
     """Longer responses are trained on in parts of at most so many tokens, each with its whole context."""
-    learning_rate: float = Field(1e-4, gt=0)
-    """AdamW; 20 steps of warm-up, then constant.  The first drafter has ended its own training at such a rate."""
+    max_slowdown: float = Field(0.01, ge=0)
+    """Workers that train slow those that still decode on the same machine, by a share that is measured in short pauses.
+    Where the drafter's gains do not make up for it, training may lengthen a rollout by this share; 1: it always may."""
+    gain_lasts_steps: int = Field(8, ge=1)
+    """RL steps that a gain in acceptance is taken to last, against its cost: fewer where the policy moves fast."""
+    learning_rate: float = Field(3e-5, gt=0)
+    """AdamW; 20 steps of warm-up, then constant.  A third of what the first drafter ended its own training at: as good
+    on the next step's responses with little training, better with much."""
+    loss: Literal["auto", "soft_ce", "tv", "mixed"] = "auto"
+    """As `drafter.loss`.  auto: tv for method eagle3, the others have a loss of their own.  A drafter that agrees with
+    the policy on most tokens already gains more by the chance of a miss itself."""
     max_buffer_mb: int = Field(1024, ge=1)
     """Hidden states kept on each worker, in files; the oldest go first."""
     max_ram_mb: int = Field(256, ge=1)
@@ -423,8 +432,11 @@ class SpotConfig(Section):
     """A response of n tokens gets n^(1 + this) of the training: the tail is made of the long ones."""
     recency: float = Field(0.5, gt=0, le=1)
     """... times this, for each RL step since."""
-    canary_tokens: int = Field(512, ge=1)
-    """Held-back tokens on which a candidate must draft at least as well as the drafter in use."""
+    canary_tokens: int = Field(1024, ge=1)
+    """Held-back tokens (of one prompt in four, in the two newest steps) on which a candidate is compared with the
+    drafter in use."""
+    canary_errors: float = Field(1.0, ge=0)
+    """Standard errors by which a candidate must be worse there to be refused; 0: when it is worse at all."""
     max_rejections: int = Field(3, ge=1)
     """Candidates refused one after the other before training starts again from the drafter in use."""
 
@@ -446,8 +458,9 @@ class DrafterConfig(Section):
     """eagle3: trained on its own drafts through all steps; hass: the same without gradient between steps, with feature
     regression; eagle: one step, with feature regression."""
     loss: Literal["soft_ce", "tv", "mixed"] = "soft_ce"
-    """Of method eagle3.  soft_ce: cross-entropy with the policy's distribution; tv: total variation, which is the
-    chance of a miss; mixed: from the first to the second, position by position."""
+    """Of method eagle3, in the first training.  soft_ce: cross-entropy with the policy's distribution; tv: total
+    variation, which is the chance of a miss, but hardly learns a token that is not drafted at all; mixed: from the
+    first to the second, position by position."""
     num_prompts: int = Field(32, ge=2)
     """Training prompts that rollouts are made for (one in eight is held out to measure on)."""
     num_samples: int = Field(4, ge=1)
@@ -461,12 +474,20 @@ class DrafterConfig(Section):
 
     @model_validator(mode="after")
     def _loss_is_of_the_method(self) -> "DrafterConfig":
-        if self.method != "eagle3" and self.loss != "soft_ce":
-            raise ValueError(
-                f"drafter.method={self.method!r} has a loss of its own, drafter.loss={self.loss!r} is an option of "
-                "method eagle3: leave drafter.loss out"
-            )
+        for key, loss, default in (("loss", self.loss, "soft_ce"), ("spot.loss", self.spot.loss, "auto")):
+            if self.method != "eagle3" and loss != default:
+                raise ValueError(
+                    f"drafter.method={self.method!r} has a loss of its own, drafter.{key}={loss!r} is an option of "
+                    f"method eagle3: leave drafter.{key} out"
+                )
         return self
+
+    @property
+    def idle_loss(self) -> Literal["soft_ce", "tv", "mixed"]:
+        """Of the training in idle time."""
+        if self.spot.loss != "auto":
+            return self.spot.loss
+        return "tv" if self.method == "eagle3" else "soft_ce"
 
 
 class RetrainConfig(Section):

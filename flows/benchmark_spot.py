@@ -1,9 +1,9 @@
 """`tlt bench spot`: what training the drafter in idle time brings over a whole training run.
 
 One run of all of TLT, in blocks.  After each block, on that block's responses, with the drafters as they were before
-it: the acceptance length of the first drafter (static) and of the one in use (adaptive), by chains along the recorded
-responses under their own noise, which is what the engine accepts (`drafter/eagle3_acceptance`).  Then, on what the run
-recorded: methods of training compared by acceptance, packing against padding, checkpoints.
+it: the acceptance length of the first drafter (static) and of the one in use (adaptive), by chains from every token of
+the recorded responses under their own noise, which is what the engine accepts (`drafter/eagle3_acceptance`).  Then, on
+what the run recorded: methods of training compared by acceptance, packing against padding, checkpoints.
 
 What a step takes longer with training in idle time than without is measured by `tlt bench e2e`.
 """
@@ -37,12 +37,18 @@ _FIGURES = (
     "bubble/idle_s",
     "bubble/harvested_s",
     "bubble/harvested_ratio",
+    "bubble/throttled_s",
     "bubble/preempt_ms_p95",
     "drafter/trained_tokens",
     "drafter/optimizer_steps",
     "drafter/version",
     "drafter/rejected",
     "drafter/canary_accept_length_before",
+    "drafter/canary_tokens",
+    "drafter/slowdown",
+    "drafter/slowdown_error",
+    "drafter/expected_gain",
+    "drafter/duty",
     "critic/rewards/mean",
 )
 
@@ -64,8 +70,10 @@ def bench_spot(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
         }
         acceptance.append(
             {"configuration": f"steps {done + 1} to {steps}", "responses": len(responses)}
-            | {f"accept_length_{name}": length for name, length in lengths.items()}
-            | {"ratio": lengths["adaptive"] / lengths["static"]}
+            | {f"accept_length_{name}": length.by_token for name, length in lengths.items()}
+            | {f"accept_length_{name}_by_response": length.by_response for name, length in lengths.items()}
+            | {"ratio": lengths["adaptive"].by_token / lengths["static"].by_token}
+            | {"ratio_by_response": lengths["adaptive"].by_response / lengths["static"].by_response}
         )
         newest = checkpoint.newest_valid(run.run_dir / "checkpoints")
         assert newest is not None, "the last step of a block is saved"
@@ -90,11 +98,11 @@ def _offline(
     last = max(r.step for r in responses)
     seen = [r for r in responses if r.step <= 0.75 * last] or list(responses)
     unseen = [r for r in responses if r.step > 0.75 * last]
-    untrained = measures.accept_length(cfg, drafter, embedding_VD, unseen)
+    untrained = measures.accept_length(cfg, drafter, embedding_VD, unseen).by_token
     rows: list[dict[str, Any]] = [{"configuration": "method: none", "accept_length": untrained}]
     for kind in measures.METHODS:
         model, speed = measures.trained(cfg, drafter, embedding_VD, seen, kind=kind, rows=_METHOD_ROWS)
-        length = measures.accept_length(cfg, model, embedding_VD, unseen)
+        length = measures.accept_length(cfg, model, embedding_VD, unseen).by_token
         rows.append({"configuration": f"method: {kind}", "accept_length": length, "rows_per_s": speed})
     rows.append({"configuration": "packing", **measures.packing(cfg, drafter, embedding_VD, responses)})
     seconds = measures.checkpoint_seconds(cfg, drafter, embedding_VD, responses, folder)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.schema import RunConfig
-from tlt_core.drafter.eagle3_acceptance import measure_acceptance
+from tlt_core.drafter.eagle3_acceptance import AcceptanceMeasure, measure_acceptance
 from tlt_core.drafter.eagle3_loss import LossKind
 from tlt_core.drafter.eagle3_model import Eagle3Model
 from tlt_core.drafter.eagle3_sequence import HeadProbs, TrainSequence
@@ -34,7 +34,6 @@ METHODS: Mapping[str, tuple[Method, LossKind]] = {
     "eagle3, total variation": ("eagle3", "tv"),
     "eagle3, mixed": ("eagle3", "mixed"),
 }
-_MEASURED_ROWS = 2000  # starts of chains
 _MICRO_ROWS = 128
 _PACKED_SEQUENCES = 8
 _TRIALS = 3
@@ -63,19 +62,33 @@ def recorded(spot_dir: Path) -> list[Recorded]:
     return sorted(found, key=lambda r: (r.step, r.id))
 
 
-def accept_length(cfg: RunConfig, model: Eagle3Model, embedding_VD: Tensor, responses: Sequence[Recorded]) -> float:
-    """Tokens a round of chains along the responses, under their own noise: what the engine would accept."""
+class AcceptLength(NamedTuple):
+    """Tokens a round of chains along the responses, begun at every one of their tokens."""
+
+    by_token: float  # every token counts alike: long responses, which the tail is made of, count for what they are
+    by_response: float  # every response counts alike
+
+
+def accept_length(
+    cfg: RunConfig, model: Eagle3Model, embedding_VD: Tensor, responses: Sequence[Recorded]
+) -> AcceptLength:
+    """Under the responses' own noise: what the engine would accept."""
+    measures = [_measured(cfg, model, embedding_VD, r.sequence) for r in responses]
+    starts, accepted = (sum(m.starts for m in measures), sum(sum(m.accepted_by_depth) for m in measures))
+    return AcceptLength(1 + accepted / starts, statistics.mean(m.accept_length for m in measures))
+
+
+def _measured(cfg: RunConfig, model: Eagle3Model, embedding_VD: Tensor, sequence: TrainSequence) -> AcceptanceMeasure:
     return measure_acceptance(
         model,
         embedding_VD,
-        [r.sequence for r in responses],
+        [sequence],
         depth=cfg.drafter.depth,
         temperature=cfg.rollout.temperature,
         top_p=cfg.rollout.top_p,
         top_k=cfg.rollout.top_k,
-        max_rows=_MEASURED_ROWS,
         compute_dtype=getattr(torch, cfg.rollout.dtype),
-    ).accept_length
+    )
 
 
 def trained(

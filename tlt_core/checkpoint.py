@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tlt_core.store import sha256_of
 
@@ -36,6 +37,7 @@ class DriverState:
     fingerprint: str  # of the parts of the configuration that may not change between attempts
     best_metric: float | None  # value that ranks this checkpoint
     drafter_version: int = 0  # publishes so far
+    payoff: dict[str, Any] = field(default_factory=dict)  # of drafter training, see `spot/payoff`
     metrics: dict[str, float] = field(
         default_factory=dict
     )  # the step's, for an attempt that ended before it wrote them down

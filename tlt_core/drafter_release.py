@@ -6,17 +6,26 @@ Workers train apart, from the weights in use.  A candidate is what a worker has 
     one, not worse           it is published as it is
     several                  their average, weighted by the tokens they trained on, is measured on all canaries first
     worse than in use        refused, with the reason
+
+Worse is what accepts less on held-back responses by more than chance explains (`spot/comparison`).  The other error,
+to refuse what is as good, is the costlier one: the next steps train on from there, and a drafter that is refused for
+nothing goes stale.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt_core.cluster.worker import DrafterPublished, GenerateReport
+from tlt_core.rollout.engine import RoundTrace
 from tlt_core.spot.bubble import bubble
+from tlt_core.spot.comparison import Comparison
 from tlt_core.spot.coordinator import PhaseReport
+from tlt_core.spot.payoff import PhaseOutcome
+from tlt_core.spot.slowdown import TimedRound, beside_s, pace
 from tlt_core.spot_training import SpotResult
+from tlt_core.types import WorkerState
 
 
 class Decision(NamedTuple):
@@ -28,21 +37,28 @@ class Decision(NamedTuple):
     reason: str
 
 
-def decide(results: Sequence[SpotResult]) -> Decision:
-    """results: of all workers, by rank."""
+def decide(results: Sequence[SpotResult], *, errors: float) -> Decision:
+    """results: of all workers, by rank.  errors: see `Comparison.is_worse`."""
     nothing = (0.0,) * len(results)
-    measured = [r for r in results if r.candidate_length > 0]
-    if not measured:
+    canaries = [r.canary for r in results if r.canary is not None]
+    if not canaries:
         trained = sum(r.rows for r in results)
         return Decision(nothing, False, False, "not trained" if not trained else "no time to measure a candidate")
-    fit = [r.rows if r.candidate_length >= max(r.used_length, 1.0) else 0 for r in results]
-    fit = [rows if r.candidate_length > 0 else 0 for rows, r in zip(fit, results, strict=True)]
+    fit = [r.canary is not None and not r.canary.is_worse(errors=errors) for r in results]
     if not any(fit):
-        best = max(measured, key=lambda r: r.candidate_length - r.used_length)
-        reason = f"acceptance length {best.candidate_length:.3f} on held-back responses, {best.used_length:.3f} in use"
-        return Decision(nothing, False, True, reason)
-    shares = tuple(rows / sum(fit) for rows in fit)
-    return Decision(shares, sum(rows > 0 for rows in fit) > 1, False, "published")
+        return Decision(nothing, False, True, why_refused(max(canaries, key=lambda c: c.gain)))
+    weights = [max(r.rows, 1) if fits else 0 for r, fits in zip(results, fit, strict=True)]
+    shares = tuple(weight / sum(weights) for weight in weights)
+    return Decision(shares, sum(fit) > 1, False, "published")
+
+
+def why_refused(canary: Comparison) -> str:
+    """One line for the log."""
+    return (
+        f"refused: acceptance length {canary.candidate_length:.3f} on {canary.starts:.0f} held-back tokens of "
+        f"{canary.groups:.0f} prompts, {canary.used_length:.3f} in use; the difference is {canary.gain:.3f} "
+        f"+- {canary.error:.3f}"
+    )
 
 
 def spot_metrics(
@@ -62,21 +78,22 @@ def spot_metrics(
     if rows:
         metrics["drafter/loss"] = sum(r.loss * r.rows for r in results) / rows
         metrics["drafter/overlap"] = sum(r.overlap * r.rows for r in results) / rows
-    if published and published[0].candidate_length > 0:
-        metrics["drafter/canary_accept_length"] = published[0].candidate_length
-        metrics["drafter/canary_accept_length_before"] = published[0].used_length
-        return metrics
-    measured = [r for r in results if r.candidate_length > 0]
-    starts = sum(r.canary_starts for r in measured)
-    if measured:
-        for name, values in (
-            ("canary_accept_length", [r.candidate_length for r in measured]),
-            ("canary_accept_length_before", [r.used_length for r in measured]),
-        ):
-            weights = [max(r.canary_starts, 1) for r in measured]
-            total = sum(v * w for v, w in zip(values, weights, strict=True))
-            metrics[f"drafter/{name}"] = total / max(starts, len(measured))
+    verified = published[0].canary if published else None
+    canary = _total(r.canary for r in results) if verified is None else verified
+    if canary.starts:
+        metrics["drafter/canary_accept_length"] = canary.candidate_length
+        metrics["drafter/canary_accept_length_before"] = canary.used_length
+        metrics["drafter/canary_tokens"] = canary.starts
+        if canary.groups > 1:
+            metrics["drafter/canary_error"] = canary.error
     return metrics
+
+
+def _total(canaries: Iterable[Comparison | None]) -> Comparison:
+    total = Comparison()
+    for canary in canaries:
+        total = total if canary is None else total.plus(canary)
+    return total
 
 
 def bubble_metrics(phases: Sequence[PhaseReport]) -> dict[str, float]:
@@ -97,6 +114,26 @@ def merge(parts: Sequence[Mapping[str, float]], worker_s: float) -> dict[str, fl
         ratios = [part["bubble/harvested_ratio"] for part in parts if "bubble/harvested_ratio" in part]
         totals["bubble/harvested_ratio"] = sum(ratios) / len(ratios)
     return totals | {"bubble/idle_ratio": totals["bubble/idle_s"] / max(worker_s, 1e-9)}
+
+
+def outcome_of(
+    phase: PhaseReport, rounds: Sequence[Sequence[RoundTrace]], results: Sequence[SpotResult]
+) -> PhaseOutcome:
+    """What `payoff` learns from one rollout phase.  rounds: by worker."""
+    canary = _total(r.canary for r in results)
+    known = canary.starts > 0
+    timed = {
+        worker: [TimedRound((r.report.strategy, r.report.live), r.end_s, r.seconds) for r in own]
+        for worker, own in enumerate(rounds)
+    }
+    return PhaseOutcome(
+        rollout_s=phase.over_s - min(s.start_s for s in phase.spans),
+        idle_s=beside_s(phase.spans, (WorkerState.IDLE, WorkerState.TRAINING), until_s=phase.over_s),
+        trained_s=beside_s(phase.spans, (WorkerState.TRAINING,), until_s=phase.over_s),
+        pace=pace(timed, phase.spans),
+        used_length=canary.used_length if known else None,
+        gain=canary.gain / canary.used_length if known else None,
+    )
 
 
 def results_of(reports: Sequence[GenerateReport]) -> list[SpotResult]:

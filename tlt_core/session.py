@@ -25,7 +25,15 @@ from tlt_core.cluster.dispatcher import Drained
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.vllm_replica import VllmSpec
 from tlt_core.cluster.worker import TrainerSpec, WorkerSpec
-from tlt_core.drafter_release import bubble_metrics, decide, origin_of, results_of, spot_metrics
+from tlt_core.drafter_release import (
+    bubble_metrics,
+    decide,
+    origin_of,
+    outcome_of,
+    results_of,
+    spot_metrics,
+    why_refused,
+)
 from tlt_core.engine_agreement import require_agreement
 from tlt_core.grpo import advantage, batch
 from tlt_core.grpo.reward import Scorer
@@ -37,6 +45,7 @@ from tlt_core.rollout.engine import RoundTrace
 from tlt_core.serving.vllm_server import vllm_python
 from tlt_core.spec_metrics import spec_metrics, vllm_spec_metrics
 from tlt_core.spot.coordinator import PhaseReport, SpotSettings
+from tlt_core.spot.payoff import Payoff, PayoffSettings
 from tlt_core.spot_training import SpotResult
 from tlt_core.store import write_atomically
 from tlt_core.types import (
@@ -91,6 +100,8 @@ class Session:
         self._order = PromptOrder(self._train, seed=cfg.seed)
         self._policy_version = 0
         self._drafter_version = 0
+        spot = cfg.drafter.spot
+        self._payoff = Payoff(PayoffSettings(max_slowdown=spot.max_slowdown, lasting_phases=spot.gain_lasts_steps))
         self._trained: list[SpotResult] = []  # by the workers, in the latest rollout
         self._phases: list[PhaseReport] = []  # of the step's rollouts
         self._last_best_metric: float | None = None
@@ -127,6 +138,8 @@ class Session:
             session._order.cursor = state.data_cursor
             session._policy_version = state.policy_version
             session._drafter_version = state.drafter_version
+            if state.payoff:
+                session._payoff.load_state_dict(state.payoff)
             log.info("resuming from %s (attempt %d)", newest, session.resume_attempt)
         session._group.load(newest, session._policy_version)
         return session
@@ -169,7 +182,8 @@ class Session:
         if len(trained) < self._group.num_workers:  # none is trained, or a worker was lost
             return "no drafter is trained" if not trained else "a worker was lost"
         with self.metrics.timed("publish_drafter"):
-            decision = decide(trained)
+            self._payoff.observe(outcome_of(self._phases[-1], self.rounds, trained))
+            decision = decide(trained, errors=self.cfg.drafter.spot.canary_errors)
             published = []
             if any(decision.shares):
                 version = self._drafter_version + 1
@@ -180,9 +194,12 @@ class Session:
             elif decision.refused:
                 self._group.refuse_drafter()
         refused = decision.refused or any(not p.accepted for p in published)
-        log.log(logging.INFO if refused else logging.DEBUG, "drafter: %s", decision.reason)
+        verified = published[0].canary if published and refused else None
+        reason = decision.reason if verified is None else why_refused(verified)
+        log.log(logging.INFO if refused else logging.DEBUG, "drafter: %s", reason)
         self.metrics.log(spot_metrics(trained, decision=decision, published=published, version=self._drafter_version))
-        return decision.reason
+        self.metrics.log(self._payoff.metrics())
+        return reason
 
     def score(self, step: int, rollouts: RolloutBatch) -> ScoredBatch:
         """Wait for the outstanding scores; shape rewards, compute group-relative advantages."""
@@ -314,6 +331,7 @@ class Session:
                 data_cursor=self._order.cursor,
                 policy_version=self._policy_version,
                 drafter_version=self._drafter_version,
+                payoff=self._payoff.state_dict(),
                 tracker_run_id=self.tracker_run_id,
                 resume_attempt=self.resume_attempt,
                 fingerprint=self._fingerprint,
@@ -418,6 +436,7 @@ class Session:
             min_idle_s=spot.min_idle_s,
             max_steps=spot.max_steps,
             interval=spot.interval,
+            duty=self._payoff.duty,
         )
 
     def _report(self, phase: str, done: int, total: int, drained: Drained | None = None, rate: float = 0.0) -> None:

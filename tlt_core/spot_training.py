@@ -6,9 +6,9 @@ A micro-step is one of: gradients of a few windows, an optimizer step, a part of
 `micro_step_s`, as the ones before were timed, so whoever is waiting waits no longer than that.  Gradients, order and
 canary outlive an interruption: nothing is done twice, and nothing is lost but the piece under way.
 
-The canary drafts along held-back recent responses with their own noise and counts the hits, for the drafter in use and
-for the newest trained weights: exactly what chains would have accepted there.  So a candidate's figure is known when
-rollout ends, at no cost to anybody.
+The canary (`spot_canary`) drafts along held-back recent responses, with the drafter in use and with the newest trained
+weights, and compares what is accepted.  So whether a candidate may be published is known when rollout ends, at no cost
+to anybody.
 
 Hidden states are those of the policy that sampled the response.  This step's responses and the long ones of the steps
 before are mixed ("one-step offset", TLT section 4).
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from conf.schema import SpotConfig
-from tlt_core.drafter.eagle3_acceptance import measure_acceptance
 from tlt_core.drafter.eagle3_loss import LossKind
 from tlt_core.drafter.eagle3_model import Eagle3Model
 from tlt_core.drafter.eagle3_sequence import HeadProbs, TrainSequence
@@ -34,8 +33,11 @@ from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.capture import Captured
 from tlt_core.spot.buffer import SequenceBuffer, StoredSequence
 from tlt_core.spot.checkpoint import SpotCheckpoint, SpotCheckpointError, async_checkpoint, load_checkpoint
+from tlt_core.spot.comparison import Comparison
 from tlt_core.spot.sampling import Candidate, WindowSampler
 from tlt_core.spot.writer import BackgroundWriter, WriteError
+from tlt_core.spot_canary import ChainSettings, HeldWindow, Measurement, compare, held_windows
+from tlt_core.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +46,6 @@ _FIRST_ROWS = 16  # of the first micro-step, before anything was timed
 _LEAST_ROWS = 4
 _FASTEST = 2.0  # change of a micro-step's size from one to the next
 _CANARY_EVERY = 8.0  # seconds of training for each second that a candidate's canary takes
-_CANARY_CONTEXT = 4  # tokens of held-back responses for each position that is measured, at most
 
 
 class SpotResult(NamedTuple):
@@ -55,46 +56,24 @@ class SpotResult(NamedTuple):
     steps_total: int = 0
     loss: float = 0.0  # mean of this phase
     overlap: float = 0.0  # probability that the first draft is accepted, mean of this phase
-    used_length: float = 0.0  # acceptance length of the drafter in use, on the canary; 0: not measured
-    candidate_length: float = 0.0  # ... of the newest measured weights; 0: none
-    canary_starts: int = 0  # positions behind both
+    canary: Comparison | None = None  # of the newest measured weights with the drafter in use; None: none was measured
     buffer_tokens: int = 0
     buffer_sequences: int = 0
-
-
-@dataclass(slots=True)
-class _Canary:
-    """A measurement that goes on piece by piece."""
-
-    model: Eagle3Model
-    waiting: list[TrainSequence]
-    starts: int = 0
-    accepted: int = 0
-    seconds: float = 0.0
-
-    @property
-    def length(self) -> float:
-        """Acceptance length so far, bonus token included."""
-        return 1.0 + self.accepted / max(1, self.starts)
 
 
 @dataclass(slots=True)
 class _Phase:
     """What a new rollout resets."""
 
-    canary: _Canary | None = None  # under way
+    held: list[HeldWindow] | None = None  # what all canaries of the phase are measured on; None: not chosen yet
+    used: Measurement | None = None  # of the drafter in use
+    canary: Measurement | None = None  # under way
     candidate: Eagle3Model | None = None  # measured
-    held: list[TrainSequence] | None = None  # what all canaries of the phase are measured on; None: not chosen yet
+    comparison: Comparison | None = None  # of that candidate
     rows: int = 0
     steps: int = 0
-    measured_steps: int = 0  # when the latest candidate's canary began
-    canary_starts: int = 0
     loss: float = 0.0  # sums over rows
     overlap: float = 0.0
-    used_length: float = 0.0
-    candidate_length: float = 0.0
-    trained_s: float = 0.0  # since the latest canary
-    canary_s: float = 0.0  # of the latest canary
 
 
 class SpotTraining:
@@ -116,7 +95,7 @@ class SpotTraining:
         """model: float32, the drafter in use, which becomes this object's.  depth: of the training-time test, and of
         the canary's chains.  folder: where hidden states and training state are kept, for this object alone.  resume:
         go on from what is there."""
-        self._cfg, self._depth, self._temperature = cfg, depth, temperature
+        self._cfg = cfg
         self._decoder, self._folder = decoder, folder
         self._writer = BackgroundWriter()
         self._settings = TrainSettings(
@@ -127,6 +106,15 @@ class SpotTraining:
             loss=loss,
         )
         self.used = _copy(model)
+        self._chains = ChainSettings(
+            decoder.embed_tokens.weight,
+            depth,
+            SamplingParams(temperature=temperature),
+            self._settings.compute_dtype,
+            pass_rows=cfg.window_rows,
+        )
+        self._measured_steps = 0  # the trainer's, when the latest candidate was taken
+        self._trained_s = 0.0  # since then
         self._trainer = Eagle3Trainer(model, decoder.embed_tokens.weight, self._settings)
         self._sampler = WindowSampler(window_rows=cfg.window_rows, length_bias=cfg.length_bias, recency=cfg.recency)
         self._heads: dict[int, Tensor] = {}  # rows of the target's head for the draft vocabulary, by policy version
@@ -187,16 +175,15 @@ class SpotTraining:
         elif phase.held is None:
             phase.held = self._choose_held()
             if phase.held:
-                phase.canary = _Canary(self.used, list(phase.held))
+                phase.used = phase.canary = Measurement(self.used, phase.held)
         elif self._trainer.rows >= self._cfg.rows_per_step:
             self._trainer.apply()
             phase.steps += 1
         elif self._candidate_due():
-            phase.measured_steps = phase.steps
-            phase.canary = _Canary(_copy(self._trainer.model), list(phase.held))
+            phase.canary = self._take_candidate()
         else:
             self._train()
-        phase.trained_s += time.perf_counter() - began_s
+        self._trained_s += time.perf_counter() - began_s
 
     def result(self) -> SpotResult:
         """What came of the phase so far."""
@@ -206,9 +193,7 @@ class SpotTraining:
             steps_total=self._trainer.steps,
             loss=self._phase.loss / max(1, self._phase.rows),
             overlap=self._phase.overlap / max(1, self._phase.rows),
-            used_length=self._phase.used_length,
-            candidate_length=self._phase.candidate_length,
-            canary_starts=self._phase.canary_starts,
+            canary=self._phase.comparison,
             buffer_tokens=self._buffer.tokens,
             buffer_sequences=len(self._buffer),
         )
@@ -221,17 +206,17 @@ class SpotTraining:
         model = self.used if self._phase.candidate is None else self._phase.candidate
         return torch.cat([p.detach().flatten() for p in model.parameters()]) * share
 
-    def canary_of(self, parameters_N: Tensor) -> tuple[int, int, int]:
-        """Hits on held-back responses: (starts, accepted with these weights, accepted with those in use)."""
+    def canary_of(self, parameters_N: Tensor) -> Comparison:
+        """These weights against those in use, on what this worker has held back; nothing where it has not trained."""
+        used = self._phase.used
+        if used is None or not used.done:
+            return Comparison()
         model = _copy(self.used)
         _fill(model, parameters_N)
-        measured = []
-        for candidate in (model, self.used):
-            canary = _Canary(candidate, list(self._phase.held or ()))
-            while canary.waiting:
-                self._measure_one(canary)
-            measured.append(canary)
-        return measured[0].starts, measured[0].accepted, measured[1].accepted
+        candidate = Measurement(model, self._phase.held or ())
+        while not candidate.done:
+            candidate.step(self._chains)
+        return compare(used, candidate)
 
     def adopt(self, parameters_N: Tensor, *, is_mine: bool) -> Eagle3Model:
         """These weights are in use from now on.  is_mine: they are this worker's own candidate, whose training goes
@@ -239,6 +224,7 @@ class SpotTraining:
         _fill(self.used, parameters_N)
         if not is_mine:
             _fill(self._trainer.model, parameters_N)
+            self._measured_steps = self._trainer.steps
         self._phase.candidate, self._rejections = None, 0
         return self.used
 
@@ -250,7 +236,7 @@ class SpotTraining:
             return False
         model = _copy(self.used).requires_grad_(True)
         self._trainer = Eagle3Trainer(model, self._decoder.embed_tokens.weight, self._settings)
-        self._rejections = 0
+        self._rejections = self._measured_steps = 0
         return True
 
     # ------------------------------------------------------------------------------------------ restarts
@@ -267,6 +253,7 @@ class SpotTraining:
         values = {
             "step": self._step,
             "rejections": self._rejections,
+            "measured_steps": self._measured_steps,
             "wanted_rows": self._wanted_rows,
             "buffer": self._buffer.index(),
             "sampler": self._sampler.state_dict(),
@@ -297,7 +284,7 @@ class SpotTraining:
         self._heads = {int(n.removeprefix("head.")): h for n, h in tensors.items() if n.startswith("head.")}
         self._trainer.load_state_dict({n: v for n, v in tensors.items() if not n.startswith("head.")})
         self._step, self._rejections = values["step"], values["rejections"]
-        self._wanted_rows = values["wanted_rows"]
+        self._measured_steps, self._wanted_rows = values["measured_steps"], values["wanted_rows"]
         self._sampler.load_state_dict(values["sampler"])
 
     # ------------------------------------------------------------------------------------------ inside
@@ -332,44 +319,33 @@ class SpotTraining:
             self._wanted_rows = min(max(self._wanted_rows * factor, _LEAST_ROWS), float(self._cfg.rows_per_step))
 
     def _candidate_due(self) -> bool:
-        """A canary pays when training since the last one has taken several times as long."""
-        phase = self._phase
-        is_new = phase.steps > phase.measured_steps and bool(phase.held)
-        return is_new and phase.trained_s > _CANARY_EVERY * phase.canary_s
+        """A canary pays when training since the last one, this phase or before, has taken several times as long."""
+        used = self._phase.used
+        if used is None or self._trainer.steps == self._measured_steps:
+            return False
+        return self._trained_s > _CANARY_EVERY * used.seconds
 
-    def _choose_held(self) -> list[TrainSequence]:
+    def _take_candidate(self) -> Measurement:
+        assert self._phase.held is not None, "the drafter in use was measured on them"
+        self._measured_steps, self._trained_s = self._trainer.steps, 0.0
+        return Measurement(_copy(self._trainer.model), self._phase.held)
+
+    def _choose_held(self) -> list[HeldWindow]:
         """What all of the phase's canaries are measured on."""
-        recent = self._buffer.recent_held(_CANARY_CONTEXT * self._cfg.canary_tokens)
-        sequences = [self._sequence(item) for item in recent]
-        return [sequence for sequence in sequences if sequence.rows]
+        held = (((item.step, item.key.prompt_id), self._sequence(item)) for item in self._buffer.held())
+        return held_windows(held, rows=self._cfg.window_rows, max_starts=self._cfg.canary_tokens)
 
     def _continue_canary(self) -> None:
-        """Measure one more response."""
-        canary, began_s = self._phase.canary, time.perf_counter()
+        """Measure a few more held-back rows."""
+        phase, canary = self._phase, self._phase.canary
         assert canary is not None, "one is under way"
-        self._measure_one(canary)
-        canary.seconds += time.perf_counter() - began_s
-        if canary.waiting and canary.starts < self._cfg.canary_tokens:
+        canary.step(self._chains)
+        if not canary.done:
             return
-        if canary.model is self.used:
-            self._phase.used_length = canary.length
-        else:
-            self._phase.candidate, self._phase.candidate_length = canary.model, canary.length
-            self._phase.canary_starts = canary.starts
-        self._phase.canary, self._phase.canary_s, self._phase.trained_s = None, canary.seconds, 0.0
-
-    def _measure_one(self, canary: _Canary) -> None:
-        measure = measure_acceptance(
-            canary.model,
-            self._decoder.embed_tokens.weight,
-            [canary.waiting.pop(0)],
-            depth=self._depth,
-            temperature=self._temperature,
-            max_rows=self._cfg.window_rows,
-            compute_dtype=self._settings.compute_dtype,
-        )
-        canary.starts += measure.starts
-        canary.accepted += sum(measure.accepted_by_depth)
+        phase.canary = None
+        if canary is not phase.used:
+            assert phase.used is not None, "it is measured first"
+            phase.candidate, phase.comparison = canary.model, compare(phase.used, canary)
 
     def _sequence(self, item: StoredSequence) -> TrainSequence:
         probs = HeadProbs(item.last_PD, item.lognorms_P, self._heads[item.policy_version])

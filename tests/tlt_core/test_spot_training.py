@@ -13,6 +13,7 @@ from tlt_core.drafter.eagle3_model import eagle3_from_target
 from tlt_core.drafter_release import decide
 from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.speculation import Strategy
+from tlt_core.spot.comparison import Comparison, Group
 from tlt_core.spot_training import SpotResult, SpotTraining
 from tlt_core.tuner.policies import make_tuner
 from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
@@ -20,7 +21,7 @@ from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
 DEPTH, MAX_LEN = 3, 64
 MENU = [Strategy("eagle3", DEPTH, 1, DEPTH)]
 # Micro-steps of a fixed size: their number follows the clock otherwise.
-CFG = SpotConfig(micro_step_s=1e6, rows_per_step=128, window_rows=64, learning_rate=5e-3, canary_tokens=200)
+CFG = SpotConfig(micro_step_s=1e6, rows_per_step=128, window_rows=64, learning_rate=5e-3, canary_tokens=1500)
 
 
 @pytest.fixture(scope="module")
@@ -75,17 +76,21 @@ def parameters(model):
 
 
 def test_training_in_idle_time_raises_acceptance_and_says_by_how_much(decoder, tmp_path):
-    spot = training(decoder, tmp_path)
-    drafter = roll_out(decoder, spot, step=1)
+    spot = training(decoder, tmp_path, cfg=CFG.model_copy(update={"learning_rate": 1.5e-3}))
+    drafter = roll_out(decoder, spot, step=1, prompts=64)
     before = parameters(spot.used).clone()
-    result = train(spot, until=lambda r: r.steps >= 40 and r.candidate_length > 0)
-    assert result.used_length < result.candidate_length - 0.2
-    assert result.rows >= 40 * 64
+    train(spot, until=lambda r: r.steps >= 20)
+    spot._trained_s = 1e9  # a candidate is due
+    result = train(spot, until=lambda _: spot._measured_steps >= 20 and spot._phase.canary is None)
+    assert result.canary.gain > max(0.1, 2 * result.canary.error)
+    assert result.rows >= 20 * 64
     assert torch.equal(parameters(spot.used), before), "what is in use changes by a publish alone"
     # The canary's figures are those of an independent measurement on the responses that were held back.
-    held = spot._phase.held
+    held = [spot._sequence(item) for item in spot._buffer.held()]
+    assert sum(s.rows for s in held) < CFG.canary_tokens, "whole, each in one window"
     measured = measure_acceptance(spot.used, decoder.embed_tokens.weight, held, depth=DEPTH, temperature=1.0)
-    assert result.used_length == pytest.approx(measured.accept_length)
+    assert result.canary.used_length == pytest.approx(measured.accept_length)
+    assert result.canary.groups == len({(item.step, item.key.prompt_id) for item in spot._buffer.held()}) > 2
     # Publish: what the engine's drafter then proposes is the candidate's.
     candidate = spot.contribution(1.0)
     adopted = spot.adopt(candidate, is_mine=True)
@@ -98,7 +103,7 @@ def test_training_in_idle_time_raises_acceptance_and_says_by_how_much(decoder, t
 def test_held_back_responses_are_not_trained_on(decoder, tmp_path):
     spot = training(decoder, tmp_path)
     roll_out(decoder, spot, step=1)
-    held = {id_ for id_ in (s.id for s in spot._buffer.sequences())} - {s.id for s in spot._buffer.trainable()}
+    held = {s.id for s in spot._buffer.held()}
     train(spot, until=lambda r: r.steps >= 20)
     assert held
     assert not held & set(spot._sampler.state_dict()["flows"])
@@ -168,15 +173,14 @@ def test_two_workers_publish_their_average_after_measuring_it(decoder, tmp_path)
     spots = [training(decoder, tmp_path / str(worker)) for worker in range(2)]
     for worker, spot in enumerate(spots):
         roll_out(decoder, spot, step=1 + worker)
-        train(spot, until=lambda r: r.steps >= 10 and r.candidate_length > 0)
-    decision = decide([spot.result() for spot in spots])
+        train(spot, until=lambda r: r.steps >= 10 and r.canary is not None)
+    decision = decide([spot.result() for spot in spots], errors=1.0)
     assert decision.verify
     assert sum(decision.shares) == pytest.approx(1.0)
     averaged = sum(spot.contribution(share) for spot, share in zip(spots, decision.shares, strict=True))
     for spot in spots:
-        starts, accepted, used = spot.canary_of(averaged)
-        assert starts > 0
-        assert accepted > used
+        assert spot.canary_of(averaged).starts == spot.result().canary.starts > 0
+        assert spot.canary_of(averaged).gain > 0
         spot.adopt(averaged, is_mine=False)
     assert spots[0].checksum == spots[1].checksum
     assert torch.equal(parameters(spots[0]._trainer.model), parameters(spots[1]._trainer.model))
@@ -184,7 +188,13 @@ def test_two_workers_publish_their_average_after_measuring_it(decoder, tmp_path)
         spot.close()
 
 
-TRAINED = SpotResult(rows=100, steps=2, used_length=2.0, candidate_length=2.5, canary_starts=50)
+def measured(*gains):
+    """A canary of two prompts, whose chains got so many drafts more accepted than those of the drafter in use."""
+    return Comparison.of(Group(50, 100, 100 + gain) for gain in gains)
+
+
+TRAINED = SpotResult(rows=100, steps=2, canary=measured(20, 30))
+WORSE = TRAINED._replace(canary=measured(-20, -30))
 
 
 @pytest.mark.parametrize(
@@ -193,13 +203,31 @@ TRAINED = SpotResult(rows=100, steps=2, used_length=2.0, candidate_length=2.5, c
         ([SpotResult(), SpotResult()], (0, 0), False, False),
         ([SpotResult(rows=9, steps=1), SpotResult()], (0, 0), False, False),  # no time to measure
         ([TRAINED, SpotResult()], (1, 0), False, False),
-        ([TRAINED._replace(candidate_length=1.9), SpotResult()], (0, 0), False, True),
+        ([WORSE, SpotResult()], (0, 0), False, True),
         ([TRAINED, TRAINED._replace(rows=300)], (0.25, 0.75), True, False),
-        ([TRAINED, TRAINED._replace(candidate_length=1.9)], (1, 0), False, False),
-        ([TRAINED._replace(candidate_length=2.0)], (1,), False, False),  # as good: newer data
+        ([TRAINED, WORSE], (1, 0), False, False),
+        ([TRAINED._replace(canary=measured(0, 0))], (1,), False, False),  # as good: newer data
+        ([TRAINED._replace(canary=measured(-20, 18))], (1,), False, False),  # by chance, for all one can tell
+        ([TRAINED._replace(rows=0), SpotResult()], (1, 0), False, False),  # trained in the phase before
     ],
 )
 def test_what_is_published(results, shares, verify, refused):
-    decision = decide(results)
+    decision = decide(results, errors=1.0)
     assert (decision.shares, decision.verify, decision.refused) == (tuple(map(float, shares)), verify, refused)
     assert decision.reason
+    if refused:
+        assert "acceptance length 2.500 on 100 held-back tokens of 2 prompts, 3.000 in use" in decision.reason
+
+
+def test_what_was_not_measured_in_one_phase_is_in_the_next(decoder, tmp_path):
+    spot = training(decoder, tmp_path)
+    roll_out(decoder, spot, step=1)
+    train(spot, until=lambda r: r.steps >= 2)
+    spot._trained_s, trained = 1e9, spot._trainer.steps
+    roll_out(decoder, spot, step=2)
+    assert spot.result().canary is None
+    result = train(spot, until=lambda r: r.canary is not None)
+    assert (result.steps, spot._trainer.steps) == (0, trained), "measured before it trains on"
+    assert spot._trained_s < 1e9
+    assert train(spot, until=lambda r: r.steps >= 1).rows > 0, "and goes on"
+    spot.close()

@@ -20,6 +20,7 @@ from tlt_core.drafter.eagle3 import Eagle3Drafter
 from tlt_core.drafter.eagle3_files import export_weights, load_eagle3, save_eagle3
 from tlt_core.rollout.engine import RolloutEngine
 from tlt_core.speculation import RoundReport
+from tlt_core.spot.comparison import Comparison
 from tlt_core.spot_training import SpotTraining
 from tlt_core.tuner.policies import RecordedTuner
 
@@ -31,8 +32,7 @@ class DrafterPublished(NamedTuple):
     """What one worker made of a drafter candidate.  All workers agree."""
 
     accepted: bool
-    candidate_length: float  # acceptance lengths on all workers' canaries; 0: known before
-    used_length: float
+    canary: Comparison | None  # on what all workers have held back; None: known before
     checksum: int  # of the drafter now in use
 
 
@@ -52,6 +52,7 @@ class Drafting:
         self.spot: SpotTraining | None = None
         drafters = {} if engine.speculation is None else engine.speculation.drafters
         self._drafter = drafters.get("eagle3")
+        self._canary_errors = 0.0
         self._canary = Canary(name for name, drafter in drafters.items() if drafter.taps)
 
     @property
@@ -85,8 +86,9 @@ class Drafting:
             folder=folder,
             resume=resume,
             method=cfg.method,
-            loss=cfg.loss,
+            loss=cfg.idle_loss,
         )
+        self._canary_errors = cfg.spot.canary_errors
 
     def observe(self, report: RoundReport) -> None:
         """A round of a training rollout was made."""
@@ -112,23 +114,22 @@ class Drafting:
         """Sum the workers' candidates, each times its share, and draft with the result from now on.
 
         A collective: every worker takes part.  verify: the sum is nobody's own candidate, so it is measured on all
-        canaries first, and refused when it accepts less than the drafter in use.
+        canaries first, and refused when it is worse than the drafter in use.
         """
         spot = self._spot()
         parameters_N = spot.contribution(share)
         self._sum(parameters_N)
-        candidate_length = used_length = 0.0
+        canary: Comparison | None = None
         if verify:
-            counts_3 = torch.tensor(spot.canary_of(parameters_N), dtype=torch.float64)
-            self._sum(counts_3)
-            starts, candidate, used = counts_3.tolist()
-            candidate_length, used_length = 1 + candidate / max(starts, 1), 1 + used / max(starts, 1)
-        accepted = candidate_length >= used_length
+            sums = torch.tensor(spot.canary_of(parameters_N), dtype=torch.float64)
+            self._sum(sums)
+            canary = Comparison(*sums.tolist())
+        accepted = canary is None or not canary.is_worse(errors=self._canary_errors)
         if accepted:
             self._swap(parameters_N, version, is_mine=share == 1)
         else:
             spot.reject()
-        return DrafterPublished(accepted, candidate_length, used_length, spot.checksum)
+        return DrafterPublished(accepted, canary, spot.checksum)
 
     def refuse(self) -> None:
         """No candidate of this phase is published."""

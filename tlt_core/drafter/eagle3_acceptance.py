@@ -67,14 +67,28 @@ def measure_acceptance(
         raise ValueError(f"no row of {len(sequences)} sequences to start a draft from: they need three tokens each")
     total, reached = 0, torch.zeros(depth, dtype=torch.int64)
     for part in _passes(starts):
-        ends = [min(s.end + depth - 1, len(s.sequence.tokens_L) - 2) for s in part]
-        spans = [span._replace(end=end) for span, end in zip(part, ends, strict=True)]
-        runs = accepted_runs(model, embedding_VD, spans, depth=depth, params=params, compute_dtype=compute_dtype)
-        for span, run_T in zip(part, runs, strict=True):
-            accepted_N = run_T[: span.end - span.start].cpu()
-            total += len(accepted_N)
-            reached += (accepted_N[:, None] > torch.arange(depth)).sum(0)
+        measure = measure_starts(model, embedding_VD, part, depth=depth, params=params, compute_dtype=compute_dtype)
+        total += measure.starts
+        reached += torch.tensor(measure.accepted_by_depth)
     return AcceptanceMeasure(total, tuple(reached.tolist()))
+
+
+def measure_starts(
+    model: Eagle3Model,
+    embedding_VD: Tensor,
+    starts: Sequence[Span],
+    *,
+    depth: int,
+    params: SamplingParams,
+    compute_dtype: torch.dtype = torch.float32,
+) -> AcceptanceMeasure:
+    """The same from the rows of these spans, which must be trained ones, in one pass."""
+    ends = [min(s.end + depth - 1, len(s.sequence.tokens_L) - 2) for s in starts]
+    spans = [span._replace(end=end) for span, end in zip(starts, ends, strict=True)]
+    runs = accepted_runs(model, embedding_VD, spans, depth=depth, params=params, compute_dtype=compute_dtype)
+    accepted_N = torch.cat([run_T[: span.end - span.start] for span, run_T in zip(starts, runs, strict=True)]).cpu()
+    reached = (accepted_N[:, None] > torch.arange(depth)).sum(0)
+    return AcceptanceMeasure(len(accepted_N), tuple(reached.tolist()))
 
 
 @torch.inference_mode()

@@ -8,6 +8,10 @@ p - k:
 
 Drafted tokens are the true ones (teacher forcing): along an accepted path this is what drafting computes.
 
+oneDNN builds a kernel for every new shape of a bfloat16 product, which takes as long as a small product itself, and the
+rows of passes are ever new numbers.  So rows are padded to a multiple of `ROW_MULTIPLE`, and attention, whose products
+are small, is computed in float32 on a CPU, by kernels that are there.
+
 Shapes: R rows of the pack, of which C context and T query rows (see `eagle3_windows`); N queries of one block, E keys
 that a block sees, D hidden size, H query heads, K key/value heads, G = H / K, d head size, k depths before.
 """
@@ -15,12 +19,14 @@ that a block sees, D hidden size, H query heads, K key/value heads, G = H / K, d
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.packed_attention import packed_causal_attention
 from tlt_core.drafter.eagle3_model import Eagle3Model, rope_table
 from tlt_core.drafter.eagle3_windows import Pack
 
+ROW_MULTIPLE = 32
 _BLOCK = 256  # queries whose scores are computed at once: what lies above a block's diagonal is computed in vain
 
 
@@ -32,19 +38,25 @@ def drafted_depths(
     Depth k + 1 is meaningful where k rows of the same span come before.  embeds: of `pack.tokens_R`.  detached: no
     gradient from a depth's input into the depth before.
     """
-    hidden_RD = model.fuse(pack.taps_RE.to(embeds_RD.dtype))
     longest = max(span.end for span in pack.spans)
-    table = rope_table(model.config, longest, dtype=hidden_RD.dtype, device=hidden_RD.device)  # autocast's dtype
-    sizes = [sum(pack.context), sum(pack.queries)]
-    (context_CD, embeds_TD), (fused_CD, hidden_TD), (rope_C21d, rope_T21d) = (
-        x.split(sizes) for x in (embeds_RD, hidden_RD, table[pack.positions_R])
+    context, queries = sum(pack.context), sum(pack.queries)
+    (context_CD, embeds_TD), (taps_CE, taps_TE), (places_C, places_T) = (
+        [pad_rows(part) for part in x.split([context, queries])] for x in (embeds_RD, pack.taps_RE, pack.positions_R)
     )
-    attend = _DepthAttention(pack, *model.keys_values(context_CD, fused_CD, rope_C21d))
+    fused_CD, hidden_TD = (model.fuse(taps.to(embeds_RD.dtype)) for taps in (taps_CE, taps_TE))
+    table = rope_table(model.config, longest, dtype=hidden_TD.dtype, device=hidden_TD.device)  # autocast's dtype
+    keys_CKd, values_CKd = model.keys_values(context_CD, fused_CD, table[places_C])
+    attend = _DepthAttention(pack, keys_CKd[:context], values_CKd[:context])
     for _ in range(depth):
-        y_TD = model(embeds_TD, hidden_TD, rope_T21d, attend)
+        y_TD = model(embeds_TD, hidden_TD, table[places_T], attend)[:queries]
         yield y_TD
-        hidden_TD = y_TD.roll(1, dims=0)  # across a span's start: into a row that means nothing from then on
+        hidden_TD = pad_rows(y_TD.roll(1, dims=0))  # across a span's start: into a row that means nothing from then on
         hidden_TD = hidden_TD.detach() if detached else hidden_TD
+
+
+def pad_rows(x_N: Tensor) -> Tensor:
+    """The same with zero rows behind it, up to a multiple of ROW_MULTIPLE."""
+    return F.pad(x_N, (0, 0) * (x_N.ndim - 1) + (0, -len(x_N) % ROW_MULTIPLE))
 
 
 class _DepthAttention:
@@ -57,8 +69,16 @@ class _DepthAttention:
         self._own: tuple[list[Tensor], list[Tensor]] = [], []  # of each later depth, [T, K, d]
 
     def __call__(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        rows, dtype = sum(self._pack.queries), q_THd.dtype
+        if q_THd.device.type != "cpu":
+            return pad_rows(self._attend(q_THd[:rows], k_TKd[:rows], v_TKd[:rows]))
+        with torch.autocast("cpu", enabled=False):
+            out_THd = self._attend(q_THd[:rows].float(), k_TKd[:rows].float(), v_TKd[:rows].float())
+        return pad_rows(out_THd).to(dtype)
+
+    def _attend(self, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
         if self._shared is None:
-            keys, values = self._context
+            keys, values = (x.to(k_TKd.dtype) for x in self._context)
             self._shared = self._pack.in_order(keys, k_TKd), self._pack.in_order(values, v_TKd)
             queries, key_offsets = self._bounds
             return packed_causal_attention(q_THd, *self._shared, queries, key_offsets_S1=key_offsets)

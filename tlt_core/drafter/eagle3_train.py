@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt_core.drafter.eagle3_depths import drafted_depths
+from tlt_core.drafter.eagle3_depths import drafted_depths, pad_rows
 from tlt_core.drafter.eagle3_loss import DraftLoss, LossKind, draft_loss, feature_loss
 from tlt_core.drafter.eagle3_model import Eagle3Model
 from tlt_core.drafter.eagle3_sequence import TrainSequence
@@ -175,7 +175,8 @@ class Eagle3Trainer:
         return loss, TrainMetrics(float(loss.detach()) / counts[0], tuple(overlaps), counts[0])
 
     def _token_loss(self, y_ND: Tensor, probs_NJ: Tensor) -> DraftLoss:
-        logits_NJ, kind = self.model.logits(y_ND), self.settings.loss
+        rows, kind = len(y_ND), self.settings.loss
+        logits_NJ = self.model.logits(pad_rows(y_ND))[:rows]
         if self.settings.method == "hass":
             return draft_loss(logits_NJ, probs_NJ, kind=kind, top=_HASS_TOP, top_weight=_HASS_TOP_WEIGHT)
         return draft_loss(logits_NJ, probs_NJ, kind=kind)

@@ -25,6 +25,8 @@ def bubble(
     `bubble/harvested_ratio`: trained share of the idle windows longer than 0.5 s, absent without such windows.
     `bubble/overlap_headroom_s`: what those windows still had to give.
     `bubble/preempt_ms_p95`: from the end of rollout until a training worker had stopped; absent when none trained.
+    `bubble/throttled_s`: idle worker seconds in which training was held up, because it slows those who decode
+    (`payoff`); they are not harvested.
     `bubble/untrained_s/REASON`: idle worker seconds without training, by what stood in the way.
     """
     windows = _idle_windows(spans, over_s)
@@ -40,6 +42,8 @@ def bubble(
     if preempt_s:
         rank = math.ceil(0.95 * len(preempt_s)) - 1
         metrics["bubble/preempt_ms_p95"] = 1000 * sorted(preempt_s)[rank]
+    if idle_by_reason_s is not None:
+        metrics["bubble/throttled_s"] = idle_by_reason_s.get("throttled", 0.0)
     untrained = {reason: s for reason, s in (idle_by_reason_s or {}).items() if reason != "training"}
     return metrics | {f"bubble/untrained_s/{reason}": seconds for reason, seconds in untrained.items()}
 

@@ -7,6 +7,10 @@ Evicted first are the oldest steps, and within a step the shortest responses.  B
 step (up to a third of the bounds) stay while a new step comes in: the tail is what the drafter is for, and a step's
 long responses come last.
 
+Held back from training are some prompts of the two newest steps (`held_back`), on which candidates are measured.  When
+a newer step comes in, the oldest of these are measured on no more, and are trained on: nothing is lost, and nothing is
+measured on that was trained on.  (A prompt that comes again in a later epoch is another response, of another policy.)
+
 Bounds after every `add`: `max_sequences`; `max_bytes` of sequences; of them in memory `max_ram_bytes` and two sequences
 more.  To keep the last one, a step that is larger than half of `max_ram_bytes` is written in parts before it is over,
 and `add` waits when the disk falls behind by as much.  A file outlives part of its sequences, so there is more on disk:
@@ -23,19 +27,26 @@ from tlt_core.spot.writer import BackgroundWriter
 
 __all__ = ["SequenceBuffer", "StoredSequence", "held_back"]
 
+_HELD_STEPS = 2  # newest ones, in which responses are held back
 _KEPT_SHARE = 3  # of the bounds, for the longest of the last finished step: one in so many
 _MASK = 2**64 - 1
 
 
-def held_back(prompt_id: int, *, every: int = 8) -> bool:
-    """Whether responses to this prompt are kept from training: one prompt in `every`, always the same ones.
+def held_back(step: int, prompt_id: int, *, every: int = 4) -> bool:
+    """Whether the responses to this prompt in this step are kept from training: one prompt in `every`, others in each
+    step, the same ones on every worker.
 
-    By splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014), so that neighbouring prompts are independent.
+    All samples of a prompt together: siblings are alike, and one that was trained on would vouch for the others.
+    By splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014), so that neighbours are independent.
     """
-    z = (prompt_id + 0x9E3779B97F4A7C15) & _MASK
+    return _mixed(_mixed(prompt_id) + step) % every == 0
+
+
+def _mixed(number: int) -> int:
+    z = (number + 0x9E3779B97F4A7C15) & _MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return (z ^ (z >> 31)) % every == 0
+    return z ^ (z >> 31)
 
 
 class SequenceBuffer:
@@ -48,11 +59,11 @@ class SequenceBuffer:
         max_bytes: int,
         max_ram_bytes: int,
         max_sequences: int,
-        held_every: int = 8,
+        held_every: int = 4,
         writer: BackgroundWriter | None = None,
     ) -> None:
-        """held_every: one prompt in so many is held back.  writer: the one that also writes the checkpoints that name
-        these files, which are then never on disk before them; None: one of its own."""
+        """held_every: one prompt of a step in so many is held back.  writer: the one that also writes the checkpoints
+        that name these files, which are then never on disk before them; None: one of its own."""
         if min(max_bytes, max_ram_bytes, max_sequences) < 1 or held_every < 2:
             raise ValueError(
                 f"max_bytes {max_bytes}, max_ram_bytes {max_ram_bytes} or max_sequences {max_sequences} < 1, or "
@@ -107,15 +118,10 @@ class SequenceBuffer:
         """Those that may be trained on."""
         return [s for s in self._sequences.values() if not self._is_held(s)]
 
-    def recent_held(self, max_tokens: int) -> list[StoredSequence]:
-        """Held-back sequences, of the newest step first, as many as fit into max_tokens."""
-        chosen, room = [], max_tokens
+    def held(self) -> list[StoredSequence]:
+        """Those that may not yet, of the newest step first."""
         held = (s for s in self._sequences.values() if self._is_held(s))
-        for sequence in sorted(held, key=lambda s: (-s.step, s.key)):
-            if len(sequence.tokens_L) <= room:
-                chosen.append(sequence)
-                room -= len(sequence.tokens_L)
-        return chosen
+        return sorted(held, key=lambda s: (-s.step, s.key))
 
     def add(self, sequence: StoredSequence) -> bool:
         """Keep a sequence, whose tensors must not change any more; it replaces the one of the same id.
@@ -198,7 +204,8 @@ class SequenceBuffer:
             self._files.write([s for s in unspilled if s.step == step])
 
     def _is_held(self, sequence: StoredSequence) -> bool:
-        return held_back(sequence.key.prompt_id, every=self._held_every)
+        is_recent = sequence.step > max(self._names_of_step) - _HELD_STEPS
+        return is_recent and held_back(sequence.step, sequence.key.prompt_id, every=self._held_every)
 
     def _insert(self, sequence: StoredSequence, *, mapped: bool) -> None:
         self._sequences[sequence.id] = sequence

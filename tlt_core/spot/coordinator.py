@@ -83,7 +83,18 @@ class Order(NamedTuple):
     reason: str  # one of REASONS
 
 
-REASONS = ("training", "min_idle", "no_data", "max_steps", "interval", "disabled", "busy", "rollout_over", "lost")
+REASONS = (
+    "training",
+    "min_idle",
+    "no_data",
+    "max_steps",
+    "interval",
+    "disabled",
+    "throttled",
+    "busy",
+    "rollout_over",
+    "lost",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +105,12 @@ class SpotSettings:
     min_idle_s: float = 0.2  # of a worker's idle window before it trains: work may still come
     max_steps: int = 0  # micro-steps of all workers in one phase; 0: no bound
     interval: int = 1  # train in every n-th RL step
+    duty: float = 1.0  # share of each cycle in which workers train, all at the same time; they pause in the rest
+    cycle_s: float = 4.0  # long against a micro-step, which a pause waits for
 
     def __post_init__(self) -> None:
+        if not 0 <= self.duty <= 1 or self.cycle_s <= 0:
+            raise ValueError(f"duty {self.duty} outside [0, 1] or cycle_s {self.cycle_s} <= 0")
         if self.min_idle_s < 0 or self.max_steps < 0 or self.interval < 1:
             raise ValueError(
                 f"min_idle_s {self.min_idle_s} < 0, max_steps {self.max_steps} < 0 or interval {self.interval} < 1"
@@ -132,6 +147,7 @@ class _Phase:
     step: int
     workers: dict[int, _Worker]
     over_s: float | None = None
+    first_idle_s: float | None = None
     spans: list[WorkerSpan] = field(default_factory=list)
     preempting: set[int] = field(default_factory=set)  # trained when rollout ended, not heard of since
     preempt_s: list[float] = field(default_factory=list)
@@ -201,6 +217,8 @@ class Coordinator:
         elif worker.state == WorkerState.BUSY:
             self._enter(event.worker, WorkerState.IDLE, at_s)
             worker.idle_s = at_s
+            if phase.first_idle_s is None:
+                phase.first_idle_s = at_s
         order = self._decide(worker, at_s, has_data=isinstance(event, WorkerBusy) or event.has_data)
         if order.action == Action.TRAIN:
             worker.granted = 1
@@ -220,11 +238,17 @@ class Coordinator:
             "disabled": not settings.enabled,
             "interval": phase.step % settings.interval != 0,
             "max_steps": 0 < settings.max_steps <= pending,
+            "throttled": settings.duty < 1 and self._pauses(at_s),
             "min_idle": worker.state == WorkerState.IDLE and at_s - worker.idle_s < settings.min_idle_s,
             "no_data": not has_data,
         }
         reason = next((name for name, holds in obstacles.items() if holds), None)
         return Order(Action.TRAIN, "training") if reason is None else Order(Action.WAIT, reason)
+
+    def _pauses(self, at_s: float) -> bool:
+        """Cycles begin when a worker ran out of work for the first time in the phase."""
+        first_idle_s = at_s if self._phase.first_idle_s is None else self._phase.first_idle_s
+        return (at_s - first_idle_s) % self._settings.cycle_s >= self._settings.duty * self._settings.cycle_s
 
     def _end_rollout(self, at_s: float) -> None:
         phase = self._phase

@@ -27,7 +27,7 @@ def writer():
 
 MAPS = Path("/proc/self/maps")
 needs_maps = pytest.mark.skipif(not MAPS.exists(), reason="needs Linux's map of the process")
-HELD = [6, 29, 33, 38, 43, 49, 51]  # of the first 60 prompts
+HELD = [1, 11, 22, 28, 32, 36]  # of the first 40 prompts, in step 7
 
 
 def ids(sequences) -> list[str]:
@@ -350,24 +350,31 @@ def test_a_file_that_vanishes_costs_nothing_that_is_in_memory(tmp_path, writer, 
     assert all(digest(s) == digest(remade(s.id, 20)) for s in buffer.sequences())
 
 
-def test_held_back_prompts(tmp_path):
+def test_held_back_prompts():
     """Fixed for ever: a changed hash would mix training and canary across a restart."""
-    assert [p for p in range(60) if held_back(p)] == HELD
-    assert sum(held_back(p) for p in range(80_000)) == pytest.approx(10_000, rel=0.03)
-    assert sum(held_back(p, every=3) for p in range(30_000)) == pytest.approx(10_000, rel=0.03)
+    assert [p for p in range(40) if held_back(7, p)] == HELD
+    assert [p for p in range(40) if held_back(8, p)] != HELD, "others in each step"
+    pairs = [(step, prompt) for step in range(200) for prompt in range(200)]
+    assert sum(held_back(*pair) for pair in pairs) == pytest.approx(10_000, rel=0.03)
+    assert sum(held_back(*pair, every=8) for pair in pairs) == pytest.approx(5_000, rel=0.04)
+
+
+def test_two_steps_are_held_back_and_what_is_older_is_trained_on(tmp_path):
     buffer = SequenceBuffer(tmp_path, **ROOMY)
-    for step in (1, 2):
-        for prompt in (HELD[0], HELD[0] + 1, HELD[1]):
+    for step in (1, 2, 3):
+        for prompt in range(16):
             for sample in range(2):
-                buffer.add(make(step, prompt, sample, length=10 + prompt))
-    assert {s.key.prompt_id for s in buffer.trainable()} == {HELD[0] + 1}
-    assert len(buffer.trainable()) == 4
-    newest = [f"5.2.{HELD[0]}.0", f"5.2.{HELD[0]}.1"]
-    room = 2 * (10 + HELD[0])
-    assert ids(buffer.recent_held(room)) == newest
-    assert ids(buffer.recent_held(room - 1)) == newest[:1]
-    assert {s.key.prompt_id for s in buffer.recent_held(10**6)} == {HELD[0], HELD[1]}
-    assert [s.step for s in buffer.recent_held(10**6)] == [2, 2, 2, 2, 1, 1, 1, 1]
+                buffer.add(make(step, prompt, sample, length=10))
+        held, trainable = buffer.held(), buffer.trainable()
+        assert {s.id for s in held}.isdisjoint(s.id for s in trainable)
+        assert len(held) + len(trainable) == len(buffer)
+        assert [s.step for s in held] == sorted((s.step for s in held), reverse=True)
+        assert {s.step for s in held} == {step, max(step - 1, 1)}
+        assert all(held_back(s.step, s.key.prompt_id) for s in held)
+        assert not any(held_back(s.step, s.key.prompt_id) for s in trainable if s.step > step - 2)
+    groups = {(s.step, s.key.prompt_id) for s in buffer.held()}
+    assert len(buffer.held()) == 2 * len(groups), "all samples of a prompt, or none"
+    assert sum(s.step == 1 for s in buffer.trainable()) == 32, "nothing is lost"
 
 
 def test_large_memory_behind_a_view_is_not_kept(tmp_path):

@@ -67,6 +67,7 @@ def test_a_phase_by_hand():
             "bubble/harvested_ratio": 2.3 / 3.05,  # worker 1's window of 0.05 s is too short to count
             "bubble/overlap_headroom_s": 0.75,
             "bubble/preempt_ms_p95": 100.0,
+            "bubble/throttled_s": 0.0,
             "bubble/untrained_s/min_idle": 0.3,
             "bubble/untrained_s/no_data": 0.5,
         }
@@ -106,6 +107,31 @@ def test_every_third_step_trains():
         c.handle(PhaseBegan(step, float(step)))
         trained.append(c.handle(WorkerIdle(0, step + 0.5)) == TRAIN)
     assert trained == [False, False, True, False, False, True, False]
+
+
+def test_pauses_are_of_all_workers_and_not_harvested():
+    c = Coordinator(3, SpotSettings(min_idle_s=0, duty=0.75, cycle_s=4.0))
+    c.handle(PhaseBegan(1, 0.0))
+    assert c.handle(WorkerIdle(0, 10.0)) == TRAIN
+    assert c.handle(WorkerIdle(1, 11.5)) == TRAIN
+    assert c.handle(Progress(0, 1, 12.9)) == TRAIN
+    assert c.handle(Progress(0, 2, 13.1)) == wait("throttled")
+    assert c.handle(Progress(1, 1, 13.2)) == wait("throttled")
+    assert c.handle(Progress(0, 2, 14.0)) == TRAIN
+    assert c.handle(Progress(1, 1, 14.1)) == TRAIN
+    c.handle(RolloutOver(15.0))
+    report = c.report(15.0)
+    assert report.idle_by_reason_s == pytest.approx({"training": 3.1 + 1.0 + 1.7 + 0.9, "throttled": 0.9 + 0.9})
+    metrics = bubble(report.spans, over_s=15.0, idle_by_reason_s=report.idle_by_reason_s)
+    assert metrics["bubble/throttled_s"] == pytest.approx(1.8)
+    assert metrics["bubble/harvested_s"] == pytest.approx(6.7)
+    assert metrics["bubble/harvested_ratio"] == pytest.approx(6.7 / 8.5)
+
+
+@pytest.mark.parametrize("changes", [{"duty": 1.1}, {"duty": -0.1}, {"cycle_s": 0.0}])
+def test_bad_duty(changes):
+    with pytest.raises(ValueError, match=r"duty .* cycle_s"):
+        SpotSettings(**changes)
 
 
 def test_max_steps_counts_steps_that_are_under_way():
@@ -153,6 +179,8 @@ class AnyEvents(RuleBasedStateMachine):
             min_idle_s=st.sampled_from([0.0, 0.2]),
             max_steps=st.sampled_from([0, 1, 4]),
             interval=st.sampled_from([1, 1, 2]),
+            duty=st.sampled_from([1.0, 1.0, 0.4, 0.0]),
+            cycle_s=st.sampled_from([1.0, 4.0]),
         ),
         step=st.integers(1, 4),
     )
@@ -164,7 +192,7 @@ class AnyEvents(RuleBasedStateMachine):
         self.step, self.began_s, self.over_s = step, self.now, None
         self.alive, self.expected_spans = set(range(WORKERS)), 0
         self.done, self.ordered = dict.fromkeys(range(WORKERS), 0), set()
-        self.idle_at = {}
+        self.idle_at, self.first_idle_s = {}, None
         self.c.handle(PhaseBegan(step, self.now))
 
     def send(self, event):
@@ -189,8 +217,16 @@ class AnyEvents(RuleBasedStateMachine):
             assert self.settings.enabled
             assert self.step % self.settings.interval == 0
             assert self.now - self.idle_at[event.worker] >= self.settings.min_idle_s
+            assert not self.pauses()
+        if order.reason == "throttled":
+            assert self.pauses()
             self.ordered.add(event.worker)
         return order
+
+    def pauses(self):
+        """Cycles of all workers begin with the first idle moment of the phase."""
+        cycle_s, duty = self.settings.cycle_s, self.settings.duty
+        return duty < 1 and (self.now - self.first_idle_s) % cycle_s >= duty * cycle_s
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.3, 2.0]))
     def wait_a_moment(self, seconds):
@@ -200,6 +236,8 @@ class AnyEvents(RuleBasedStateMachine):
     def idle(self, worker, has_data):
         if self.c.state(worker) == BUSY:
             self.idle_at[worker] = self.now
+            if self.first_idle_s is None:
+                self.first_idle_s = self.now
         self.ordered.discard(worker)
         order = self.send(WorkerIdle(worker, self.now, has_data))
         assert has_data or order.action != Action.TRAIN
@@ -220,6 +258,7 @@ class AnyEvents(RuleBasedStateMachine):
     def lose(self, worker):
         self.expected_spans += worker in self.alive
         self.alive.discard(worker)
+        self.ordered.discard(worker)  # it takes the step that it was in with it
         self.c.handle(WorkerLost(worker, self.now))
 
     @precondition(lambda self: self.over_s is None)

@@ -1,0 +1,78 @@
+"""The canary's decision: who is refused, and how often wrongly."""
+
+import math
+import random
+
+import pytest
+
+from tlt_core.spot.comparison import Comparison, Group
+
+TRIALS = 400
+
+
+def test_by_hand():
+    comparison = Comparison.of([Group(10, 20, 24), Group(30, 60, 54), Group(0, 0, 0)])
+    assert comparison == Comparison(2, 40, 80, 78, 16 + 36, 40 - 180, 100 + 900)
+    assert (comparison.used_length, comparison.candidate_length) == (3.0, 2.95)
+    assert comparison.gain == pytest.approx(-0.05)
+    # d - gain n = 4.5 and -4.5
+    assert comparison.error == pytest.approx(math.sqrt(2 / 1 * 2 * 4.5**2) / 40)
+    assert not comparison.is_worse(errors=1.0)
+    assert comparison.is_worse(errors=0.0)
+
+
+def test_workers_add_up():
+    groups = [Group(10, 20, 24), Group(30, 60, 54), Group(7, 9, 9), Group(12, 40, 40)]
+    assert Comparison.of(groups[:1]).plus(Comparison.of(groups[1:])) == Comparison.of(groups)
+    assert Comparison().plus(Comparison.of(groups)) == Comparison.of(groups)
+
+
+def test_one_group_tells_no_error():
+    assert Comparison.of([Group(10, 20, 19)]).is_worse(errors=9.0)
+    assert not Comparison.of([Group(10, 20, 20)]).is_worse(errors=0.0)
+    assert not Comparison().is_worse(errors=0.0)
+
+
+def planted(gain: float, *, seed: int, groups: int = 8, starts: int = 128) -> Comparison:
+    """Chains of six drafts along responses of very different ease; the candidate differs on one start in five.
+
+    gain: tokens a round, over all prompts; a prompt's own differs from it by 0.05 (standard deviation).
+    """
+    draw = random.Random(seed)
+    counts = []
+    for _ in range(groups):
+        ease, own = draw.uniform(0.4, 0.9), gain + draw.gauss(0, 0.05)
+        used = candidate = 0
+        for _ in range(starts):
+            length = next((k for k in range(6) if draw.random() > ease), 6)
+            used += length
+            moved = 0
+            if draw.random() < 0.2:
+                moved = 1 if draw.random() < 0.5 + own / 0.4 else -1
+            candidate += length + moved
+        counts.append(Group(starts, used, candidate))
+    return Comparison.of(counts)
+
+
+def refused(gain: float, *, errors: float = 1.0) -> float:
+    return sum(planted(gain, seed=seed).is_worse(errors=errors) for seed in range(TRIALS)) / TRIALS
+
+
+def test_power():
+    """1,024 tokens of eight prompts, as many as the canary takes."""
+    assert refused(+0.08) <= 0.01
+    assert 0.08 <= refused(0.0) <= 0.22, "one-sided, at one standard error: 0.16"
+    assert refused(-0.08) >= 0.8
+    assert refused(-0.15) >= 0.99
+    # The rule that any lower figure is refused throws every other candidate away that is as good.
+    assert refused(0.0, errors=0.0) == pytest.approx(0.5, abs=0.08)
+
+
+def test_pairing_is_what_gives_the_power():
+    """The same candidates, taken as two samples: responses differ in ease by far more than candidates do."""
+    unpaired = 0
+    for seed in range(TRIALS):
+        one, other = planted(-0.08, seed=seed), planted(0.0, seed=10_000 + seed)
+        spread = 6 * math.sqrt(1 / 12) / math.sqrt(8) * 0.5  # of a length over eight prompts of ease 0.4 to 0.9
+        unpaired += one.candidate_length + spread < other.used_length
+    assert unpaired / TRIALS < 0.5 < refused(-0.08)

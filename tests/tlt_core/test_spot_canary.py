@@ -1,0 +1,67 @@
+"""The canary's measurement: the same counts however it is cut, group by group."""
+
+import pytest
+import torch
+
+from tests.tlt_core.drafter.training_texts import lively_decoder, texts
+from tlt_core.drafter.eagle3_acceptance import accepted_runs
+from tlt_core.drafter.eagle3_model import eagle3_from_target
+from tlt_core.drafter.eagle3_sequence import observe
+from tlt_core.drafter.eagle3_windows import Span
+from tlt_core.spot_canary import ChainSettings, Measurement, compare, held_windows
+from tlt_core.types import SamplingParams
+
+PARAMS = SamplingParams(temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def held(tiny_config):
+    """Two prompts of step 3, with three responses and one; one of step 2.  And the decoder, and a drafter."""
+    decoder = lively_decoder(tiny_config)
+    model = eagle3_from_target(decoder, torch.arange(64), scales=(1.0,) * 3, seed=1)
+    sequences = observe(
+        decoder,
+        texts((30, 11, 18, 40, 25)),
+        model,
+        firsts=[4, 1, 9, 2, 3],
+        dtype=torch.float32,
+        streams=[1, 2, 3, 4, 5],
+    )
+    groups = [(3, 7), (3, 7), (3, 7), (3, 9), (2, 9)]
+    return decoder, model, list(zip(groups, sequences, strict=True))
+
+
+def test_one_window_of_each_response(held):
+    _, _, responses = held
+    whole = held_windows(responses, rows=64, max_starts=1000)
+    assert [w.starts[1:] for w in whole] == [(s.earliest, s.earliest + s.rows) for _, s in responses]
+    assert [w.group for w in whole] == [group for group, _ in responses]
+    cut = held_windows(responses, rows=10, max_starts=1000)
+    assert [w.starts.end - w.starts.start for w in cut] == [10, 9, 9, 10, 2]
+    # 26 rows are three windows, and stream 1 takes the second; 38 are four, and stream 4 takes the first; 22 are
+    # three, and stream 5 takes the last.
+    assert (cut[0].starts.start, cut[3].starts.start) == (2 + 10, 0)
+    assert [w.group for w in held_windows(responses, rows=10, max_starts=20)] == [(3, 7), (3, 9)]
+    assert [w.group for w in held_windows(responses, rows=10, max_starts=23)] == [(3, 7), (3, 7), (3, 9), (2, 9)]
+    assert held_windows([], rows=10, max_starts=20) == []
+
+
+@pytest.mark.parametrize("pass_rows", [1, 24, 1000])
+def test_counts_by_group_are_those_of_the_runs(held, pass_rows):
+    decoder, model, responses = held
+    embedding = decoder.embed_tokens.weight
+    measurement = Measurement(model, held_windows(responses, rows=64, max_starts=1000))
+    steps = 0
+    while not measurement.done:
+        measurement.step(ChainSettings(embedding, 3, PARAMS, torch.float32, pass_rows))
+        steps += 1
+    assert steps == {1: 5, 24: 4, 1000: 3}[pass_rows]
+    expected: dict[tuple[int, int], tuple[int, int]] = {}
+    for group, s in responses:
+        (run_T,) = accepted_runs(model, embedding, [Span(s, s.earliest, s.earliest + s.rows)], depth=3, params=PARAMS)
+        starts, accepted = expected.get(group, (0, 0))
+        expected[group] = starts + len(run_T), accepted + int(run_T.sum())
+    assert measurement.counts == expected
+    assert sum(accepted for _, accepted in expected.values()) > 0
+    assert compare(measurement, measurement).gain == 0
+    assert compare(measurement, measurement).groups == 3

@@ -1,0 +1,83 @@
+"""Is a candidate worse than the drafter in use?  A paired comparison on the same held-back tokens.
+
+Every start of a chain is drafted from by both, so what makes one response easier than another falls out: the variance
+of the difference is far below that of either length.  Responses to one prompt of one step are alike, so it is such
+groups that count as independent.  With n_g starts in group g, d_g tokens that the candidate's chains got accepted
+beyond those of the drafter in use, and m groups:
+
+    gain = sum d_g / sum n_g            error^2 = m / (m - 1) * sum (d_g - gain n_g)^2 / (sum n_g)^2
+
+the ratio estimator and its error by groups (Cochran, Sampling Techniques, 1977, section 6.4).
+"""
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Group(NamedTuple):
+    """Chains along the held-back responses to one prompt of one step.  Group(starts=210, used=640, candidate=655)"""
+
+    starts: int
+    used: int  # drafts accepted, all chains together
+    candidate: int
+
+
+class Comparison(NamedTuple):
+    """Sums over groups: those of several workers add up.  Comparison() knows nothing."""
+
+    groups: float = 0.0
+    starts: float = 0.0
+    used: float = 0.0
+    candidate: float = 0.0
+    squared_gains: float = 0.0  # d^2
+    gains_starts: float = 0.0  # d n
+    squared_starts: float = 0.0  # n^2
+
+    @classmethod
+    def of(cls, groups: Iterable[Group]) -> "Comparison":
+        """Groups without a start do not count."""
+        total = cls()
+        for n, used, candidate in groups:
+            if n:
+                d = candidate - used
+                total = total.plus(cls(1.0, float(n), float(used), float(candidate), d * d, d * n, n * n))
+        return total
+
+    def plus(self, other: "Comparison") -> "Comparison":
+        """Both together; their groups are taken as different ones."""
+        return Comparison(*(a + b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def used_length(self) -> float:
+        """Acceptance length of the drafter in use, the bonus token included."""
+        return 1 + self.used / max(self.starts, 1)
+
+    @property
+    def candidate_length(self) -> float:
+        """The candidate's."""
+        return 1 + self.candidate / max(self.starts, 1)
+
+    @property
+    def gain(self) -> float:
+        """Tokens a round that the candidate has accepted beyond the drafter in use."""
+        return (self.candidate - self.used) / max(self.starts, 1)
+
+    @property
+    def error(self) -> float:
+        """Standard error of the gain; infinite with less than two groups."""
+        if self.groups < 2:
+            return math.inf
+        gain = self.gain
+        squares = self.squared_gains - 2 * gain * self.gains_starts + gain**2 * self.squared_starts
+        return math.sqrt(max(squares, 0.0) * self.groups / (self.groups - 1)) / self.starts
+
+    def is_worse(self, *, errors: float) -> bool:
+        """Below zero by so many standard errors (one-sided), or at all where there is only one group to tell.
+
+        For m groups the number is that of Student's distribution to first order, z + (z^3 + z) / (4 (m - 1)).
+        """
+        if self.gain >= 0 or self.groups < 2:
+            return self.gain < 0
+        student = errors + (errors**3 + errors) / (4 * (self.groups - 1))
+        return self.gain + student * self.error < 0

@@ -1,0 +1,139 @@
+"""Does training in idle time pay?  Decides, from phase to phase, for what share of it idle workers train.
+
+    PhaseOutcome (what training cost and gained) --observe--> Payoff --duty--> share of idle time in the next phase
+
+Training slows those who still decode by a share that is measured (`slowdown`), and makes later rollouts faster by what
+the canary measures.  Let t be the seconds of a phase beside which a worker is idle, d the share of them that trained,
+and g the relative gain in acceptance length that such a phase has brought.  It is in about the same seconds, the tail,
+that drafts are used, so
+
+    cost = slowdown * d * t                    gain = g * t * (phases that a gain lasts)
+
+While the gain covers the cost, workers train whenever they are idle, but for short pauses in which the slowdown is
+measured.  Else they train for as much as slows the rollout by `max_slowdown`, which is also what notices that
+candidates gain again.  A drop in the acceptance of the drafter in use is taken as a sign that the policy has moved, and
+training begins anew.  Slowdown and gain start from what is usual, so that the first phases train.
+
+No clock, no I/O: a function of the outcomes.
+"""
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from tlt_core.spot.slowdown import PaceSums
+
+PAUSED = 0.08  # share of idle time in which the slowdown is measured
+_KEEP = 0.6  # of what was known, from one phase to the next
+_KEEP_PACE = 0.9  # the machine changes less than the policy
+_USUAL_SLOWDOWN, _USUAL_ERROR = 0.1, 0.1
+_USUAL_GAIN = 0.03  # of a phase in which the drafter was behind
+_FALLEN = 0.93  # acceptance length against its best, both smoothed: the drafter in use has gone stale
+
+
+class PhaseOutcome(NamedTuple):
+    """One rollout phase."""
+
+    rollout_s: float  # from its beginning to its end everywhere
+    idle_s: float  # seconds of it beside which some worker was idle
+    trained_s: float  # seconds of it beside which some worker trained
+    pace: PaceSums
+    used_length: float | None = None  # acceptance length on the canary of the drafter in use; None: not measured
+    gain: float | None = None  # of the newest candidate, relative to it
+
+
+@dataclass(frozen=True, slots=True)
+class PayoffSettings:
+    """See the module docstring."""
+
+    max_slowdown: float = 0.01  # of a rollout, by training that does not pay; 1 or more: train in all idle time
+    lasting_phases: int = 8  # that a gain lasts
+
+    def __post_init__(self) -> None:
+        if self.max_slowdown < 0 or self.lasting_phases < 1:
+            raise ValueError(f"max_slowdown {self.max_slowdown} < 0 or lasting_phases {self.lasting_phases} < 1")
+
+
+@dataclass(slots=True)
+class _Known:
+    """What the outcomes have taught; JSON values."""
+
+    pace: list[float] = field(default_factory=lambda: list(PaceSums()))
+    rollout_s: float = 0.0
+    idle_s: float = 0.0
+    share: float = 1.0  # of the idle seconds that trained, in phases that `gain` is of
+    gain: float = _USUAL_GAIN
+    length: float = 0.0
+    best_length: float = 0.0
+
+
+class Payoff:
+    """`duty` before each phase, `observe` after it."""
+
+    def __init__(self, settings: PayoffSettings) -> None:
+        self._settings = settings
+        self._known = _Known()
+
+    def observe(self, outcome: PhaseOutcome) -> None:
+        """Learn from a phase."""
+        known = self._known
+        known.pace = list(PaceSums(*known.pace).plus(outcome.pace, keep=_KEEP_PACE))
+        first = known.rollout_s == 0
+        known.rollout_s = outcome.rollout_s if first else _mixed(known.rollout_s, outcome.rollout_s)
+        known.idle_s = outcome.idle_s if first else _mixed(known.idle_s, outcome.idle_s)
+        if outcome.gain is not None:
+            known.gain = _mixed(known.gain, outcome.gain)
+            known.share = _mixed(known.share, outcome.trained_s / max(outcome.idle_s, outcome.trained_s, 1e-9))
+        if outcome.used_length is not None:
+            known.length = outcome.used_length if not known.length else _mixed(known.length, outcome.used_length)
+            known.best_length = max(known.best_length, known.length)
+            if known.length < _FALLEN * known.best_length:
+                known.gain, known.share = max(known.gain, _USUAL_GAIN), 1.0
+                known.best_length = known.length
+
+    @property
+    def duty(self) -> float:
+        """Share of idle time to train in, in the next phase; 1: all of it, without pauses."""
+        if self._settings.max_slowdown >= 1:
+            return 1.0
+        full, cost_s = 1 - PAUSED, self.slowdown * self._known.idle_s
+        budget_s = self._settings.max_slowdown * self._known.rollout_s
+        if cost_s * full <= budget_s or self.pays:
+            return full
+        return budget_s / cost_s
+
+    @property
+    def pays(self) -> bool:
+        """Does training cover its cost?"""
+        return self._known.gain * self._settings.lasting_phases >= self.slowdown * self._known.share
+
+    @property
+    def slowdown(self) -> float:
+        """Of a round beside training, relative; what is usual, as long as the measurement is uncertain."""
+        difference, error = PaceSums(*self._known.pace).difference()
+        if math.isinf(error):
+            return _USUAL_SLOWDOWN
+        trust = 1 / max(error, 1e-6) ** 2
+        usual = 1 / _USUAL_ERROR**2
+        return max(math.expm1((trust * difference + usual * _USUAL_SLOWDOWN) / (trust + usual)), 0.0)
+
+    def metrics(self) -> dict[str, float]:
+        """drafter/slowdown and its error (as measured alone, absent before), drafter/expected_gain (relative, of a
+        phase), drafter/duty (of the next phase)."""
+        difference, error = PaceSums(*self._known.pace).difference()
+        measured = {} if math.isinf(error) else {"drafter/slowdown": math.expm1(difference)}
+        if measured:
+            measured["drafter/slowdown_error"] = error
+        return measured | {"drafter/expected_gain": self._known.gain, "drafter/duty": self.duty}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return asdict(self._known)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict`."""
+        self._known = _Known(**state)
+
+
+def _mixed(old: float, new: float) -> float:
+    return _KEEP * old + (1 - _KEEP) * new
