@@ -169,3 +169,17 @@ def test_asked_for_by_name_and_not_there_is_an_error(monkeypatch):
     monkeypatch.setattr(native, "library", lambda: None)
     with pytest.raises(ValueError, match="impl='native'"):
         tree_layout(*(torch.zeros(1, dtype=torch.int64) for _ in range(4)), depth=1, impl="native")
+
+
+def test_threads_change_no_bit():
+    panels, x = Panels(random(4096, 64)), random(20, 64, seed=2).bfloat16()
+    logits = random(50, 3000, scale=3).bfloat16()
+    keys = torch.randint(-(2**31), 2**31 - 1, (50, 2), generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append((panels(x), *coupled_sample(logits, keys)))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
