@@ -93,4 +93,5 @@ def test_rollout_shows_floor_and_ceiling_and_the_same_tokens(home: Path) -> None
     assert many["weights_ms"] == one["weights_ms"]
     ceilings = [row for (workload, _), row in rows.items() if workload == "ceiling"]
     assert ceilings
-    assert all(row["speedup_if_drafting_were_free"] >= row["speedup"] * 0.99 for row in ceilings)
+    for row in ceilings:  # of one run
+        assert row["speedup_if_drafting_were_free"]["max"] >= row["speedup"]["max"] * 0.99
