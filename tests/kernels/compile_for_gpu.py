@@ -7,7 +7,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import coupled_sample, distill_loss, kv_commit, slot_attention, spec_verify, token_logprob
+from kernels import (
+    coupled_sample,
+    distill_loss,
+    kv_commit,
+    slot_attention,
+    spec_verify,
+    token_logprob,
+    tree_attention,
+)
 
 # kernel, types of its tensors and numbers in their order, constants
 KERNELS = [
@@ -36,6 +44,14 @@ KERNELS = [
     *(
         (distill_loss._loss_and_gradient, "*bf16 *fp32 *fp32 *fp32 *fp32 *bf16 i32", dict(KIND=kind, BLOCK=4096))
         for kind in ("soft_ce", "tv", "mixed")
+    ),
+    *(
+        (
+            tree_attention._attend_tree,
+            f"*{kind} *{kind} *{kind} *i64 *u8 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i64 i64 i32 fp32",
+            dict(ROWS=rows, KEYS=64, SIZE=128, WIDEN=False),
+        )
+        for kind, rows in (("bf16", 16), ("bf16", 64), ("fp32", 16))
     ),
     (slot_attention._join_splits, "*fp32 *fp32 *bf16 i32 i32 i32", dict(SPLITS=64, SIZE=128)),
 ]  # fmt: skip
