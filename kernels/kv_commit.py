@@ -28,18 +28,21 @@ def kv_commit(
     values_YSKCd: Tensor,
     sources_BA: Tensor,
     targets_BA: Tensor,
-    moved_BA: Tensor,
+    moved_BA: Tensor | None,
     *,
     impl: Impl = "auto",
 ) -> None:
     """Row b is slot b.  sources, targets: int64 places, as in the module docstring; moved_BA: bool, which to move.
 
-    In place.  Triton needs no host sync; torch takes one, to learn how many are moved.
+    moved_BA None: all; what a path lacks to A tokens is then its last one again.  In place.  Triton needs no host sync;
+    torch takes one, to learn how many are moved, unless it is all.
     """
     on_gpu, library = uses_triton(impl, keys_YSKCd, op="kv_commit"), native_library(impl, keys_YSKCd, op="kv_commit")
     if not on_gpu and library is None:
         kv_commit_reference(keys_YSKCd, values_YSKCd, sources_BA, targets_BA, moved_BA)
         return
+    if moved_BA is None:
+        moved_BA = torch.ones_like(sources_BA, dtype=torch.bool)
     assert keys_YSKCd.stride() == values_YSKCd.stride(), "kv_commit: keys and values are laid out alike"
     assert keys_YSKCd.stride(4) == 1, "kv_commit: the head size is the innermost axis of the cache"
     if not on_gpu and library is not None:
@@ -69,9 +72,14 @@ def _kv_commit_native(
 
 
 def kv_commit_reference(
-    keys_YSKCd: Tensor, values_YSKCd: Tensor, sources_BA: Tensor, targets_BA: Tensor, moved_BA: Tensor
+    keys_YSKCd: Tensor, values_YSKCd: Tensor, sources_BA: Tensor, targets_BA: Tensor, moved_BA: Tensor | None
 ) -> None:
     """The specification."""
+    if moved_BA is None:
+        rows_B1 = torch.arange(len(sources_BA), device=sources_BA.device)[:, None]
+        for cache in (keys_YSKCd, values_YSKCd):
+            cache[:, rows_B1, :, targets_BA] = cache[:, rows_B1, :, sources_BA]
+        return
     rows = torch.arange(len(moved_BA), device=moved_BA.device)[:, None].expand(moved_BA.shape)[moved_BA]
     sources, targets = sources_BA[moved_BA], targets_BA[moved_BA]
     if len(rows):

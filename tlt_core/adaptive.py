@@ -12,6 +12,7 @@ import torch
 from conf.schema import SpeculationConfig
 from tlt_core.drafter.eagle3 import Eagle3Drafter
 from tlt_core.drafter.eagle3_files import load_eagle3
+from tlt_core.drafter.eagle3_static import room_for
 from tlt_core.drafter.ngram import NgramDrafter
 from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.engine import RolloutEngine, Speculation
@@ -41,14 +42,22 @@ def menu_of(cfg: SpeculationConfig) -> tuple[Strategy, ...]:
 
 
 def make_engine(
-    decoder: Decoder, cfg: SpeculationConfig, *, max_live: int, max_len: int, seed: int, capture: bool = False
+    decoder: Decoder,
+    cfg: SpeculationConfig,
+    *,
+    max_live: int,
+    max_len: int,
+    seed: int,
+    capture: bool = False,
+    static: bool | None = None,
 ) -> RolloutEngine:
     """An engine that speculates as configured.  Raises ModelError when the drafter does not fit the decoder.
 
-    capture: keep what an EAGLE-3 drafter learns from; without such a drafter there is nothing to keep.
+    capture: keep what an EAGLE-3 drafter learns from; without such a drafter there is nothing to keep.  static: see
+    `RolloutEngine`.
     """
     if cfg.policy == "off":
-        return RolloutEngine(decoder, max_live=max_live, max_len=max_len)
+        return RolloutEngine(decoder, max_live=max_live, max_len=max_len, static=static)
     menu = menu_of(cfg)
     used = {strategy.drafter for strategy in menu}
     drafters: dict[str, Drafter] = {}
@@ -57,7 +66,8 @@ def make_engine(
     if "eagle3" in used:
         assert cfg.drafter_path is not None, "the configuration was checked"
         network = load_eagle3(Path(cfg.drafter_path), decoder.config)
-        drafters["eagle3"] = Eagle3Drafter(network, decoder, max_live=max_live, max_len=max_len)
+        room = room_for([s for s in menu if s.drafter == "eagle3"])
+        drafters["eagle3"] = Eagle3Drafter(network, decoder, max_live=max_live, max_len=max_len, room=room)
     tuner = make_tuner(cfg.policy, menu, max_live=cfg.max_live, seed=seed)
     return RolloutEngine(
         decoder,
@@ -65,6 +75,7 @@ def make_engine(
         max_len=max_len,
         speculation=Speculation(drafters, tuner, menu),
         capture_taps=drafters["eagle3"].taps if capture and "eagle3" in drafters else (),
+        static=static,
     )
 
 

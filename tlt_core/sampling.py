@@ -77,7 +77,7 @@ def policy_scores(logits_NV: Tensor, params: SamplingParams) -> Tensor:
 def choose(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
     """Sample one token a row.  logits_NV: any float dtype; keys_N2: from `row_keys`."""
     if logits_NV.device.type != "cpu" or (runs_native(logits_NV) and not 0 < params.top_k < logits_NV.shape[-1]):
-        return _choose_on_device(logits_NV, keys_N2, params)
+        return choose_no_sync(logits_NV, keys_N2, params)
     rows = max(1, _CACHED_SCORES // logits_NV.shape[-1])
     chosen = [
         _choose(logits_NV[part], keys_N2[part.start : part.start + 1] if shared else keys_N2[part], params)
@@ -102,8 +102,11 @@ def _parts(keys_N2: Tensor, most: int) -> list[tuple[slice, bool]]:
     return parts
 
 
-def _choose_on_device(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
-    """One fused pass where `policy_scores` keeps whatever reaches a floor; top-p cuts among equal logits too."""
+def choose_no_sync(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
+    """`choose` with a fixed sequence of operations on the device, whatever the values are: a graph can hold it.
+
+    One fused pass where `policy_scores` keeps whatever reaches a floor; top-p cuts among equal logits too.
+    """
     if params.top_p < 1:
         return _choose(logits_NV, keys_N2, params)
     filtered = 0 < params.top_k < logits_NV.shape[-1]

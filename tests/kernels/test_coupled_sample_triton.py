@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels import coupled_sample as module
 from kernels.coupled_sample import coupled_sample, gumbel_noise
 from kernels.dispatch import jit, tl
-from tlt_core.sampling import _choose, _choose_on_device, row_keys
+from tlt_core.sampling import _choose, choose_no_sync, row_keys
 from tlt_core.types import SamplingParams
 
 CASES = {
@@ -122,7 +122,7 @@ def test_sampling_on_a_device_is_the_policys_definition(
     monkeypatch.setattr("kernels.dispatch._auto", lambda op, kind: True)
     logits, keys = inputs(**CASES["bf16"])
     params = SamplingParams(temperature=temperature, top_k=top_k)
-    found = _choose_on_device(logits.to(device), keys.to(device), params)
+    found = choose_no_sync(logits.to(device), keys.to(device), params)
     wanted = _choose(logits, keys, params)
     assert torch.equal(found.tokens_N.cpu(), wanted.tokens_N)
     torch.testing.assert_close(found.logprobs_N.cpu(), wanted.logprobs_N, rtol=1e-6, atol=4e-6)

@@ -24,10 +24,12 @@ from tlt_core.drafter.eagle3_cache import DraftCache, DraftLevels
 from tlt_core.drafter.eagle3_files import export_weights, import_weights
 from tlt_core.drafter.eagle3_model import Attend, Eagle3Model, blank_eagle3
 from tlt_core.drafter.eagle3_native import ChainSettings, NativeEagle3
+from tlt_core.drafter.eagle3_static import DraftParts, StaticEagle3
 from tlt_core.drafter.eagle3_tree import TreeBuilder, draft_keys, draft_noise, perturbed_scores
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.packed import PackedLinear, can_pack
 from tlt_core.speculation import DraftTree, LiveView, Strategy
+from tlt_core.static_shapes import Inputs
 from tlt_core.types import GenerationRequest, SamplingParams
 
 AddLevel = Callable[[TreeBuilder, Tensor, int], Tensor]
@@ -44,9 +46,20 @@ class Eagle3Drafter:
     backlog_s = 0.0
 
     def __init__(
-        self, model: Eagle3Model, decoder: Decoder, *, max_live: int, max_len: int, error_scale: float = 1.0
+        self,
+        model: Eagle3Model,
+        decoder: Decoder,
+        *,
+        max_live: int,
+        max_len: int,
+        room: int = 0,
+        error_scale: float = 1.0,
     ) -> None:
-        """Takes copies of the model's weights in the decoder's dtype.  error_scale: c of `eagle3_tree`, for trees."""
+        """Takes copies of the model's weights in the decoder's dtype.  error_scale: c of `eagle3_tree`, for trees.
+
+        room: places behind a row's `max_len` that drafts of fixed shape need, see `eagle3_static.room_for`.
+        """
+        max_len += room
         weight = decoder.head_weight
         self.taps, self._error_scale = model.config.taps, error_scale
         self._embedding = decoder.embed_tokens
@@ -62,6 +75,7 @@ class Eagle3Drafter:
         self._slots_B = torch.arange(max_live, device=weight.device)
         self._done = [0] * max_live  # positions of each row that the cache holds
         self._prompts = [b""] * max_live  # of each row
+        self._noise_ids_J = self._net.draft_ids_J.to(torch.int32)
         self.load_weights(export_weights(model))
         self._native = NativeEagle3.of(self._net)
 
@@ -84,8 +98,8 @@ class Eagle3Drafter:
                 self._net.get_parameter(name).copy_(value)
             else:
                 self._net.get_buffer(name).copy_(value)
-        self._noise_ids_J = self._net.draft_ids_J.to(torch.int32)
-        self._done = [0] * len(self._done)
+        self._noise_ids_J.copy_(self._net.draft_ids_J)  # in place, as all else: graphs may have been captured
+        self._done[:] = [0] * len(self._done)
         self._cache.clear()
 
     def admit(self, row: int, request: GenerationRequest) -> None:
@@ -189,6 +203,14 @@ class Eagle3Drafter:
             return self._net(embeds_TD, hidden_TD, rope_T21d, attend)
         return self._native(embeds_TD, hidden_TD, rope_T21d, self._cache.from_position_0(), layout)
 
+    def static(self, inputs: Inputs, menu: Sequence[Strategy]) -> StaticEagle3:
+        """See `static_shapes.HasStatic`."""
+        parts = DraftParts(
+            self._net, self._embedding, self._cache, self._taps_SCE, self._slots_B, self._noise_ids_J, self._error_scale
+        )
+        return StaticEagle3(parts, inputs, menu, done=self._done, catch_up=lambda view: self._catch_up(view, depth=0))
+
+    @torch.inference_mode()
     def _catch_up(self, view: LiveView, *, depth: int) -> Tensor:
         """Run what is recorded but not in the cache; y of each row's last position, [B, D].
 

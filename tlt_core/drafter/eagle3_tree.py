@@ -35,6 +35,7 @@ from kernels.coupled_sample import gumbel_noise
 from kernels.draft_children import Children, best_children
 from tlt_core.sampling import policy_scores, row_keys
 from tlt_core.speculation import NO_FLOORS, DraftTree, Floors, LiveView
+from tlt_core.static_shapes import PaddedTree
 from tlt_core.types import SamplingParams
 
 
@@ -155,3 +156,34 @@ class TreeBuilder:
 
     def _all(self, levels: list[Tensor]) -> Tensor:
         return torch.cat(levels, dim=1)
+
+
+class StaticTreeBuilder(TreeBuilder):
+    """The same tree in fixed shapes, with the floor on the device: no host sync, so a graph can hold it."""
+
+    @property
+    def _values_wanted(self) -> bool:
+        return True
+
+    def finish_padded(
+        self, draft_ids_J: Tensor, limits_B: Tensor, log_floor: Tensor, *, tokens: int, width: int
+    ) -> PaddedTree:
+        """As `finish`, for a width of W > tokens.  log_floor: [], of `Floors.token`."""
+        columns_BM, parents_BM, values_BM = (self._all(x) for x in (self._tokens, self._parents, self._values))
+        sizes = [level.shape[1] for level in self._tokens]
+        depths_M = torch.cat([torch.full((n,), d, device=limits_B.device) for d, n in enumerate(sizes, start=1)])
+        keep_BM = (depths_M <= limits_B[:, None]) & (values_BM >= log_floor) & values_BM.isfinite()
+        ranked_BM = values_BM.masked_fill(~keep_BM, -torch.inf)
+        # Stable: where a child's value rounds to its parent's, the parent comes first.  Then back in tree order.
+        best_Bn = ranked_BM.sort(dim=1, descending=True, stable=True).indices[:, :tokens].sort(dim=1).values
+        count = best_Bn.shape[1]
+        places_Bn = torch.arange(count, device=limits_B.device).expand(len(best_Bn), -1)
+        place_BM = torch.zeros_like(columns_BM).scatter_(1, best_Bn, places_Bn)
+        kept_Bn, parents_Bn = keep_BM.gather(1, best_Bn), parents_BM.gather(1, best_Bn)
+        tree = PaddedTree.empty(self._rows, width, device=limits_B.device)
+        tokens_Bn = draft_ids_J[columns_BM.gather(1, best_Bn)]
+        tree.tokens_BU[:, :count] = torch.where(kept_Bn, tokens_Bn, -1)
+        parents_Bn = torch.where(parents_Bn < 0, -1, place_BM.gather(1, parents_Bn.clamp_min(0)))
+        tree.parents_BU[:, :count] = torch.where(kept_Bn, parents_Bn, -1)
+        tree.depths_BU[:, :count] = torch.where(kept_Bn, depths_M[best_Bn], 0)
+        return tree

@@ -7,6 +7,7 @@ Shapes: B live rows, C longest sequence, A tokens that a round may emit per row.
 """
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,7 +61,7 @@ class LiveBatch:
         self._max_len = max_len
         width = max_len + max_emitted
         self.tokens_BC = torch.zeros(max_live, width, dtype=torch.int64, device=device)
-        self._logprobs_BC = torch.zeros(max_live, width, device=device)
+        self.logprobs_BC = torch.zeros(max_live, width, device=device)
         self.lengths_B = torch.zeros(max_live, dtype=torch.int64, device=device)
         self.lengths: list[int] = []  # the same on the host
         self.streams_B = torch.zeros(max_live, dtype=torch.int64, device=device)
@@ -112,13 +113,21 @@ class LiveBatch:
         live, width = len(self), emitted.tokens_BA.shape[1]
         at_BA = self.lengths_B[:live, None] + torch.arange(width, device=self.lengths_B.device)
         self.tokens_BC[:live].scatter_(1, at_BA, emitted.tokens_BA)  # beyond the count: overwritten by the next round
-        self._logprobs_BC[:live].scatter_(1, at_BA, emitted.logprobs_BA)
+        self.logprobs_BC[:live].scatter_(1, at_BA, emitted.logprobs_BA)
         both = torch.cat([emitted.tokens_BA, emitted.counts_B[:, None]], dim=1).tolist()  # the round's only host sync
+        before = self.lengths
+        finished = self.settle([tokens[:count] for *tokens, count in both], params)
+        kept = [now - then for now, then in zip(self.lengths, before, strict=True)]
+        self.lengths_B[:live] += torch.tensor(kept).to(self.lengths_B)
+        return finished
+
+    def settle(self, emitted: Sequence[Sequence[int]], params: SamplingParams) -> list[Finished]:
+        """Lengths on the host, and the rows that are done, after each row has emitted these tokens."""
         stops = set(params.stop_token_ids)
         kept, finished = [], []
-        for row, (*tokens, count) in enumerate(both):
+        for row, tokens in enumerate(emitted):
             room = self._rows[row].limit - self.lengths[row]
-            tokens = tokens[: min(count, room)]
+            tokens = tokens[:room]
             stop = next((i for i, token in enumerate(tokens) if token in stops), None)
             if stop is not None:
                 tokens = tokens[: stop + 1]
@@ -126,7 +135,6 @@ class LiveBatch:
             elif len(tokens) == room:
                 finished.append(Finished(row, FinishReason.LENGTH))
             kept.append(len(tokens))
-        self.lengths_B[:live] += torch.tensor(kept).to(self.lengths_B)
         self.lengths = [length + count for length, count in zip(self.lengths, kept, strict=True)]
         self.longest = max(self.lengths)
         return finished
@@ -139,7 +147,7 @@ class LiveBatch:
             key=request.key,
             tokens=self.tokens_BC[done.row, :length].to("cpu", torch.int32),
             prompt_len=prompt_len,
-            logprobs=self._logprobs_BC[done.row, prompt_len:length].to("cpu", copy=True),
+            logprobs=self.logprobs_BC[done.row, prompt_len:length].to("cpu", copy=True),
             finish=done.reason,
             policy_version=policy_version,
             worker=worker,
@@ -151,7 +159,7 @@ class LiveBatch:
         """Free a row: the last one takes its place."""
         last = len(self._rows) - 1
         if row != last:
-            for array in (self.tokens_BC, self._logprobs_BC, self.lengths_B, self.streams_B):
+            for array in (self.tokens_BC, self.logprobs_BC, self.lengths_B, self.streams_B):
                 array[row] = array[last]
             self._rows[row], self.lengths[row] = self._rows[last], self.lengths[last]
         self._rows.pop()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tlt_core.model.config import DecoderConfig
 from tlt_core.rollout.batch import RoundResult
+from tlt_core.rollout.static_pass import Path
 from tlt_core.sampling import stream_key
 from tlt_core.types import NoiseKey, Rollout
 
@@ -81,7 +82,7 @@ class Capture:
         self._taps_SCE[self._slots_B[rows_T], positions_T] = taps_TE
 
     @torch.inference_mode()
-    def record(self, result: RoundResult) -> None:
+    def record(self, result: RoundResult | Path) -> None:
         """Positions that a round added to its rows."""
         assert result.taps_TE is not None, "the engine taps what its capture wants"
         slots_T, positions_T = self._slots_B[result.tapped_rows_T], result.tapped_positions_T

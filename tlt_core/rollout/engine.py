@@ -6,11 +6,12 @@ ends.  The engine knows nothing of workers, rewards or training; what happens in
     admit -> prefill (once per distinct prompt, shared by its siblings) -> rounds -> finished rows leave -> admit ...
 
 A round is plain, or speculative: the tuner names a strategy, its drafter proposes, `spec_round` verifies.  What is
-sampled is the same in either case.
+sampled is the same in either case.  On a GPU rounds have fixed shapes and are replayed graphs (`static_rounds`).
 """
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,10 +23,14 @@ from tlt_core.model.packed import can_pack, pack_linears
 from tlt_core.rollout.batch import Emitted, Finished, LiveBatch, RoundResult
 from tlt_core.rollout.capture import Capture, Captured
 from tlt_core.rollout.draft_check import GuardedDrafting
+from tlt_core.rollout.graphs import EagerPool, GraphPool
 from tlt_core.rollout.kv_cache import SlotCache
 from tlt_core.rollout.plain_round import plain_round
 from tlt_core.rollout.spec_round import spec_round
-from tlt_core.speculation import OFF, Drafter, DraftTree, RoundReport, Strategy, Tuner
+from tlt_core.rollout.static_batch import StaticBatch
+from tlt_core.rollout.static_pass import Path
+from tlt_core.rollout.static_rounds import Outcome, StaticRounds, widest
+from tlt_core.speculation import NO_FLOORS, OFF, Drafter, DraftTree, LiveView, RoundReport, Strategy, Tuner
 from tlt_core.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 
 Pull = Callable[[int], Sequence[GenerationRequest]]
@@ -61,10 +66,13 @@ class RolloutEngine:
         max_len: int,
         speculation: Speculation | None = None,
         capture_taps: tuple[int, ...] = (),
+        static: bool | None = None,
     ) -> None:
         """speculation: None for plain decoding.  capture_taps: hidden states that `generate` can hand out with each
-        finished response.  Raises ValueError when two of those who want hidden states want different ones."""
+        finished response.  static: rounds of fixed shape, on a GPU as graphs; None: on a GPU.  Raises ValueError when
+        two of those who want hidden states want different ones."""
         weight = decoder.head_weight
+        static = weight.is_cuda if static is None else static
         self.decoder = decoder
         # Pre-arranged weights take a plain step on CPU from 22 to 12 ms (SmolLM2-135M, bf16); logits stay bitwise.
         self._packed = pack_linears(decoder) if can_pack(decoder) else None
@@ -94,10 +102,25 @@ class RolloutEngine:
             max_len=max_len,
             dtype=weight.dtype,
             device=weight.device,
-            max_draft_tokens=max((s.tokens for s in menu), default=0),
+            max_draft_tokens=widest(menu) - 1 if static else max((s.tokens for s in menu), default=0),
         )
         emitted = 1 + max((s.depth for s in menu), default=0)
-        self._batch = LiveBatch(max_live=max_live, max_len=max_len, device=weight.device, max_emitted=emitted)
+        self._static: StaticRounds | None = None
+        if static:
+            batch = StaticBatch(max_live=max_live, max_len=max_len, device=weight.device, max_emitted=emitted)
+            self._batch: LiveBatch = batch
+            drafters = {} if speculation is None else speculation.drafters
+            self._static = StaticRounds(
+                decoder,
+                self._cache,
+                batch,
+                drafters=drafters,
+                menu=menu,
+                taps=self._taps,
+                record=self._record_path,
+            )
+        else:
+            self._batch = LiveBatch(max_live=max_live, max_len=max_len, device=weight.device, max_emitted=emitted)
         self._requests_seen = 0
         self._numbers: list[int] = []  # of the live rows, see `RoundTrace`
 
@@ -118,6 +141,8 @@ class RolloutEngine:
         """
         self._acquire_memory()
         batch = self._batch
+        if self._static is not None:
+            self._static.prepare(params)
         while True:
             if len(batch) < self.max_live:
                 self._admit(pull(self.max_live - len(batch)), params)
@@ -138,6 +163,17 @@ class RolloutEngine:
             use_huge_pages()  # the new ones may lie elsewhere
         else:
             self.decoder.load_weights(weights)
+
+    def release_graphs(self) -> None:
+        """Give the memory of captured graphs back, if there are any; the next `generate` captures them again.  To be
+        called, too, by whoever moves the decoder's weights or the cache to other memory."""
+        if self._static is not None:
+            self._static.release()
+
+    @property
+    def graphs(self) -> EagerPool | GraphPool | None:
+        """The pool of captured rounds; None where rounds have no fixed shapes."""
+        return None if self._static is None else self._static.pool
 
     @property
     def memory_bytes(self) -> int:
@@ -174,6 +210,8 @@ class RolloutEngine:
             raise ValueError("the engine is decoding: rehearse before the first request")
         self._acquire_memory()
         params = SamplingParams()
+        if self._static is not None:
+            self._static.prepare(params)
         prompt = torch.zeros(max(1, min(context, self._cache.max_len - 1)), dtype=torch.int32)
         for sample in range(live):
             self._batch.admit(GenerationRequest(NoiseKey(0, 0, 0, sample), prompt), params)
@@ -186,7 +224,10 @@ class RolloutEngine:
             [row for row, _ in chain],
             [depth for _, depth in chain],
         )
-        self._verify(DraftTree(*(x.to(self._batch.lengths_B.device) for x in tree)), params)
+        if self._static is not None:
+            self._static.rehearse(tree, params)
+        else:
+            self._verify(DraftTree(*(x.to(self._batch.lengths_B.device) for x in tree)), params)
         for row in reversed(range(live)):
             self._batch.remove(row)
 
@@ -195,38 +236,55 @@ class RolloutEngine:
         batch, started_s = self._batch, time.perf_counter()
         context, live, numbers = sum(batch.lengths), len(batch), tuple(self._numbers)
         strategy = OFF if self.speculation is None else self.speculation.tuner.choose(numbers, context)
-        tree = DraftTree.empty() if strategy.is_off else self._propose(strategy, params)
-        drafted_s = time.perf_counter()
-        backlog_s = self._backlog_s(strategy) if len(tree.tokens_N) else 0.0
-        emitted = self._decode(tree, params)
-        finished = batch.commit(emitted, params)
+        if self._static is not None:
+            floors = NO_FLOORS if self.speculation is None else self.speculation.tuner.floors
+            propose = partial(self._propose, strategy)
+            outcome = self._static.run(strategy, floors, propose, params)
+        else:
+            outcome = self._dynamic_round(strategy, params)
         end_s = time.perf_counter()
-        rows = tree.rows_N.tolist()
-        offered = [0] * live
-        for row, depth in zip(rows, tree.depths_N.tolist(), strict=True):
-            offered[row] = max(offered[row], depth)
         tokens = sum(batch.lengths) - context
         report = RoundReport(
             strategy=strategy,
             live=live,
             context=context,
-            drafted=tuple(rows.count(row) for row in range(live)),
-            offered=tuple(offered),
-            accepted=tuple(count - 1 for count in emitted.counts_B.tolist()),
-            draft_s=drafted_s - started_s - backlog_s,
-            verify_s=end_s - drafted_s,
-            backlog_s=backlog_s,
+            drafted=outcome.drafted,
+            offered=outcome.offered,
+            accepted=outcome.accepted,
+            draft_s=outcome.draft_s,
+            verify_s=end_s - started_s - outcome.draft_s - outcome.backlog_s,
+            backlog_s=outcome.backlog_s,
         )
         if self.speculation is not None:
             self.speculation.tuner.observe(numbers, report)
         on_round(RoundTrace(report, numbers, tokens, time.time(), end_s - started_s))
-        return finished
+        return outcome.finished
 
-    def _propose(self, strategy: Strategy, params: SamplingParams) -> DraftTree:
+    def _dynamic_round(self, strategy: Strategy, params: SamplingParams) -> Outcome:
+        """Draft, verify, commit; shapes are those of the live rows."""
+        started_s, live = time.perf_counter(), len(self._batch)
+        tree = DraftTree.empty() if strategy.is_off else self._propose(strategy, self._batch.view(params))
+        drafted_s = time.perf_counter()
+        backlog_s = self._backlog_s(strategy) if len(tree.tokens_N) else 0.0
+        emitted = self._decode(tree, params)
+        finished = self._batch.commit(emitted, params)
+        rows = tree.rows_N.tolist()
+        offered = [0] * live
+        for row, depth in zip(rows, tree.depths_N.tolist(), strict=True):
+            offered[row] = max(offered[row], depth)
+        return Outcome(
+            finished,
+            drafted=tuple(rows.count(row) for row in range(live)),
+            offered=tuple(offered),
+            accepted=tuple(count - 1 for count in emitted.counts_B.tolist()),
+            draft_s=drafted_s - started_s - backlog_s,
+            backlog_s=backlog_s,
+        )
+
+    def _propose(self, strategy: Strategy, view: LiveView) -> DraftTree:
         assert self.speculation is not None, "only a tuner chooses a strategy"
         drafter = self.speculation.drafters[strategy.drafter]
-        view = self._batch.view(params)._replace(floors=self.speculation.tuner.floors)
-        return self._guard.propose(drafter, view, strategy)
+        return self._guard.propose(drafter, view._replace(floors=self.speculation.tuner.floors), strategy)
 
     def _backlog_s(self, strategy: Strategy) -> float:
         assert self.speculation is not None, "there is a draft, so there is a drafter"
@@ -246,6 +304,12 @@ class RolloutEngine:
             return plain_round(self.decoder, self._cache, self._batch, params, taps=self._taps)
         depth = int(tree.depths_N.max())
         return spec_round(self.decoder, self._cache, self._batch, tree, params, depth=depth, taps=self._taps)
+
+    def _record_path(self, path: Path) -> None:
+        """Of a round of fixed shape."""
+        self._record(path.tapped_rows_T, path.tapped_positions_T, path.taps_TE)
+        if self._capture is not None:
+            self._capture.record(path)
 
     def _record(self, rows_T: Tensor, positions_T: Tensor, taps_TE: Tensor | None) -> None:
         for drafter in self._drafters:
