@@ -173,4 +173,4 @@ def _report(report_BP: Tensor, tokens_BA: Tensor, counts_B: Tensor, tree: Padded
     report_BP[:, : tokens_BA.shape[1]] = tokens_BA
     report_BP[:, -3] = counts_B
     report_BP[:, -2] = (tree.tokens_BU >= 0).sum(1)
-    report_BP[:, -1] = tree.depths_BU.amax(1) if tree.depths_BU.shape[1] else 0
+    report_BP[:, -1] = tree.depths_BU.amax(1) if tree.depths_BU.shape[1] else torch.zeros_like(counts_B)
