@@ -105,7 +105,7 @@ def accepted_path_reference(
     node_N = torch.arange(num_rows, num_rows + len(tokens_N), device=device)
     hit_N = choice_T[parent_T_N] == tokens_N  # does the target choose this token at its parent?
     on_path = torch.zeros(num_rows + len(tokens_N), dtype=torch.bool, device=device)
-    on_path[:num_rows] = True
+    on_path[:num_rows].fill_(True)
     nodes, counts_B = [current_B], torch.ones_like(current_B)
     for _ in range(depth):
         taken_N = torch.where(hit_N & on_path[parent_T_N], node_N, -1)

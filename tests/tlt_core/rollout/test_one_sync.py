@@ -24,7 +24,8 @@ PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_new_tokens=40),
 }
 WAITS = {
-    "_local_scalar_dense", "item", "nonzero", "nonzero_numpy", "masked_select", "is_nonzero", "equal", "_unique2", "bincount",
+    "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy", "masked_select", "_unique2",
+    "bincount",
 }  # fmt: skip
 READS = ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "numpy", "cpu")
 

@@ -238,7 +238,7 @@ def test_padding_touches_no_live_row(decoder):
             engine._static._target.tree.depths_BU.fill_(1)
         tree = DraftTree.of_lists([9, 9, 30, 11, 12], [-1, 0, 1, -1, -1], [0, 0, 0, 2, 2], [1, 2, 3, 1, 1])
         for strategy in (OFF, TREE, OFF, TREE, TREE):
-            engine._static.run(strategy, NO_FLOORS, lambda view: tree, params)
+            engine._static.run(strategy, NO_FLOORS, lambda view, tree=tree: tree, params)
         lengths = batch.lengths
         state.append(
             [batch.tokens_BC[:3, : max(lengths)].clone(), batch.logprobs_BC[:3, : max(lengths)].clone()]
