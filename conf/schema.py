@@ -360,6 +360,9 @@ class RolloutConfig(Section):
     """Keep the k most probable tokens.  0: off."""
     max_live_requests: int = Field(32, ge=1)
     """Responses decoded at once on one worker (slots of its KV cache)."""
+    kv_memory_fraction: float = Field(0.9, gt=0, le=1)
+    """Share of a GPU's memory, free once the replica is loaded, that the KV cache may take; more is refused at the
+    start."""
     dispatch: Literal["pull", "static"] = "pull"
     """pull: workers take groups as they free up; static: groups are dealt up front (classic data parallel)."""
     dtype: Dtype = "bfloat16"

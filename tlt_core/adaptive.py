@@ -50,14 +50,17 @@ def make_engine(
     seed: int,
     capture: bool = False,
     static: bool | None = None,
+    kv_memory_fraction: float = 0.9,
 ) -> RolloutEngine:
     """An engine that speculates as configured.  Raises ModelError when the drafter does not fit the decoder.
 
-    capture: keep what an EAGLE-3 drafter learns from; without such a drafter there is nothing to keep.  static: see
-    `RolloutEngine`.
+    capture: keep what an EAGLE-3 drafter learns from; without such a drafter there is nothing to keep.  static,
+    kv_memory_fraction: see `RolloutEngine`.
     """
     if cfg.policy == "off":
-        return RolloutEngine(decoder, max_live=max_live, max_len=max_len, static=static)
+        return RolloutEngine(
+            decoder, max_live=max_live, max_len=max_len, static=static, kv_memory_fraction=kv_memory_fraction
+        )
     menu = menu_of(cfg)
     used = {strategy.drafter for strategy in menu}
     drafters: dict[str, Drafter] = {}
@@ -76,6 +79,7 @@ def make_engine(
         speculation=Speculation(drafters, tuner, menu),
         capture_taps=drafters["eagle3"].taps if capture and "eagle3" in drafters else (),
         static=static,
+        kv_memory_fraction=kv_memory_fraction,
     )
 
 

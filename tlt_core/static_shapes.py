@@ -57,10 +57,10 @@ class PaddedTree(NamedTuple):
         return PaddedTree(*(x[:rows, : width - 1] for x in self))
 
     def copy_(self, other: "PaddedTree") -> None:
-        """Take another one's values; the places that it lacks are unused.  No host sync from pinned memory."""
+        """Take another one's values; the places that it lacks are unused."""
         width = other.tokens_BU.shape[1]
         for mine, theirs, unused in zip(self, other, (-1, -1, 0), strict=True):
-            mine[:, :width].copy_(theirs, non_blocking=True)
+            mine[:, :width].copy_(theirs)
             mine[:, width:].fill_(unused)
 
 

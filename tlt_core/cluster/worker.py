@@ -165,6 +165,7 @@ class Worker:
             max_len=spec.max_len,
             seed=spec.seed + self._rank,
             capture=spec.spot_dir is not None,
+            kv_memory_fraction=spec.rollout.kv_memory_fraction,
         )
         self._drafting = Drafting(self._engine, rank=self._rank, world_size=self._world_size)
         self._drafting.prepare(checkpoint)

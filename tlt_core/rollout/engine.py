@@ -25,6 +25,7 @@ from tlt_core.rollout.capture import Capture, Captured
 from tlt_core.rollout.draft_check import GuardedDrafting
 from tlt_core.rollout.graphs import EagerPool, GraphPool
 from tlt_core.rollout.kv_cache import SlotCache
+from tlt_core.rollout.kv_memory import check_on_device
 from tlt_core.rollout.plain_round import plain_round
 from tlt_core.rollout.spec_round import spec_round
 from tlt_core.rollout.static_batch import StaticBatch
@@ -67,10 +68,12 @@ class RolloutEngine:
         speculation: Speculation | None = None,
         capture_taps: tuple[int, ...] = (),
         static: bool | None = None,
+        kv_memory_fraction: float = 0.9,
     ) -> None:
         """speculation: None for plain decoding.  capture_taps: hidden states that `generate` can hand out with each
-        finished response.  static: rounds of fixed shape, on a GPU as graphs; None: on a GPU.  Raises ValueError when
-        two of those who want hidden states want different ones."""
+        finished response.  static: rounds of fixed shape, on a GPU as graphs; None: on a GPU.  kv_memory_fraction: of a
+        GPU's free memory, for the KV cache.  Raises ValueError when that is too little, and when two of those who want
+        hidden states want different ones."""
         weight = decoder.head_weight
         static = weight.is_cuda if static is None else static
         self.decoder = decoder
@@ -96,13 +99,22 @@ class RolloutEngine:
             else None
         )
         self._guard = GuardedDrafting(decoder.config.vocab_size)
+        drafted = widest(menu) - 1 if static else max((s.tokens for s in menu), default=0)
+        check_on_device(
+            decoder.config,
+            weight.device,
+            max_live=max_live,
+            positions=max_len + drafted,
+            dtype=weight.dtype,
+            fraction=kv_memory_fraction,
+        )
         self._cache = SlotCache(
             decoder.config,
             num_slots=max_live,
             max_len=max_len,
             dtype=weight.dtype,
             device=weight.device,
-            max_draft_tokens=widest(menu) - 1 if static else max((s.tokens for s in menu), default=0),
+            max_draft_tokens=drafted,
         )
         emitted = 1 + max((s.depth for s in menu), default=0)
         self._static: StaticRounds | None = None

@@ -70,9 +70,9 @@ class StaticRounds:
         self._depth = max((s.depth for s in menu), default=0)
         self._widest = widest(menu)
         tree = PaddedTree.empty(self._most, self._widest, device=device)
-        self._tree_host = PaddedTree.empty(self._most, self._widest, device=torch.device("cpu"))
-        if device.type == "cuda":
-            self._tree_host = PaddedTree(*(x.pin_memory() for x in self._tree_host))
+        size = sum(x.numel() for x in tree)
+        self._staged = torch.zeros(size, dtype=torch.int64, device=device)
+        self._staged_host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         emitted = self._most * (1 + self._depth)
         path = _path_buffers(decoder, emitted, taps) if taps else _path_buffers(decoder, 0, ())
         self._target = StaticTarget(decoder, cache, batch.inputs, tree, batch.report_BP, path, taps)
@@ -148,8 +148,11 @@ class StaticRounds:
         if not len(tree.tokens_N):
             return 1
         width = width_bucket(int(tree.rows_N.bincount().max()))
-        self._tree_host.part(rows, width).copy_(padded(tree, rows=rows, width=width))
-        self._target.tree.part(rows, width).copy_(self._tree_host.part(rows, width))
+        values = torch.stack(padded(tree, rows=rows, width=width))
+        host, device = (x[: values.numel()].view(values.shape) for x in (self._staged_host, self._staged))
+        host.copy_(values)
+        device.copy_(host, non_blocking=True)  # both contiguous: the copy needs no memory that is not pinned
+        self._target.tree.part(rows, width).copy_(PaddedTree(*device))
         return width
 
     def _verify(self, live: int, rows: int, width: int, params: SamplingParams) -> None:

@@ -1,0 +1,35 @@
+"""A KV cache that does not fit is refused with what would; its size is what the engine allocates."""
+
+import pytest
+import torch
+
+from tlt_core.rollout.engine import RolloutEngine
+from tlt_core.rollout.kv_memory import check_fits, slot_bytes
+
+
+def test_bytes_are_those_of_the_cache(tiny_decoder):
+    engine = RolloutEngine(tiny_decoder, max_live=3, max_len=50)
+    slot = slot_bytes(tiny_decoder.config, positions=50, dtype=torch.float32)
+    assert 3 * slot == engine._cache.keys_YSKCd.nbytes + engine._cache.values_YSKCd.nbytes
+    assert slot == 2 * 2 * 2 * 50 * 8 * 4  # keys and values, layers, heads, positions, head size, bytes
+
+
+def test_what_fits_passes_to_the_byte():
+    check_fits(100, max_live=9, positions=10, free=1000, fraction=0.9)
+
+
+def test_what_does_not_fit_is_refused_with_what_does():
+    with pytest.raises(ValueError, match=r"10 live requests of 10 positions.*rollout\.max_live_requests=9 fits"):
+        check_fits(100, max_live=10, positions=10, free=1000, fraction=0.9)
+
+
+def test_a_single_request_that_does_not_fit():
+    with pytest.raises(ValueError, match=r"shorter texts \(rollout\.max_new_tokens\) fits"):
+        check_fits(1000, max_live=2, positions=10, free=1000, fraction=0.9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_an_engine_on_a_gpu_is_checked(tiny_decoder):
+    with pytest.raises(ValueError, match=r"rollout\.kv_memory_fraction"):
+        RolloutEngine(tiny_decoder.cuda(), max_live=1 << 30, max_len=50)

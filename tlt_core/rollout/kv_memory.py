@@ -1,0 +1,44 @@
+"""Whether the slots that were asked for fit into a GPU's memory: said before the first token, not during a run.
+
+A slot cache is allocated whole, so that graphs can hold its addresses: `max_live` rows of `max_len` positions, and of
+what drafts need behind them.
+"""
+
+import torch
+
+from tlt_core.model.config import DecoderConfig
+
+
+def slot_bytes(config: DecoderConfig, *, positions: int, dtype: torch.dtype) -> int:
+    """Keys and values of one request."""
+    return 2 * config.num_layers * config.num_kv_heads * positions * config.head_dim * dtype.itemsize
+
+
+def check_fits(slot: int, *, max_live: int, positions: int, free: int, fraction: float) -> None:
+    """slot: bytes of one; free: bytes of the device.  Raises ValueError with what would fit."""
+    allowed = int(free * fraction)
+    if slot * max_live <= allowed:
+        return
+    most = allowed // slot
+    remedy = f"rollout.max_live_requests={most}" if most else "shorter texts (rollout.max_new_tokens)"
+    raise ValueError(
+        f"a KV cache for {max_live} live requests of {positions} positions takes {slot * max_live / 1e9:.2f} GB, and "
+        f"rollout.kv_memory_fraction={fraction:g} of the device's {free / 1e9:.2f} GB free memory is "
+        f"{allowed / 1e9:.2f} GB: {remedy} fits; or raise the fraction"
+    )
+
+
+def check_on_device(
+    config: DecoderConfig, device: torch.device, *, max_live: int, positions: int, dtype: torch.dtype, fraction: float
+) -> None:
+    """`check_fits` on a GPU, whose free memory includes what torch has cached; elsewhere it is the system's affair."""
+    if device.type != "cuda":
+        return
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    check_fits(
+        slot_bytes(config, positions=positions, dtype=dtype),
+        max_live=max_live,
+        positions=positions,
+        free=torch.cuda.mem_get_info(device)[0] + unused,
+        fraction=fraction,
+    )
