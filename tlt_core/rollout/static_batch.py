@@ -76,6 +76,10 @@ class StaticBatch(LiveBatch):
             super().view(params)._replace(tokens_BC=self._tokens_host_BC[:live], streams_B=self._streams_host_B[:live])
         )
 
+    def device_view(self, params: SamplingParams) -> LiveView:
+        """The same in the device's memory."""
+        return super().view(params)
+
     def upload(self, floors: Floors) -> None:
         """Say to the device where each row stands."""
         live = len(self)

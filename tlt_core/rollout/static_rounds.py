@@ -113,7 +113,7 @@ class StaticRounds:
         drafting = None if strategy.is_off else self._static.get(strategy.drafter)
         self._timer.mark("start")
         if drafting is not None:
-            drafting.begin(batch.lengths, rows)
+            drafting.begin(batch.device_view(params))
         self._timer.mark("caught up")
         if strategy.is_off:
             width = 1
