@@ -153,8 +153,7 @@ class RolloutEngine:
         """
         self._acquire_memory()
         batch = self._batch
-        if self._static is not None:
-            self._static.prepare(params)
+        self.prepare(params)
         while True:
             if len(batch) < self.max_live:
                 self._admit(pull(self.max_live - len(batch)), params)
@@ -175,6 +174,11 @@ class RolloutEngine:
             use_huge_pages()  # the new ones may lie elsewhere
         else:
             self.decoder.load_weights(weights)
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Capture now what `generate` with these parameters would capture first; no request may be live."""
+        if self._static is not None:
+            self._static.prepare(params)
 
     def release_graphs(self) -> None:
         """Give the memory of captured graphs back, if there are any; the next `generate` captures them again.  To be
@@ -222,8 +226,7 @@ class RolloutEngine:
             raise ValueError("the engine is decoding: rehearse before the first request")
         self._acquire_memory()
         params = SamplingParams()
-        if self._static is not None:
-            self._static.prepare(params)
+        self.prepare(params)
         prompt = torch.zeros(max(1, min(context, self._cache.max_len - 1)), dtype=torch.int32)
         for sample in range(live):
             self._batch.admit(GenerationRequest(NoiseKey(0, 0, 0, sample), prompt), params)
@@ -264,7 +267,7 @@ class RolloutEngine:
             offered=outcome.offered,
             accepted=outcome.accepted,
             draft_s=outcome.draft_s,
-            verify_s=end_s - started_s - outcome.draft_s - outcome.backlog_s,
+            verify_s=outcome.verify_s,
             backlog_s=outcome.backlog_s,
         )
         if self.speculation is not None:
@@ -280,6 +283,7 @@ class RolloutEngine:
         backlog_s = self._backlog_s(strategy) if len(tree.tokens_N) else 0.0
         emitted = self._decode(tree, params)
         finished = self._batch.commit(emitted, params)
+        verified_s = time.perf_counter()
         rows = tree.rows_N.tolist()
         offered = [0] * live
         for row, depth in zip(rows, tree.depths_N.tolist(), strict=True):
@@ -290,6 +294,7 @@ class RolloutEngine:
             offered=tuple(offered),
             accepted=tuple(count - 1 for count in emitted.counts_B.tolist()),
             draft_s=drafted_s - started_s - backlog_s,
+            verify_s=verified_s - drafted_s,
             backlog_s=backlog_s,
         )
 

@@ -47,6 +47,7 @@ class Outcome(NamedTuple):
     offered: tuple[int, ...]
     accepted: tuple[int, ...]
     draft_s: float
+    verify_s: float  # of the round alone: what the device had still to do before it, a prefill say, is left out
     backlog_s: float
 
 
@@ -82,6 +83,9 @@ class StaticRounds:
             for name, drafter in drafters.items()
             if isinstance(drafter, HasStatic)
         }
+        host = max((s.tokens for s in self._menu if s.drafter not in self._static), default=0)
+        widths = {width_bucket(s.tokens) for s in self._menu if s.drafter in self._static} | set(width_buckets(host))
+        self._widths = (1, *sorted(widths))  # of the target's passes
         self.pool: EagerPool | GraphPool = make_pool(device)
         self._captured: set[Sampling] = set()
         self._timer = _Timer(device)
@@ -126,7 +130,9 @@ class StaticRounds:
             drafting.end(batch.lengths)
         self._timer.mark("drafted")
         self._verify(live, rows, width, params)
+        self._timer.mark("verified")
         reports = batch.fetch()
+        fetched_s = time.perf_counter()
         finished = batch.settle([report.tokens for report in reports], params)
         return Outcome(
             finished,
@@ -134,6 +140,7 @@ class StaticRounds:
             offered=tuple(report.offered for report in reports),
             accepted=tuple(len(report.tokens) - 1 for report in reports),
             draft_s=self._timer.seconds("caught up", "drafted"),
+            verify_s=self._timer.seconds("drafted", "verified") + time.perf_counter() - fetched_s,
             backlog_s=self._timer.seconds("start", "caught up"),
         )
 
@@ -147,7 +154,8 @@ class StaticRounds:
         """Put a tree of the host into the buffers; returns the width that it needs."""
         if not len(tree.tokens_N):
             return 1
-        width = width_bucket(int(tree.rows_N.bincount().max()))
+        drafted = int(tree.rows_N.bincount().max())
+        width = next(width for width in self._widths if drafted < width)
         values = torch.stack(padded(tree, rows=rows, width=width))
         host, device = (x[: values.numel()].view(values.shape) for x in (self._staged_host, self._staged))
         host.copy_(values)
@@ -166,10 +174,8 @@ class StaticRounds:
 
     def _works(self, params: SamplingParams) -> Iterator[tuple[GraphKey, Callable[[], None]]]:
         sampling = Sampling.of(params)
-        widths = {width_bucket(s.tokens) for s in self._menu if s.drafter in self._static}
-        widths |= set(width_buckets(max((s.tokens for s in self._menu if s.drafter not in self._static), default=0)))
         for rows in row_buckets(self._most):
-            for width in (1, *sorted(widths)):
+            for width in self._widths:
                 kind = "plain" if width == 1 else "verify"
                 work = partial(static_pass, self._target, self._shape(rows, width), params)
                 yield GraphKey(kind, rows, width, sampling), work

@@ -1,0 +1,142 @@
+"""Rounds of fixed shape can be captured: recorded once and repeated without Python, they decode the same.
+
+A tape stands for the graph (`tape.py`); what a GPU alone can show (that CUDA allows the capture) is in the tests that
+are marked `gpu`.
+"""
+
+import pytest
+import torch
+
+from kernels import native
+from tests.tlt_core.rollout.tape import TapePool
+from tests.tlt_core.rollout.test_edges import play, requests
+from tests.tlt_core.rollout.test_spec_round import Cycle, Oracle, assert_same
+from tlt_core.drafter.eagle3 import Eagle3Drafter
+from tlt_core.drafter.eagle3_files import export_weights
+from tlt_core.drafter.eagle3_model import eagle3_from_target
+from tlt_core.drafter.eagle3_static import room_for
+from tlt_core.model.load import random_decoder
+from tlt_core.rollout.engine import RolloutEngine, Speculation
+from tlt_core.rollout.graphs import GraphPool
+from tlt_core.speculation import OFF, Strategy
+from tlt_core.types import SamplingParams
+
+MAX_LEN, MAX_LIVE = 96, 3
+CHAIN, TREE, HOST = Strategy("eagle3", 4, 1, 4), Strategy("eagle3", 3, 2, 6), Strategy("d", 3, 2, 5)
+ARMS = [CHAIN, OFF, TREE, HOST]
+JOINING = ((0, 1), (2, 3), (4, 6))
+PARAMS = {
+    "T=1": SamplingParams(max_new_tokens=40, stop_token_ids=(2, 3)),
+    "greedy": SamplingParams(temperature=0.0, max_new_tokens=40),
+    "top-p, top-k": SamplingParams(temperature=0.7, top_p=0.8, top_k=9, max_new_tokens=30),
+}
+
+
+@pytest.fixture(params=["tape", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request, monkeypatch):
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        return "cuda"
+    monkeypatch.setattr(native, "library", lambda: None)  # torch sees nothing of what C does
+    return "cpu"
+
+
+def decoder_on(device, tiny_config, seed):
+    decoder = random_decoder(tiny_config, seed=seed, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if not name.endswith("norm.weight"):
+                parameter *= 8
+    return decoder.to(device)
+
+
+def drafter_of(decoder, ids):
+    return eagle3_from_target(decoder.cpu(), ids, scales=(1.0, 1.0, 1.0), seed=0)
+
+
+def plain(decoder, params):
+    """On the CPU, in shapes that fit."""
+    return play(RolloutEngine(decoder.cpu(), max_live=MAX_LIVE, max_len=MAX_LEN), requests(6), params, JOINING)[0]
+
+
+def captured_engine(decoder, device, plain_responses, network, *, static=True):
+    decoder.to(device)
+    room = room_for([CHAIN, TREE])
+    drafters = {
+        "eagle3": Eagle3Drafter(network, decoder, max_live=MAX_LIVE, max_len=MAX_LEN, room=room),
+        "d": Oracle(plain_responses, wrong_every=3),
+    }
+    speculation = Speculation(drafters, Cycle(ARMS), menu=ARMS)
+    engine = RolloutEngine(decoder, max_live=MAX_LIVE, max_len=MAX_LEN, speculation=speculation, static=static)
+    if device == "cpu" and static:
+        engine._static.pool = TapePool()
+    return engine
+
+
+@pytest.mark.parametrize("params", PARAMS.values(), ids=list(PARAMS))
+def test_replayed_rounds_decode_the_same(device, tiny_config, params):
+    decoder = decoder_on("cpu", tiny_config, 1)
+    expected = plain(decoder, params)
+    network = drafter_of(decoder, torch.arange(0, 64, 2))
+    engine = captured_engine(decoder, device, expected, network)
+    found, traces = play(engine, requests(6), params, JOINING)
+    assert_same(expected, found)
+    assert isinstance(engine.graphs, TapePool if device == "cpu" else GraphPool)
+    assert {t.report.live for t in traces} >= {1, 2, 3}
+    for arm in (CHAIN, TREE, HOST):
+        own = [t.report for t in traces if t.report.strategy == arm]
+        assert sum(sum(r.drafted) for r in own) > 0, f"{arm} drafted nothing"
+        assert sum(sum(r.accepted) for r in own) > 0, f"nothing of {arm} was accepted"
+
+
+def test_replayed_rounds_use_new_weights(device, tiny_config):
+    """Of the policy and of the drafter; the graphs stay."""
+    params = PARAMS["T=1"]
+    decoder, other = (decoder_on("cpu", tiny_config, seed) for seed in (1, 2))
+    before, after = plain(decoder, params), plain(other, params)
+    assert any(before[key].tokens.tolist() != rollout.tokens.tolist() for key, rollout in after.items())
+    networks = [drafter_of(decoder, torch.arange(0, 64, 2)), drafter_of(other, torch.arange(1, 64, 2))]
+    engine = captured_engine(decoder, device, before, networks[0])
+    assert_same(before, play(engine, requests(6), params, JOINING)[0])
+    count = len(engine.graphs)
+    engine.load_weights(other.named_parameters())
+    engine.speculation.drafters["eagle3"].load_weights(export_weights(networks[1]))
+    engine.speculation = engine.speculation._replace(tuner=Cycle(ARMS))
+    found, traces = play(engine, requests(6), params, JOINING)
+    assert_same(after, found)
+    assert len(engine.graphs) == count
+    fresh = captured_engine(decoder.cpu(), "cpu", before, networks[1], static=False)
+    expected = play(fresh, requests(6), params, JOINING)[1]
+    told = [[(t.report.strategy, t.report.drafted, t.report.accepted) for t in run] for run in (traces, expected)]
+    assert told[0] == told[1]
+    assert any(sum(accepted) for strategy, _, accepted in told[0] if strategy == CHAIN)
+
+
+def test_parameters_of_another_kind_add_graphs_and_old_ones_stay(device, tiny_config):
+    decoder = decoder_on("cpu", tiny_config, 1)
+    network = drafter_of(decoder, torch.arange(0, 64, 2))
+    expected = {name: plain(decoder, params) for name, params in PARAMS.items()}
+    engine = captured_engine(decoder, device, expected["T=1"], network)
+    counts = []
+    for name in ("T=1", "greedy", "T=1", "greedy"):
+        assert_same(expected[name], play(engine, requests(6), PARAMS[name], JOINING)[0])
+        counts.append(len(engine.graphs))
+    assert counts[0] < counts[1] == counts[2] == counts[3]
+    engine.release_graphs()
+    assert len(engine.graphs) == 0
+    assert_same(expected["T=1"], play(engine, requests(6), PARAMS["T=1"], JOINING)[0])
+    assert len(engine.graphs) == counts[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_bytes_and_seconds_of_captured_graphs(tiny_config):
+    decoder = decoder_on("cpu", tiny_config, 1)
+    expected = plain(decoder, PARAMS["T=1"])
+    engine = captured_engine(decoder, "cuda", expected, drafter_of(decoder, torch.arange(0, 64, 2)))
+    engine.prepare(PARAMS["T=1"])
+    assert engine.graphs.bytes > 0
+    assert engine.graphs.capture_s > 0
+    engine.release_graphs()
+    assert engine.graphs.bytes == 0
