@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-Benchmark = Literal["step", "e2e", "rollout", "tuner", "spot", "engines", "kernels"]
+Benchmark = Literal["step", "e2e", "rollout", "tuner", "spot", "engines", "kernels", "sizes"]
 
 BENCHMARKS: dict[Benchmark, str] = {
     "step": "flows.benchmark:bench_step",
@@ -12,4 +12,5 @@ BENCHMARKS: dict[Benchmark, str] = {
     "spot": "flows.benchmark_spot:bench_spot",
     "engines": "flows.benchmark_engines:bench_engines",
     "kernels": "flows.benchmark_kernels:bench_kernels_flow",
+    "sizes": "flows.benchmark_sizes:bench_sizes_flow",
 }

@@ -9,7 +9,6 @@ A verdict compares the median with its bound; one that does not hold is reported
 
 import json
 import shutil
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from conf.schema import RunConfig
 from flows.train import train
 from tlt_core import doctor, provenance
 from tlt_core.store import write_atomically
+from tlt_core.verdicts import summarise, verdict
 
 _PHASES = ("gen", "reward", "update_actor", "update_weights", "save_checkpoint", "tracking", "overhead")
 
@@ -64,24 +64,14 @@ def bench_step(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
     return write_report(out, command=command, repeats=repeats, rows=[row], verdicts=judge(steps, _STEP_CLAIMS))
 
 
-def summarise(measured: Sequence[Mapping[str, float]], names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Median, min and max of each figure; one that a step lacks (no checkpoint was due) counts as 0."""
-    summary = {}
-    for name in names:
-        values = [m.get(name, 0.0) for m in measured]
-        summary[name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
-    return summary
-
-
 def judge(measured: Sequence[Mapping[str, float]], claims: Sequence[Bound]) -> list[dict[str, Any]]:
     """One verdict per claim."""
     verdicts = []
     for claim, figure, bound, at_least in claims:
         values = [m[figure] for m in measured]
-        value = statistics.median(values)
-        holds = value >= bound if at_least else value < bound
-        spread = [min(values), max(values)]
-        verdicts.append({"claim": claim, "value": value, "spread": spread, "bound": bound, "holds": holds})
+        judged = verdict(claim, values, bound)
+        holds = judged["holds"] if at_least else judged["value"] < bound
+        verdicts.append(judged | {"holds": holds})
     return verdicts
 
 

@@ -19,10 +19,11 @@ import torch
 from prefect import flow
 
 from conf.schema import RunConfig
-from flows.benchmark import Bound, judge, summarise, write_report
+from flows.benchmark import Bound, judge, write_report
 from flows.benchmark_runs import drop_checkpoints, first_drafter, ratios, steps_of, take_turns, variants
 from tasks import figures
 from tlt_core import store
+from tlt_core.verdicts import summarise
 
 _UNCUT_TOKENS = 48  # of the workload without a tail
 _EXACT_PROMPTS, _EXACT_TOKENS = 4, 160  # at most

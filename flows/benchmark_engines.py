@@ -19,7 +19,7 @@ from prefect import flow
 
 from conf.schema import RunConfig, SpeculationConfig
 from flows._terminal import Terminal
-from flows.benchmark import Bound, judge, summarise, write_report
+from flows.benchmark import Bound, judge, write_report
 from tasks.coldstart import cold_start
 from tasks.prepare import prepare_data, prepare_model
 from tlt_core import data
@@ -27,6 +27,7 @@ from tlt_core.bench_engines import Case, Contest, EngineSpec, Measured, compete,
 from tlt_core.model.load import load_tokenizer
 from tlt_core.prompt_order import PromptOrder
 from tlt_core.serving import vllm_server
+from tlt_core.verdicts import summarise
 
 _LIVE = (1, 2, 4, 8, 16, 32)
 _TEMPERATURES = (0.0, 1.0)

@@ -25,7 +25,7 @@ from prefect import flow
 
 from conf.schema import RunConfig, SpeculationConfig, StrategyConfig
 from flows._terminal import Terminal
-from flows.benchmark import Bound, judge, summarise, write_report
+from flows.benchmark import Bound, judge, write_report
 from tasks.coldstart import cold_start
 from tasks.prepare import prepare_data, prepare_model
 from tlt_core import data
@@ -35,6 +35,7 @@ from tlt_core.bench_rollout import BANDS, Measured, Workload, compare, differing
 from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
 from tlt_core.prompt_order import PromptOrder
 from tlt_core.types import GenerationRequest, NoiseKey, Prompt, SamplingParams
+from tlt_core.verdicts import summarise
 
 _RAW_TOKENS = 96  # responses of the raw model ramble on
 _RAW_REQUESTS = 16

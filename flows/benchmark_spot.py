@@ -18,7 +18,7 @@ import torch
 from prefect import flow
 
 from conf.schema import RunConfig
-from flows.benchmark import Bound, judge, summarise, write_report
+from flows.benchmark import Bound, judge, write_report
 from flows.benchmark_runs import drop_checkpoints, first_drafter, steps_of, take_turns, variants
 from tlt_core import bench_spot as measures
 from tlt_core import checkpoint
@@ -26,6 +26,7 @@ from tlt_core.bench_spot import Recorded
 from tlt_core.drafter.eagle3_files import load_eagle3
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import load_decoder
+from tlt_core.verdicts import summarise
 
 _METHOD_ROWS = 6144  # that each method is trained on
 _FIGURES = (

@@ -12,9 +12,10 @@ from typing import Any
 from prefect import flow
 
 from conf.schema import RunConfig
-from flows.benchmark import summarise, write_report
+from flows.benchmark import write_report
 from tlt_core.adaptive import menu_of
 from tlt_core.bench_tuner import POLICIES, SWAP_LIVE, WORKLOADS, best_fixed, earnings, recovery
+from tlt_core.verdicts import summarise
 
 _OF_BEST = 0.97
 _MOST_ROUNDS = 100

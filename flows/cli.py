@@ -122,10 +122,12 @@ def _evaluate(cfg: RunConfig, args: argparse.Namespace) -> None:
 def _bench(cfg: RunConfig, args: argparse.Namespace) -> None:
     command = f"tlt {' '.join(sys.argv[1:])}"
     out = args.out or Path("reports") / f"{args.benchmark}.json"
-    if args.device and args.benchmark != "kernels":
-        raise ConfigError(f"--device={args.device}: only 'tlt bench kernels' takes it; leave it out")
-    place = {"device": args.device} if args.device else {}
-    report = _run(cfg, BENCHMARKS[args.benchmark], repeats=args.repeats, out=out, command=command, **place)
+    given = {name: value for name in _BENCH_ONLY if (value := getattr(args, name)) is not None}
+    for name in given:
+        if args.benchmark not in _BENCH_ONLY[name]:
+            option, takers = name.replace("_", "-"), " and ".join(f"'tlt bench {b}'" for b in _BENCH_ONLY[name])
+            raise ConfigError(f"--{option}={given[name]}: only {takers} take it; leave it out")
+    report = _run(cfg, BENCHMARKS[args.benchmark], repeats=args.repeats, out=out, command=command, **given)
     for verdict in report["verdicts"]:
         print(f"{'holds' if verdict['holds'] else 'FAILS'}: {verdict['claim']}: {verdict['value']:.3f}")
     _write_metrics(args.metrics, {v["claim"]: v["value"] for v in report["verdicts"]})
@@ -201,6 +203,7 @@ def _recover(args: argparse.Namespace) -> None:
         print(f"{run.name} ({run.run_id}) was {run.state} without a process; it is scheduled again")
 
 
+_BENCH_ONLY = {"device": ("kernels", "sizes"), "shape": ("sizes",), "planted_acceptance": ("sizes",)}
 _ON_CONFIG = {
     "params": _params,
     "prepare": _prepare,
@@ -347,13 +350,21 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         help="step: the phases of a training step; e2e: whole steps without speculation, with a fixed drafter, and "
         "with all of TLT; rollout: decoding under every speculation policy; tuner: those policies on planted "
         "workloads; spot: what the drafter gains by training in idle time; engines: our engine beside transformers "
-        "and vLLM; kernels: bytes and operations a second of every op, beside the device's own ceilings",
+        "and vLLM; kernels: bytes and operations a second of every op, beside the device's own ceilings; sizes: plain "
+        "beside adaptive decoding at the shapes of large models, with random weights and planted acceptance",
     )
     parser.add_argument("config", nargs="?", default=_DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--repeats", type=int, default=3, help="times that everything is measured")
     parser.add_argument("--out", type=Path, help="default: reports/BENCHMARK.json")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="of 'kernels' alone (default: cpu)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="of 'kernels' and 'sizes' (default: cpu)")
+    parser.add_argument("--shape", help="of 'sizes': qwen2.5-7b (on cuda), llama-3-8b, smollm2-135m or tiny (on cpu)")
+    parser.add_argument(
+        "--planted-acceptance",
+        type=float,
+        metavar="TOKENS",
+        help="of 'sizes': what the deepest chain gives (default: 4)",
+    )
     parser.add_argument("--metrics", type=Path, metavar="FILE", help="write the verdicts' values there, as JSON")
 
 

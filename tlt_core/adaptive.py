@@ -3,13 +3,14 @@
 The tuner's costs are measured on the engine's own decoder before the first round (`calibrate`), a few seconds.
 """
 
+from __future__ import annotations
+
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from conf.schema import SpeculationConfig
 from tlt_core.drafter.eagle3 import Eagle3Drafter
 from tlt_core.drafter.eagle3_files import load_eagle3
 from tlt_core.drafter.eagle3_static import room_for
@@ -18,6 +19,9 @@ from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.speculation import Drafter, Strategy
 from tlt_core.tuner.policies import RecordedTuner, make_tuner
+
+if TYPE_CHECKING:  # benchmarks on a bare machine calibrate without pydantic
+    from conf.schema import SpeculationConfig
 
 _CALIBRATION_S = 3.0
 # Few arms: each is tried before it is trusted, and the tuner's floors shorten what a deep one drafts (`Floors`).

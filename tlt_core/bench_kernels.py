@@ -11,10 +11,11 @@ positions, d head size, J draft vocabulary, Y layers, A tokens of a path.
 """
 
 import functools
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +28,10 @@ from kernels.packed_attention import packed_causal_attention
 from kernels.slot_attention import SlotMask, slot_attention
 from kernels.spec_verify import accepted_path
 from kernels.token_logprob import linear_token_logprob
+from kernels.tree_attention import tree_attention
+from tlt_core.verdicts import summarise
+
+_log = logging.getLogger(__name__)
 
 _CALLS = 7  # of which the median counts, after one that compiles and allocates
 
@@ -111,6 +116,38 @@ def device_named(name: str) -> torch.device:
     return torch.device(name)
 
 
+def run(device: torch.device, shapes: Shapes, *, repeats: int) -> list[dict[str, Any]]:
+    """Rows of a report: the ceilings, then every op with each of its implementations."""
+    clock = Clock(device)
+    top = [ceilings(clock, device, shapes) for _ in range(repeats)]
+    best = Ceilings(max(c.bytes_per_s for c in top), max(c.flop_per_s for c in top))
+    rows: list[dict[str, Any]] = [
+        {"configuration": "ceilings", "device": device.type, **summarise([c._asdict() for c in top])}
+    ]
+    _log.info("%s: copy %.1f GB/s, bf16 product %.1f GFLOP/s", device, best.bytes_per_s / 1e9, best.flop_per_s / 1e9)
+    for work in works(device, shapes):
+        measured = [measure(clock, device, work, best) for _ in range(repeats)]
+        for impl in measured[0]:
+            figures = summarise([m[impl] for m in measured])
+            rows.append({"configuration": work.name, "impl": impl, "shape": work.shape, **figures})
+            _log_row(rows[-1])
+    return rows
+
+
+def _log_row(row: dict[str, Any]) -> None:
+    _log.info(
+        "%-16s %-7s %-50s %10.1f us  %8.1f GB/s (%3.0f %% of a copy)  %9.1f GFLOP/s (%3.0f %% of a product)",
+        row["configuration"],
+        row["impl"],
+        row["shape"],
+        1e6 * row["seconds"]["median"],
+        row["bytes_per_s"]["median"] / 1e9,
+        100 * row["of_copy"]["median"],
+        row["flop_per_s"]["median"] / 1e9,
+        100 * row["of_product"]["median"],
+    )
+
+
 def ceilings(clock: Clock, device: torch.device, shapes: Shapes) -> Ceilings:
     """Measure them."""
     source, target = torch.zeros(2, shapes.copy_mib << 20, dtype=torch.uint8, device=device)
@@ -142,6 +179,7 @@ def works(device: torch.device, shapes: Shapes) -> Iterator[Work]:
     yield from _sampling(device, shapes, generator)
     yield _logprob(device, shapes, generator)
     yield from (_slots(device, shapes, generator, *context) for context in shapes.contexts)
+    yield from (_trees(device, shapes, generator, *context) for context in shapes.contexts)
     yield _packed(device, shapes, generator)
     yield _walk(device, generator)
     yield _commit(device, shapes)
@@ -195,6 +233,23 @@ def _slots(device: torch.device, shapes: Shapes, generator: torch.Generator, liv
         4 * live * heads * seen * size,
         4 * q_BKNd.numel() * seen,
         lambda impl: slot_attention(q_BKNd, keys_BKCd, values_BKCd, masks[impl]),
+        ("triton", "torch"),
+    )
+
+
+def _trees(device: torch.device, shapes: Shapes, generator: torch.Generator, live: int, width: int, seen: int) -> Work:
+    """The same work with lengths on the device, in a cache of twice the length."""
+    heads, grouped, size = shapes.kv_heads, shapes.grouped, shapes.head_dim
+    keys_BKCd, values_BKCd = _normal(generator, 2, live, heads, 2 * seen, size)
+    q_BKNd = _normal(generator, live, heads, width * grouped, size)
+    bases_B = torch.full((live,), seen - width, device=device)
+    sees_BWW = torch.ones(live, width, width, dtype=torch.bool, device=device).tril()
+    return Work(
+        "tree_attention",
+        f"{live} requests, {width} tokens, {seen} keys",
+        4 * live * heads * seen * size,
+        4 * q_BKNd.numel() * seen,
+        lambda impl: tree_attention(q_BKNd, keys_BKCd, values_BKCd, bases_B, sees_BWW, impl=impl),
         ("triton", "torch"),
     )
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from conf.load import load
-from flows.benchmark import Bound, bench_step, judge, summarise, write_report
+from flows.benchmark import Bound, bench_step, judge, write_report
+from tlt_core.verdicts import summarise
 
 
 def test_figures_are_summarised_by_median_and_range() -> None:

@@ -13,6 +13,7 @@ from tlt_core.bench_kernels import Ceilings, Clock, Shapes, Work
 TINY = Shapes(64, 16, 2, 2, 16, 2, 32, 8, ((1, 1, 16), (2, 3, 24)), 1, 32)
 OPS = {
     "coupled_sample", "token_logprob", "slot_attention", "packed_attention", "spec_verify", "kv_commit", "distill_loss",
+    "tree_attention",
 }  # fmt: skip
 
 
@@ -59,4 +60,4 @@ def test_a_missing_gpu_is_named() -> None:
 
 def test_device_is_for_kernels_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "step", "conf/smoke.yaml", "--device", "cpu"]) != 0
-    assert "only 'tlt bench kernels' takes it" in capsys.readouterr().err
+    assert "only 'tlt bench kernels' and 'tlt bench sizes' take it" in capsys.readouterr().err
