@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from conf.schema import SpeculationConfig, StrategyConfig
+from tests.tlt_core.rollout.playing import VOCAB, play, requests
 from tests.tlt_core.rollout.test_spec_round import Oracle, Recorder, assert_same
 from tlt_core import adaptive
 from tlt_core.drafter.eagle3_files import save_eagle3
@@ -13,9 +14,9 @@ from tlt_core.model.load import random_decoder
 from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.speculation import DraftTree, Strategy
 from tlt_core.tuner.policies import make_tuner
-from tlt_core.types import FinishReason, GenerationRequest, NoiseKey, SamplingParams
+from tlt_core.types import FinishReason, SamplingParams
 
-VOCAB, MAX_LEN, MAX_LIVE = 64, 96, 8
+MAX_LEN, MAX_LIVE = 96, 8
 CHAIN, TREE = Strategy("d", 5, 1, 5), Strategy("d", 4, 3, 12)
 LONG = SamplingParams(max_new_tokens=50)
 
@@ -31,27 +32,6 @@ def drafter_folder(decoder, tmp_path_factory):
     model = eagle3_from_target(decoder, torch.arange(0, VOCAB, 2), scales=(1.0, 1.0, 1.0), seed=0)
     save_eagle3(model, folder, dtype=torch.float32)
     return folder
-
-
-def requests(count):
-    generator = torch.Generator().manual_seed(4)
-    prompts = [torch.randint(3, VOCAB, (1 + 3 * p,), generator=generator).to(torch.int32) for p in range(4)]
-    return [GenerationRequest(NoiseKey(0, 1, i % 4, i // 4), prompts[i % 4]) for i in range(count)]
-
-
-def play(engine, items, params, arrivals=()):
-    """arrivals: (round, requests that have come by then); all at once by default.  Responses and rounds."""
-    waiting, finished, traces = list(items), {}, []
-
-    def pull(wanted):
-        come = next((n for at, n in reversed(arrivals) if len(traces) >= at), len(items))
-        free = come - (len(items) - len(waiting))
-        taken, waiting[:] = waiting[: min(wanted, free)], waiting[min(wanted, free) :]
-        return taken
-
-    engine.generate(pull, lambda r: finished.__setitem__(r.key, r), params, on_round=traces.append)
-    assert len(finished) == len(items)
-    return finished, traces
 
 
 def plain(decoder, items, params):

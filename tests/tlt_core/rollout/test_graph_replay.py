@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from kernels import native
+from tests.tlt_core.rollout.playing import play, requests
 from tests.tlt_core.rollout.tape import TapePool
-from tests.tlt_core.rollout.test_edges import play, requests
 from tests.tlt_core.rollout.test_spec_round import Cycle, Oracle, assert_same
 from tlt_core.drafter.eagle3 import Eagle3Drafter
 from tlt_core.drafter.eagle3_files import export_weights
 from tlt_core.drafter.eagle3_model import eagle3_from_target
 from tlt_core.drafter.eagle3_static import room_for
 from tlt_core.model.load import random_decoder
+from tlt_core.rollout import static_rounds
 from tlt_core.rollout.engine import RolloutEngine, Speculation
-from tlt_core.rollout.graphs import GraphPool
+from tlt_core.rollout.graphs import EagerPool, GraphPool
 from tlt_core.speculation import OFF, Strategy
 from tlt_core.types import SamplingParams
 
@@ -32,14 +33,21 @@ PARAMS = {
 }
 
 
-@pytest.fixture(params=["tape", pytest.param("cuda", marks=pytest.mark.gpu)])
+POOLS = ["tape", pytest.param("graph", marks=pytest.mark.gpu), pytest.param("eager", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=POOLS)
 def device(request, monkeypatch):
-    if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("no CUDA device")
-        return "cuda"
-    monkeypatch.setattr(native, "library", lambda: None)  # torch sees nothing of what C does
-    return "cpu"
+    """Where an engine runs; on a GPU with its graphs, and with the functions that were captured, called as they are."""
+    if request.param == "tape":
+        monkeypatch.setattr(native, "library", lambda: None)  # torch sees nothing of what C does
+        monkeypatch.setattr(static_rounds, "make_pool", lambda device: TapePool())
+        return "cpu"
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if request.param == "eager":
+        monkeypatch.setattr(static_rounds, "make_pool", lambda device: EagerPool())
+    return "cuda"
 
 
 def decoder_on(device, tiny_config, seed):
@@ -68,10 +76,7 @@ def captured_engine(decoder, device, plain_responses, network, *, static=True):
         "d": Oracle(plain_responses, wrong_every=3),
     }
     speculation = Speculation(drafters, Cycle(ARMS), menu=ARMS)
-    engine = RolloutEngine(decoder, max_live=MAX_LIVE, max_len=MAX_LEN, speculation=speculation, static=static)
-    if device == "cpu" and static:
-        engine._static.pool = TapePool()
-    return engine
+    return RolloutEngine(decoder, max_live=MAX_LIVE, max_len=MAX_LEN, speculation=speculation, static=static)
 
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=list(PARAMS))
@@ -82,7 +87,6 @@ def test_replayed_rounds_decode_the_same(device, tiny_config, params):
     engine = captured_engine(decoder, device, expected, network)
     found, traces = play(engine, requests(6), params, JOINING)
     assert_same(expected, found)
-    assert isinstance(engine.graphs, TapePool if device == "cpu" else GraphPool)
     assert {t.report.live for t in traces} >= {1, 2, 3}
     for arm in (CHAIN, TREE, HOST):
         own = [t.report for t in traces if t.report.strategy == arm]
@@ -131,11 +135,22 @@ def test_parameters_of_another_kind_add_graphs_and_old_ones_stay(device, tiny_co
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_shapes_that_fit_decode_the_same_on_a_gpu(tiny_config):
+    """Rounds without graphs, as on a CPU."""
+    decoder = decoder_on("cpu", tiny_config, 1)
+    expected = plain(decoder, PARAMS["T=1"])
+    engine = RolloutEngine(decoder.cuda(), max_live=MAX_LIVE, max_len=MAX_LEN, static=False)
+    assert_same(expected, play(engine, requests(6), PARAMS["T=1"], JOINING)[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_bytes_and_seconds_of_captured_graphs(tiny_config):
     decoder = decoder_on("cpu", tiny_config, 1)
     expected = plain(decoder, PARAMS["T=1"])
     engine = captured_engine(decoder, "cuda", expected, drafter_of(decoder, torch.arange(0, 64, 2)))
     engine.prepare(PARAMS["T=1"])
+    assert isinstance(engine.graphs, GraphPool)
     assert engine.graphs.bytes > 0
     assert engine.graphs.capture_s > 0
     engine.release_graphs()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.tlt_core.rollout.test_edges import requests
+from tests.tlt_core.rollout.playing import requests
 from tlt_core.drafter.eagle3 import Eagle3Drafter
 from tlt_core.drafter.eagle3_model import eagle3_from_target
 from tlt_core.drafter.eagle3_static import room_for

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from conf.schema import SpeculationConfig, StrategyConfig
-from tests.tlt_core.rollout.test_edges import play, requests
+from tests.tlt_core.rollout.playing import play, requests
 from tests.tlt_core.rollout.test_spec_round import Broken, Cycle, Oracle, Random, assert_same
 from tlt_core import adaptive
 from tlt_core.drafter.eagle3_files import save_eagle3
