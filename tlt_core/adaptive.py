@@ -5,11 +5,8 @@ The tuner's costs are measured on the engine's own decoder before the first roun
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from tlt_core.drafter.eagle3 import Eagle3Drafter
 from tlt_core.drafter.eagle3_files import load_eagle3
@@ -95,11 +92,7 @@ def calibrate(engine: RolloutEngine) -> None:
 
     def measure(live: int, tokens: int, context: int) -> float:
         tokens = min(tokens, live * (1 + largest))
-        started_s = time.perf_counter()
-        engine.rehearse(live, tokens, context // live)
-        if engine.decoder.head_weight.is_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - started_s
+        return engine.rehearse(live, tokens, context // live)
 
     measure(1, 1 + largest, 64)  # the first pass of a shape pays for set-up
     engine.speculation.tuner.calibrate(

@@ -2,8 +2,9 @@
 
 Weights are random and acceptance is planted (`planted.py`); launches, bytes and arithmetic are those of the real model
 and of a real EAGLE-3 drafter of its width.  Both engines decode the same requests on the same decoder, one after the
-other in every repeat; a round counts while all requests live.  Beside them the floor of a plain round: weights and
-known keys read once, at the speed of a large copy.
+other in every repeat.  A round counts while all requests live, from the end of the one before to its own, so whatever
+the host does in between counts, too; the first one, which waits for the prompts, does not.  Beside them the floor of a
+plain round: weights and known keys read once, at the speed of a large copy.
 
 Graphs: the pool's bytes with one strategy, and with many, on the same buffers (zero where nothing is captured).
 """
@@ -13,6 +14,7 @@ import logging
 import statistics
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -133,7 +135,7 @@ class Bench:
             return taken
 
         engine.generate(pull, lambda r: finished.__setitem__(r.key, r), params, on_round=rounds.append)
-        return Decoded(_figures([r for r in rounds if r.report.live == live]), finished)
+        return Decoded(_figures(rounds, live), finished)
 
 
 class Decoded(NamedTuple):
@@ -225,10 +227,11 @@ def _in_turn(
     return runs[1:]
 
 
-def _figures(rounds: Sequence[RoundTrace]) -> dict[str, float]:
+def _figures(every: Sequence[RoundTrace], live: int) -> dict[str, float]:
     """Of the rounds in which all requests lived."""
+    timed = [(r, r.end_s - before.end_s) for before, r in pairwise(every) if r.report.live == live]
+    rounds, seconds = [r for r, _ in timed], [wall_s for _, wall_s in timed]
     reports = [r.report for r in rounds]
-    seconds = [r.draft_s + r.backlog_s + r.verify_s for r in reports]  # the first one's wall time holds the prefill
     active = [r for r in reports if not r.strategy.is_off]
     return {
         "tokens_per_s": sum(r.tokens for r in rounds) / sum(seconds),

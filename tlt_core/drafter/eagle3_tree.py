@@ -170,8 +170,7 @@ class StaticTreeBuilder(TreeBuilder):
     ) -> PaddedTree:
         """As `finish`, for a width of W > tokens.  log_floor: [], of `Floors.token`."""
         columns_BM, parents_BM, values_BM = (self._all(x) for x in (self._tokens, self._parents, self._values))
-        sizes = [level.shape[1] for level in self._tokens]
-        depths_M = torch.cat([torch.full((n,), d, device=limits_B.device) for d, n in enumerate(sizes, start=1)])
+        depths_M = torch.cat(self._depths)
         keep_BM = (depths_M <= limits_B[:, None]) & (values_BM >= log_floor) & values_BM.isfinite()
         ranked_BM = values_BM.masked_fill(~keep_BM, -torch.inf)
         # Stable: where a child's value rounds to its parent's, the parent comes first.  Then back in tree order.

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from tlt_core import adaptive
 from tlt_core.drafter.eagle3 import Eagle3Drafter
 from tlt_core.drafter.eagle3_model import Eagle3Model
+from tlt_core.drafter.eagle3_static import room_for
 from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.engine import RolloutEngine, RoundTrace, Speculation
 from tlt_core.speculation import OFF, RoundReport, Strategy
@@ -109,7 +110,8 @@ def measure(
     max_len = longest + max(params.max_new_tokens, _COST_TOKENS)
 
     def engine_with(tuner: RecordedTuner) -> RolloutEngine:
-        drafters = {_NAME: Eagle3Drafter(drafter, policy, max_live=max_live, max_len=max_len)}
+        room = room_for(chains)
+        drafters = {_NAME: Eagle3Drafter(drafter, policy, max_live=max_live, max_len=max_len, room=room)}
         return RolloutEngine(
             policy, max_live=max_live, max_len=max_len, speculation=Speculation(drafters, tuner, chains)
         )

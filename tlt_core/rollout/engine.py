@@ -219,9 +219,9 @@ class RolloutEngine:
         """Proposals that could not be used, by (drafter, kind of failure)."""
         return self._guard.failures
 
-    def rehearse(self, live: int, tokens: int, context: int) -> None:
+    def rehearse(self, live: int, tokens: int, context: int) -> float:
         """A round without requests, for measuring: `live` rows of `context` tokens verify `tokens` in all (as many as
-        rows: a plain round).  Raises ValueError while requests are live."""
+        rows: a plain round).  Returns the seconds of its pass.  Raises ValueError while requests are live."""
         if len(self._batch):
             raise ValueError("the engine is decoding: rehearse before the first request")
         self._acquire_memory()
@@ -240,11 +240,16 @@ class RolloutEngine:
             [depth for _, depth in chain],
         )
         if self._static is not None:
-            self._static.rehearse(tree, params)
+            seconds = self._static.rehearse(tree, params)
         else:
+            began_s = time.perf_counter()
             self._verify(DraftTree(*(x.to(self._batch.lengths_B.device) for x in tree)), params)
+            if self._batch.lengths_B.is_cuda:
+                torch.cuda.synchronize(self._batch.lengths_B.device)
+            seconds = time.perf_counter() - began_s
         for row in reversed(range(live)):
             self._batch.remove(row)
+        return seconds
 
     def _round(self, params: SamplingParams, on_round: Callable[[RoundTrace], None]) -> list[Finished]:
         """One round of the live batch: choose, draft, verify, commit, learn."""

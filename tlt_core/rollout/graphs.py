@@ -24,8 +24,6 @@ from tlt_core.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
-_WARM_UPS = 2  # runs before a capture: kernels are compiled and libraries set up there, which no capture allows
-
 
 class Sampling(NamedTuple):
     """What of `SamplingParams` is compiled into a graph."""
@@ -139,11 +137,11 @@ class GraphPool:
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            for _ in range(_WARM_UPS):
-                work()
+            work()  # kernels are compiled and libraries set up here, which no capture allows
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._handle):
+        # thread_local: what other threads of the worker do on the device meanwhile is not part of this
+        with torch.cuda.graph(graph, pool=self._handle, capture_error_mode="thread_local"):
             work()
         return graph
 

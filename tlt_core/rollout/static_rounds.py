@@ -144,11 +144,16 @@ class StaticRounds:
             backlog_s=self._timer.seconds("start", "caught up"),
         )
 
-    def rehearse(self, tree: DraftTree, params: SamplingParams) -> None:
-        """Verify without emitting; leaves the batch as it was."""
+    def rehearse(self, tree: DraftTree, params: SamplingParams) -> float:
+        """Verify without emitting; leaves the batch as it was.  Returns the pass's seconds."""
         rows = row_bucket(len(self._batch), self._most)
         self._batch.upload(Floors())
-        self._verify(0, rows, self._place(tree, rows), params)
+        width = self._place(tree, rows)
+        self._timer.mark("drafted")
+        self._verify(0, rows, width, params)
+        self._timer.mark("verified")
+        self._batch.fetch()
+        return self._timer.seconds("drafted", "verified")
 
     def _place(self, tree: DraftTree, rows: int) -> int:
         """Put a tree of the host into the buffers; returns the width that it needs."""
