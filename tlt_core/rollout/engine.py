@@ -117,22 +117,13 @@ class RolloutEngine:
             max_draft_tokens=drafted,
         )
         emitted = 1 + max((s.depth for s in menu), default=0)
+        kind = StaticBatch if static else LiveBatch
+        self._batch = kind(max_live=max_live, max_len=max_len, device=weight.device, max_emitted=emitted)
         self._static: StaticRounds | None = None
-        if static:
-            batch = StaticBatch(max_live=max_live, max_len=max_len, device=weight.device, max_emitted=emitted)
-            self._batch: LiveBatch = batch
+        if isinstance(self._batch, StaticBatch):
             drafters = {} if speculation is None else speculation.drafters
-            self._static = StaticRounds(
-                decoder,
-                self._cache,
-                batch,
-                drafters=drafters,
-                menu=menu,
-                taps=self._taps,
-                record=self._record_path,
-            )
-        else:
-            self._batch = LiveBatch(max_live=max_live, max_len=max_len, device=weight.device, max_emitted=emitted)
+            parts = (decoder, self._cache, self._batch)
+            self._static = StaticRounds(*parts, drafters=drafters, menu=menu, taps=self._taps, record=self._record_path)
         self._requests_seen = 0
         self._numbers: list[int] = []  # of the live rows, see `RoundTrace`
 
@@ -151,7 +142,6 @@ class RolloutEngine:
 
         on_captured: gets the hidden states of each response that ends; only where `capture_taps` were given.
         """
-        self._acquire_memory()
         batch = self._batch
         self.prepare(params)
         while True:
@@ -176,13 +166,14 @@ class RolloutEngine:
             self.decoder.load_weights(weights)
 
     def prepare(self, params: SamplingParams) -> None:
-        """Capture now what `generate` with these parameters would capture first; no request may be live."""
+        """Take memory and capture graphs that `generate` would otherwise begin with; no request may be live."""
+        self._acquire_memory()
         if self._static is not None:
             self._static.prepare(params)
 
     def release_graphs(self) -> None:
-        """Give the memory of captured graphs back, if there are any; the next `generate` captures them again.  To be
-        called, too, by whoever moves the decoder's weights or the cache to other memory."""
+        """Give captured graphs' memory back, if there are any; the next `generate` captures them again.  To be called,
+        too, by whoever moves the decoder's weights to other memory."""
         if self._static is not None:
             self._static.release()
 
@@ -197,9 +188,11 @@ class RolloutEngine:
         return sum(part.num_bytes for part in self._request_memory)
 
     def release_memory(self) -> None:
-        """Give that memory back until the next `generate`.  Raises ValueError while requests are live."""
+        """Give that memory back until the next `generate`, and that of graphs, which hold its addresses.  Raises
+        ValueError while requests are live."""
         if len(self._batch):
             raise ValueError(f"{len(self._batch)} requests are live: their memory can be released when they have ended")
+        self.release_graphs()
         for part in self._request_memory:
             part.release()
         if self._cache.keys_YSKCd.is_cuda:
@@ -224,7 +217,6 @@ class RolloutEngine:
         rows: a plain round).  Returns the seconds of its pass.  Raises ValueError while requests are live."""
         if len(self._batch):
             raise ValueError("the engine is decoding: rehearse before the first request")
-        self._acquire_memory()
         params = SamplingParams()
         self.prepare(params)
         prompt = torch.zeros(max(1, min(context, self._cache.max_len - 1)), dtype=torch.int32)

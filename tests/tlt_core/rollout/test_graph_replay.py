@@ -133,6 +133,19 @@ def test_parameters_of_another_kind_add_graphs_and_old_ones_stay(device, tiny_co
     assert len(engine.graphs) == counts[0]
 
 
+def test_a_cache_that_was_given_back_is_captured_anew(device, tiny_config):
+    """Colocated training takes the rollout's memory between two steps; graphs hold addresses in it."""
+    decoder, params = decoder_on("cpu", tiny_config, 1), PARAMS["T=1"]
+    expected = plain(decoder, params)
+    engine = captured_engine(decoder, device, expected, drafter_of(decoder, torch.arange(0, 64, 2)))
+    assert_same(expected, play(engine, requests(6), params, JOINING)[0])
+    held, count = engine.memory_bytes, len(engine.graphs)
+    engine.release_memory()
+    assert engine.memory_bytes == len(engine.graphs) == 0
+    assert_same(expected, play(engine, requests(6), params, JOINING)[0])
+    assert (engine.memory_bytes, len(engine.graphs)) == (held, count)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_shapes_that_fit_decode_the_same_on_a_gpu(tiny_config):
