@@ -97,6 +97,18 @@ class Gate:
                 return target
         return self.current
 
+    def rests(self) -> bool:
+        """Whether plain decoding goes on without a look at the offers: nothing is tried, no gain is being summed, and
+        it is not yet time to look for an arm worth a probe.  If so, the round is made: `choose` is not to be asked."""
+        resting = (
+            self.current.is_off
+            and self._probe is None
+            and self._round + 1 < self._look_at
+            and not any(self._gains.values())
+        )
+        self._round += resting
+        return resting
+
     def settle(self, arm: Strategy, tokens: int, seconds: float) -> None:
         """Account for the round that was made."""
         self.total_s += seconds

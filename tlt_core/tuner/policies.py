@@ -91,6 +91,7 @@ class CostModelTuner(RecordedTuner):
     ) -> None:
         super().__init__(menu)
         self._menu = tuple(menu)
+        self._seen: tuple[int, ...] = ()  # the rows at the last look at the offers
         self._acceptance = Acceptance(self._menu)
         self._gate = Gate(
             self._menu, share=probe_share, allowance_rounds=probe_allowance_rounds, max_interval=max_probe_interval
@@ -98,6 +99,10 @@ class CostModelTuner(RecordedTuner):
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
         """See `Tuner`."""
+        if tuple(rows) == self._seen and self._gate.rests():
+            self._chosen, self.floors = OFF, NO_FLOORS
+            return OFF
+        self._seen = tuple(rows)
         offers = self.offers(rows, context)
         self._chosen = self._gate.choose(
             len(rows),
