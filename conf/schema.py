@@ -414,7 +414,7 @@ class SpotConfig(Section):
     """Tokens of one optimizer step, from as many pieces of work as needed."""
     window_rows: int = Field(128, ge=1)
     """Longer responses are trained on in parts of at most so many tokens, each with its whole context."""
-    max_slowdown: float = Field(0.01, ge=0)
+    max_slowdown: float = Field(0.01, gt=0)
     """Workers that train slow those that still decode on the same machine, by a share that is measured in short pauses.
     Where the drafter's gains do not make up for it, training may lengthen a rollout by this share; 1: it always may."""
     gain_lasts_steps: int = Field(8, ge=1)

@@ -51,7 +51,9 @@ class Panels:
         self._bias.copy_(bias.detach())
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., in] bfloat16 -> [..., out] bfloat16."""
+        """[..., in] bfloat16 -> [..., out] bfloat16.  Raises ValueError on another width or type."""
+        if x.shape[-1] != self.shape[1] or x.dtype != torch.bfloat16:
+            raise ValueError(f"packed weight {tuple(self.shape)}: input {tuple(x.shape)} of {x.dtype} does not fit")
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], self.shape[0])
         self._library.tlt_linear(x.data_ptr(), x.numel() // self.shape[1], self._address, y.data_ptr())

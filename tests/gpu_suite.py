@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -101,11 +102,16 @@ def _in_process(part: str, args: argparse.Namespace, left_s: float) -> dict[str,
     began_s = time.perf_counter()
     with (args.out / f"{part}.log").open("w") as log:
         command = [sys.executable, __file__, str(args.out), *own]
+        running = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
         try:
-            code = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=left_s).returncode
+            code = running.wait(timeout=left_s)
             outcome = "done" if code == 0 else f"failed ({code})"
         except subprocess.TimeoutExpired:
             outcome = "out of time"
+        finally:
+            if running.poll() is None:  # with what it has started: pytest would keep the device's memory
+                os.killpg(running.pid, signal.SIGKILL)
+                running.wait()
     return {"outcome": outcome, "seconds": time.perf_counter() - began_s}
 
 
@@ -135,7 +141,7 @@ def _tests(out: Path, device: str) -> int:
     record = out / "tests.xml"
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-rs", f"--junitxml={record}", *gpu_test_files()]
     own = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # whatever else is installed there
-    code = subprocess.run(command, cwd=ROOT, env=own).returncode
+    code = subprocess.run(command, cwd=ROOT, env=own).returncode  # ends with this part's process group
     suites = ET.parse(record).getroot().iter("testsuite")
     counts = {name: 0 for name in ("tests", "failures", "errors", "skipped")}
     for suite in suites:

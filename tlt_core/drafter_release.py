@@ -43,7 +43,12 @@ def decide(results: Sequence[SpotResult], *, errors: float) -> Decision:
     canaries = [r.canary for r in results if r.canary is not None]
     if not canaries:
         trained = sum(r.rows for r in results)
-        return Decision(nothing, False, False, "not trained" if not trained else "no time to measure a candidate")
+        return Decision(
+            nothing,
+            False,
+            False,
+            "not trained" if not trained else "no candidate was measured: too little time, or nothing held back",
+        )
     fit = [r.canary is not None and not r.canary.is_worse(errors=errors) for r in results]
     if not any(fit):
         return Decision(nothing, False, True, why_refused(max(canaries, key=lambda c: c.gain)))

@@ -76,7 +76,8 @@ def policy_scores(logits_NV: Tensor, params: SamplingParams) -> Tensor:
 
 def choose(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
     """Sample one token a row.  logits_NV: any float dtype; keys_N2: from `row_keys`."""
-    if logits_NV.device.type != "cpu" or (runs_native(logits_NV) and not 0 < params.top_k < logits_NV.shape[-1]):
+    unfiltered = params.top_p >= 1 and not 0 < params.top_k < logits_NV.shape[-1]
+    if logits_NV.device.type != "cpu" or (unfiltered and runs_native(logits_NV)):
         return choose_no_sync(logits_NV, keys_N2, params)
     rows = max(1, _CACHED_SCORES // logits_NV.shape[-1])
     chosen = [

@@ -62,7 +62,10 @@ from tlt_core.types import (
 log = logging.getLogger(__name__)
 
 # What a resumed run may change within the sections that count.
-_FREE: dict[str, Any] = {"rollout": {"speculation", "vllm"}, "update": {"backend": {"gather_bucket_mb"}}}
+_FREE: dict[str, Any] = {
+    "rollout": {"speculation", "vllm", "kv_memory_fraction"},
+    "update": {"backend": {"gather_bucket_mb"}},
+}
 
 
 class Session:

@@ -2,8 +2,8 @@
 
     collect(captured) -> buffer -> sampler -> micro_step, micro_step, ... (idle time) -> result -> adopt(published)
 
-A micro-step is one of: gradients of a few windows, an optimizer step, a part of the canary.  Each is bounded by
-`micro_step_s`, as the ones before were timed, so whoever is waiting waits no longer than that.  Gradients, order and
+A micro-step is one of: gradients of a few windows, an optimizer step, a part of the canary.  Gradients take
+`micro_step_s` at most, as the ones before were timed, a part of the canary `window_rows` chains.  Gradients, order and
 canary outlive an interruption: nothing is done twice, and nothing is lost but the piece under way.
 
 The canary (`spot_canary`) drafts along held-back recent responses, with the drafter in use and with the newest trained
@@ -115,6 +115,7 @@ class SpotTraining:
         )
         self._measured_steps = 0  # the trainer's, when the latest candidate was taken
         self._trained_s = 0.0  # since then
+        self._canary_s = 0.0  # of the latest measurement
         self._trainer = Eagle3Trainer(model, decoder.embed_tokens.weight, self._settings)
         self._sampler = WindowSampler(window_rows=cfg.window_rows, length_bias=cfg.length_bias, recency=cfg.recency)
         self._heads: dict[int, Tensor] = {}  # rows of the target's head for the draft vocabulary, by policy version
@@ -172,18 +173,15 @@ class SpotTraining:
         phase, began_s = self._phase, time.perf_counter()
         if phase.canary is not None:
             self._continue_canary()
-        elif phase.held is None:
-            phase.held = self._choose_held()
-            if phase.held:
-                phase.used = phase.canary = Measurement(self.used, phase.held)
         elif self._trainer.rows >= self._cfg.rows_per_step:
             self._trainer.apply()
             phase.steps += 1
+            self._trained_s += time.perf_counter() - began_s
         elif self._candidate_due():
-            phase.canary = self._take_candidate()
+            phase.canary = self._next_measurement()
         else:
             self._train()
-        self._trained_s += time.perf_counter() - began_s
+            self._trained_s += time.perf_counter() - began_s
 
     def result(self) -> SpotResult:
         """What came of the phase so far."""
@@ -284,7 +282,7 @@ class SpotTraining:
         self._heads = {int(n.removeprefix("head.")): h for n, h in tensors.items() if n.startswith("head.")}
         self._trainer.load_state_dict({n: v for n, v in tensors.items() if not n.startswith("head.")})
         self._step, self._rejections = values["step"], values["rejections"]
-        self._measured_steps, self._wanted_rows = values["measured_steps"], values["wanted_rows"]
+        self._measured_steps, self._wanted_rows = values.get("measured_steps", 0), values["wanted_rows"]
         self._sampler.load_state_dict(values["sampler"])
 
     # ------------------------------------------------------------------------------------------ inside
@@ -319,16 +317,22 @@ class SpotTraining:
             self._wanted_rows = min(max(self._wanted_rows * factor, _LEAST_ROWS), float(self._cfg.rows_per_step))
 
     def _candidate_due(self) -> bool:
-        """A canary pays when training since the last one, this phase or before, has taken several times as long."""
-        used = self._phase.used
-        if used is None or self._trainer.steps == self._measured_steps:
+        """A canary pays when training since the last one, this phase or before, has taken several times as long as the
+        last one did.  In short phases it is training that goes on, not a measurement that begins anew in each."""
+        if self._phase.held == [] or self._trainer.steps == self._measured_steps:
             return False
-        return self._trained_s > _CANARY_EVERY * used.seconds
+        return self._trained_s > _CANARY_EVERY * self._canary_s
 
-    def _take_candidate(self) -> Measurement:
-        assert self._phase.held is not None, "the drafter in use was measured on them"
+    def _next_measurement(self) -> Measurement | None:
+        """Of the drafter in use, once a phase, then of the newest weights; None: nothing is held back."""
+        phase = self._phase
+        if phase.held is None:
+            phase.held = self._choose_held()
+            if phase.held:
+                phase.used = Measurement(self.used, phase.held)
+            return phase.used
         self._measured_steps, self._trained_s = self._trainer.steps, 0.0
-        return Measurement(_copy(self._trainer.model), self._phase.held)
+        return Measurement(_copy(self._trainer.model), phase.held)
 
     def _choose_held(self) -> list[HeldWindow]:
         """What all of the phase's canaries are measured on."""
@@ -342,7 +346,7 @@ class SpotTraining:
         canary.step(self._chains)
         if not canary.done:
             return
-        phase.canary = None
+        phase.canary, self._canary_s = None, canary.seconds
         if canary is not phase.used:
             assert phase.used is not None, "it is measured first"
             phase.candidate, phase.comparison = canary.model, compare(phase.used, canary)

@@ -67,7 +67,12 @@ def load() -> ctypes.CDLL:
     lacking = _lacking()
     if lacking:
         raise NativeError(lacking)
-    path = _compiled()
+    try:
+        path = _compiled()
+    except OSError as error:
+        raise NativeError(
+            f"they cannot be compiled or kept ({error}); set XDG_CACHE_HOME to a folder with room that can be written"
+        ) from None
     torch.empty(1)  # torch's OpenMP runtime is loaded: the kernels take their threads from it
     try:
         found = ctypes.CDLL(str(path))
@@ -111,13 +116,13 @@ def _processor() -> str:
 
 
 def _cache_folder() -> Path:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tlt"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tlt"
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    except OSError:
-        pass
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        _log.info("no cache folder for the CPU kernels (%s): a temporary one is taken", error)
     # Somebody else's file must not be loaded: the name is this user's own, and private.
     private = Path(tempfile.gettempdir()) / f"tlt-{os.getuid()}"
     private.mkdir(mode=0o700, exist_ok=True)

@@ -69,6 +69,27 @@ def test_linear_takes_new_values_in_place():
     torch.testing.assert_close(panels(x), packed_linear_reference(x, new.bfloat16()), rtol=2**-7, atol=2**-10)
 
 
+def test_linear_refuses_what_does_not_fit():
+    panels = Panels(random(40, 64))
+    for wrong in (random(3, 128).bfloat16(), random(3, 64)):
+        with pytest.raises(ValueError, match="does not fit"):
+            panels(wrong)
+
+
+def test_a_full_disk_or_no_home_is_no_crash(monkeypatch, tmp_path):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", full)
+    with pytest.raises(native.NativeError, match="XDG_CACHE_HOME"):
+        native.load()
+    monkeypatch.undo()
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(native.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    assert native._cache_folder().is_dir()
+
+
 def test_linear_of_a_token_is_the_same_in_every_batch():
     panels, x = Panels(random(96, 576)), random(300, 576, seed=2).bfloat16()
     alone = torch.cat([panels(row[None]) for row in x])

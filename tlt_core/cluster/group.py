@@ -227,14 +227,18 @@ class WorkerGroup:
             return ray.get(list(calls))
         except RayTaskError as error:
             own = _own_error(error)
-            dead = [] if own is not None else self._dead_workers()  # a peer in a collective fails first
-            self.kill()
+            try:
+                dead = [] if own is not None else self._dead_workers()  # a peer in a collective fails first
+            finally:
+                self.kill()
             if own is not None:
                 raise own from error
             raise WorkerDied(f"{_who(dead)}  {_RESUME}" if dead else f"A worker failed with:\n{error}") from error
         except RayError as error:  # actor died, out of memory, node lost
-            dead = self._dead_workers()
-            self.kill()
+            try:
+                dead = self._dead_workers()
+            finally:
+                self.kill()
             raise WorkerDied(f"{_who(dead)}  {_RESUME}  ({error})") from error
 
     def _dead_workers(self) -> list[str]:

@@ -109,7 +109,10 @@ class Decoder(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Decoder":
-        """Casting or moving a module does the same to its buffers, and frequencies in bfloat16 ruin positions."""
+        """Casting or moving a module does the same to its buffers, and frequencies in bfloat16 ruin positions.  Raises
+        ModelError once packed: kernels know where the weights lie."""
+        if self.packed_layers is not None:
+            raise ModelError("a packed decoder cannot be moved or cast: load the plain one again")
         super()._apply(fn, recurse)
         self.reset_frequencies()
         return self

@@ -9,6 +9,7 @@ Shapes: T tokens, D hidden size, E tapped width, Y layers.
 """
 
 import ctypes
+import logging
 from collections.abc import Sequence
 from typing import cast
 
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 from kernels import native
 from kernels.packed_linear import Panels
 from tlt_core.model.decoder import Decoder, Hidden, Layer, PlacedAttend, RmsNorm, Rope
+
+log = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128)
 
@@ -43,9 +46,12 @@ class NativeLayers:
     def of(cls, decoder: Decoder) -> "NativeLayers | None":
         """None where the kernels do not run, or are not made for such heads."""
         library = native.library()
+        if library is not None and decoder.config.head_dim not in HEAD_DIMS:
+            log.info("heads of %d: layers run on torch's kernels, products in C", decoder.config.head_dim)
         if library is None or decoder.config.head_dim not in HEAD_DIMS:
             return None
-        if any(getattr(layer.qkv_proj, "panels", None) is None for layer in decoder.layers):
+        linears = [m for layer in decoder.layers for m in layer.children() if not isinstance(m, RmsNorm | nn.Identity)]
+        if any(getattr(linear, "panels", None) is None for linear in linears):
             return None
         return cls(decoder, library)
 
@@ -82,6 +88,8 @@ class NativeLayers:
     def _c_caches(self, attend: PlacedAttend) -> "ctypes.Array[native.CCache]":
         keys, values = attend.keys_YSKCd, attend.values_YSKCd
         assert keys.stride() == values.stride(), "keys and values are laid out alike"
+        assert keys.dtype == values.dtype == torch.bfloat16, "the cache has the weights' type"
+        assert int(attend.layout.places_T.max()) < keys.shape[3], "a token lies beyond its slot"
         assert keys.stride(4) == 1, "a head's features follow each other"
         assert keys.stride(3) == keys.shape[4], "a head's places follow each other"
         known = (keys.data_ptr(), values.data_ptr(), *keys.stride())

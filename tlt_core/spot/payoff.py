@@ -11,8 +11,9 @@ that drafts are used, so
 
 While the gain covers the cost, workers train whenever they are idle, but for short pauses in which the slowdown is
 measured.  Else they train for as much as slows the rollout by `max_slowdown`, which is also what notices that
-candidates gain again.  A drop in the acceptance of the drafter in use is taken as a sign that the policy has moved, and
-training begins anew.  Slowdown and gain start from what is usual, so that the first phases train.
+candidates gain again; where no gain was measured for as many phases as one lasts, a phase is trained in whole.  A drop
+in the acceptance of the drafter in use is taken as a sign that the policy has moved, and training begins anew.
+Slowdown and gain start from what is usual, so that the first phases train.
 
 No clock, no I/O: a function of the outcomes.
 """
@@ -50,8 +51,8 @@ class PayoffSettings:
     lasting_phases: int = 8  # that a gain lasts
 
     def __post_init__(self) -> None:
-        if self.max_slowdown < 0 or self.lasting_phases < 1:
-            raise ValueError(f"max_slowdown {self.max_slowdown} < 0 or lasting_phases {self.lasting_phases} < 1")
+        if self.max_slowdown <= 0 or self.lasting_phases < 1:
+            raise ValueError(f"max_slowdown {self.max_slowdown} <= 0 or lasting_phases {self.lasting_phases} < 1")
 
 
 @dataclass(slots=True)
@@ -63,6 +64,7 @@ class _Known:
     idle_s: float = 0.0
     share: float = 1.0  # of the idle seconds that trained, in phases that `gain` is of
     gain: float = _USUAL_GAIN
+    unmeasured: int = 0  # phases since a gain was measured
     length: float = 0.0
     best_length: float = 0.0
 
@@ -81,6 +83,10 @@ class Payoff:
         first = known.rollout_s == 0
         known.rollout_s = outcome.rollout_s if first else _mixed(known.rollout_s, outcome.rollout_s)
         known.idle_s = outcome.idle_s if first else _mixed(known.idle_s, outcome.idle_s)
+        known.unmeasured = 0 if outcome.gain is not None else known.unmeasured + 1
+        if known.unmeasured >= self._settings.lasting_phases:  # too short to measure anything in: look again
+            enough = self.slowdown / self._settings.lasting_phases
+            known.gain, known.share, known.unmeasured = max(known.gain, _USUAL_GAIN, enough), 1.0, 0
         if outcome.gain is not None:
             known.gain = _mixed(known.gain, outcome.gain)
             known.share = _mixed(known.share, outcome.trained_s / max(outcome.idle_s, outcome.trained_s, 1e-9))

@@ -70,7 +70,7 @@ def decoder(tiny_config):
     return made.bfloat16()
 
 
-def generate(tiny_config, *, max_live: int, plain: dict[NoiseKey, Rollout] | None = None):
+def generate(tiny_config, *, max_live: int, plain: dict[NoiseKey, Rollout] | None = None, params=PARAMS):
     """Responses by key, and how many draft tokens were accepted."""
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 64, (n,), generator=generator).to(torch.int32) for n in (5, 1, 40, 17)]
@@ -87,7 +87,7 @@ def generate(tiny_config, *, max_live: int, plain: dict[NoiseKey, Rollout] | Non
     engine.generate(
         pull,
         lambda r: finished.__setitem__(r.key, r),
-        PARAMS,
+        params,
         on_round=lambda trace: accepted.append(sum(trace.report.accepted)),
     )
     return finished, sum(accepted)
@@ -114,3 +114,23 @@ def test_speculation_changes_no_bit(tiny_config, max_live):
     found, accepted = generate(tiny_config, max_live=max_live, plain=plain)
     assert accepted > 100, "hardly anything was accepted: the test would prove little"
     assert_same(found, plain)
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 9}, {"top_p": 0.8}, {"temperature": 0.6, "top_k": 20, "top_p": 0.9}])
+def test_filters_change_no_bit_either(tiny_config, filters):
+    params = dataclasses.replace(PARAMS, **filters)
+    plain, _ = generate(tiny_config, max_live=1, params=params)
+    found, accepted = generate(tiny_config, max_live=12, plain=plain, params=params)
+    assert accepted > 50
+    assert_same(found, plain)
+
+
+def test_threads_change_no_bit(tiny_config):
+    plain, _ = generate(tiny_config, max_live=12)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        threaded, _ = generate(tiny_config, max_live=5, plain=plain)
+    finally:
+        torch.set_num_threads(before)
+    assert_same(threaded, plain)

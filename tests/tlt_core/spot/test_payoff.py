@@ -57,6 +57,12 @@ def test_a_stale_drafter_brings_it_back():
     assert FULL in duties
 
 
+def test_phases_too_short_for_a_measurement_do_not_end_it_for_good():
+    payoff = Payoff(PayoffSettings(lasting_phases=5))
+    assert run(payoff, 15, gain=0.0)[-1] < 0.2
+    assert FULL in run(payoff, 8, gain=None)
+
+
 def test_training_that_slows_nobody_is_not_held_up():
     payoff = Payoff(PayoffSettings())
     assert run(payoff, 10, gain=-0.02, slowdown=0.0)[2:] == [FULL] * 8
@@ -93,7 +99,7 @@ outcomes = st.builds(
     used_length=st.none() | st.floats(1, 7),
     gain=st.none() | st.floats(-0.5, 0.5),
 )
-settings_of = st.builds(PayoffSettings, st.sampled_from([0.0, 0.01, 0.3, 1.0]), st.integers(1, 20))
+settings_of = st.builds(PayoffSettings, st.sampled_from([0.001, 0.01, 0.3, 1.0]), st.integers(1, 20))
 
 
 @hypothesis_settings(max_examples=300, deadline=None)
