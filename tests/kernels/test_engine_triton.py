@@ -4,40 +4,16 @@ import pytest
 import torch
 
 from kernels import dispatch
+from tests.tlt_core.rollout.playing import Knows
 from tlt_core import sampling
 from tlt_core.rollout import plain_round, spec_round
 from tlt_core.rollout.engine import RolloutEngine, Speculation
-from tlt_core.speculation import NO_FLOORS, DraftTree, Strategy
+from tlt_core.speculation import NO_FLOORS, Strategy
 from tlt_core.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 
 PARAMS = SamplingParams(temperature=0.8, top_k=20, max_new_tokens=10, stop_token_ids=(2,))
 TREE = Strategy("knows", depth=3, width=2, tokens=6)
 LENGTHS = (5, 1, 9)
-
-
-class Knows:
-    """Drafts the plain response, each token beside a wrong sibling, and every fourth one wrong."""
-
-    name, taps, backlog_s = "knows", (), 0.0
-
-    def __init__(self, plain: dict[NoiseKey, Rollout]) -> None:
-        self._plain = plain
-
-    def propose(self, view, strategy):
-        tokens, parents, rows, depths = [], [], [], []
-        for row, (request, length, room) in enumerate(zip(view.requests, view.lengths, view.room, strict=True)):
-            parent = -1
-            truth = self._plain[request.key].tokens[length:].tolist()
-            for depth, right in enumerate(truth[: min(strategy.depth, room - 1)], start=1):
-                right = (right + (length + depth) % 4 // 3) % 64
-                for token in ((right + 9) % 64, right):
-                    tokens.append(token), parents.append(parent), rows.append(row), depths.append(depth)
-                parent = len(tokens) - 1
-        return DraftTree.of_lists(tokens, parents, rows, depths)
-
-    def admit(self, row, request): ...
-    def move(self, source, target): ...
-    def release(self, row, tokens): ...
 
 
 class Always:

@@ -1,8 +1,12 @@
-"""Requests, and an engine that decodes them while they arrive.  Imports no configuration: GPU tests need that, too."""
+"""Requests, an engine that decodes them while they arrive, and a drafter that knows the truth.
+
+Imports no configuration: GPU tests need that, too.
+"""
 
 import torch
 
-from tlt_core.types import GenerationRequest, NoiseKey
+from tlt_core.speculation import DraftTree
+from tlt_core.types import GenerationRequest, NoiseKey, Rollout
 
 VOCAB = 64
 
@@ -27,3 +31,29 @@ def play(engine, items, params, arrivals=()):
     engine.generate(pull, lambda r: finished.__setitem__(r.key, r), params, on_round=traces.append)
     assert len(finished) == len(items)
     return finished, traces
+
+
+class Knows:
+    """Drafts the plain response, wrong at every fourth position, beside wrong siblings that come first."""
+
+    name, taps, backlog_s = "knows", (), 0.0
+
+    def __init__(self, plain: dict[NoiseKey, Rollout]) -> None:
+        self._plain = plain
+
+    def propose(self, view, strategy):
+        tokens, parents, rows, depths = [], [], [], []
+        for row, (request, length, room) in enumerate(zip(view.requests, view.lengths, view.room, strict=True)):
+            parent = -1
+            truth = self._plain[request.key].tokens[length:].tolist()
+            for depth, right in enumerate(truth[: min(strategy.depth, room - 1)], start=1):
+                right = (right + (length + depth) % 4 // 3) % VOCAB
+                for wrong in range(strategy.width - 1, -1, -1):
+                    tokens.append((right + 9 * wrong) % VOCAB)
+                    parents.append(parent), rows.append(row), depths.append(depth)
+                parent = len(tokens) - 1
+        return DraftTree.of_lists(tokens, parents, rows, depths)
+
+    def admit(self, row, request): ...
+    def move(self, source, target): ...
+    def release(self, row, tokens): ...

@@ -7,41 +7,16 @@ import pytest
 import torch
 
 from kernels import native
+from tests.tlt_core.rollout.playing import Knows
 from tlt_core.model.load import random_decoder
 from tlt_core.rollout.engine import RolloutEngine, Speculation
-from tlt_core.speculation import NO_FLOORS, OFF, DraftTree, Strategy
+from tlt_core.speculation import NO_FLOORS, OFF, Strategy
 from tlt_core.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="the C kernels do not run on this machine")
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=70, stop_token_ids=(2,))
 SHAPES = (Strategy("knows", 1, 1, 1), Strategy("knows", 5, 1, 5), Strategy("knows", 4, 3, 12), OFF)
-
-
-class Knows:
-    """Drafts the plain response, wrong at every fourth position, beside wrong siblings that come first."""
-
-    name, taps, backlog_s = "knows", (), 0.0
-
-    def __init__(self, plain: dict[NoiseKey, Rollout]) -> None:
-        self._plain = plain
-
-    def propose(self, view, strategy):
-        tokens, parents, rows, depths = [], [], [], []
-        for row, (request, length, room) in enumerate(zip(view.requests, view.lengths, view.room, strict=True)):
-            parent = -1
-            truth = self._plain[request.key].tokens[length:].tolist()
-            for depth, right in enumerate(truth[: min(strategy.depth, room - 1)], start=1):
-                right = (right + (length + depth) % 4 // 3) % 64
-                for wrong in range(strategy.width - 1, -1, -1):
-                    tokens.append((right + 9 * wrong) % 64)
-                    parents.append(parent), rows.append(row), depths.append(depth)
-                parent = len(tokens) - 1
-        return DraftTree.of_lists(tokens, parents, rows, depths)
-
-    def admit(self, row, request): ...
-    def move(self, source, target): ...
-    def release(self, row, tokens): ...
 
 
 class InTurn:
