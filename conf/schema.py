@@ -407,7 +407,8 @@ class SpotConfig(Section):
     max_steps: int = Field(0, ge=0)
     """Pieces of work (`micro_step_s` each at most) of all workers in one rollout; 0: as many as idle time holds."""
     after_rollout_s: float = Field(0.0, ge=0)
-    """Training after rollout has ended, on every worker: for a single worker, which is never idle.  Costs step time."""
+    """Training after rollout has ended, on every worker: for a single worker, whose only idle time is the waiting for
+    rewards.  Costs step time."""
     micro_step_s: float = Field(0.15, gt=0)
     """Longest piece of work between two looks at whether rollout has ended."""
     rows_per_step: int = Field(256, ge=1)

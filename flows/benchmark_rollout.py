@@ -2,7 +2,7 @@
 
     rl      rollouts of the run's policy (after the cold start, or trained), as one worker decodes them
     tail    its few longest responses among short ones
-    short   its shorter half: no tail
+    short   four steps of it, every response cut off at its median length: no tail
     raw     the start model before the cold start, at the same temperature: high entropy, nothing to guess
 
 Same requests, lengths and noise for every configuration, one engine after the other in turn, on one worker's threads.
@@ -15,6 +15,7 @@ drafting took no time, and if besides each verification took its projections alo
 is its first seconds.
 """
 
+import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,8 +38,9 @@ from tlt_core.prompt_order import PromptOrder
 from tlt_core.types import GenerationRequest, NoiseKey, Prompt, SamplingParams
 from tlt_core.verdicts import summarise
 
-_RAW_TOKENS = 96  # responses of the raw model ramble on
+_RAW_TOKENS = 256  # responses of the raw model ramble on
 _RAW_REQUESTS = 16
+_SHORT_STEPS = 4  # whose prompts make up the short work: those of one are decoded in a second
 _LONGEST, _AMONG = 4, 16  # requests of the tail workload
 _CLAIMS = {  # figure of the adaptive engine over plain decoding, and its bound
     "rl": (("tail_tokens_per_s", 2.0), ("tokens_per_s", 1.0)),
@@ -76,8 +78,10 @@ def bench_rollout(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> d
 def configurations(base: SpeculationConfig) -> dict[str, SpeculationConfig]:
     """Plain, every adaptive policy, and each strategy of the menu alone."""
     menu = [StrategyConfig(drafter=s.drafter, depth=s.depth, width=s.width, tokens=s.tokens) for s in menu_of(base)]
-    named = {kind: base.model_copy(update={"policy": kind}) for kind in ("off", "cost_model", "beg_mab")}
-    named[_KEPT] = named["cost_model"]
+    adaptive = base.model_copy(update={"policy": "cost_model"})
+    # Side by side: the claim is their ratio.
+    named = {"off": base.model_copy(update={"policy": "off"}), _KEPT: adaptive}
+    named |= {"cost_model": adaptive, "beg_mab": base.model_copy(update={"policy": "beg_mab"})}
     named["threshold"] = base.model_copy(update={"policy": "threshold", "max_live": 4})
     for arm, strategy in zip(menu_of(base), menu, strict=True):
         named[f"fixed {arm}"] = base.model_copy(update={"policy": "fixed", "menu": (strategy,)})
@@ -86,8 +90,8 @@ def configurations(base: SpeculationConfig) -> dict[str, SpeculationConfig]:
 
 def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path) -> Sequence[Workload]:
     tokenizer, dtype = load_tokenizer(policy), getattr(torch, cfg.rollout.dtype)
-    prompts = PromptOrder(data.load(data_dir, "train", tokenizer), seed=cfg.seed).take(cfg.rollout.num_prompts)
-    share = prompts[:: cfg.cluster.num_workers]
+    prompts = PromptOrder(data.load(data_dir, "train", tokenizer), seed=cfg.seed)
+    share, *later = (prompts.take(cfg.rollout.num_prompts)[:: cfg.cluster.num_workers] for _ in range(_SHORT_STEPS))
     params = SamplingParams(
         temperature=cfg.rollout.temperature,
         top_p=cfg.rollout.top_p,
@@ -100,21 +104,26 @@ def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path) -> Seq
     rl = Workload("rl", decoder, requests, params, cfg.rollout.max_live_requests)
     rl = fix_lengths(rl, seed=cfg.seed)
     ordered = sorted(rl.requests, key=lambda r: r.max_new_tokens or 0)
-    raw_params = SamplingParams(params.temperature, params.top_p, params.top_k, _RAW_TOKENS, params.stop_token_ids)
+    median = ordered[len(ordered) // 2].max_new_tokens or params.max_new_tokens
+    short_params = dataclasses.replace(params, max_new_tokens=median)
+    short_requests = requests + [
+        request
+        for step, part in enumerate(later, start=2)
+        for request in _requests(part, cfg.rollout.num_samples, seed=cfg.seed, step=step)
+    ]
+    raw_params = dataclasses.replace(params, max_new_tokens=_RAW_TOKENS)
+    raw_requests = _requests(share, -(-_RAW_REQUESTS // len(share)), seed=cfg.seed)[:_RAW_REQUESTS]
     raw = load_decoder(start, dtype=dtype, device="cpu")
     return (
         rl,
         rl._replace(name="tail", requests=ordered[:-_LONGEST][: _AMONG - _LONGEST] + ordered[-_LONGEST:]),
-        rl._replace(name="short", requests=ordered[: len(ordered) // 2]),
-        fix_lengths(
-            Workload("raw", raw, _requests(share, 1, seed=cfg.seed)[:_RAW_REQUESTS], raw_params, _RAW_REQUESTS),
-            seed=cfg.seed,
-        ),
+        fix_lengths(Workload("short", decoder, short_requests, short_params, rl.max_live), seed=cfg.seed),
+        fix_lengths(Workload("raw", raw, raw_requests, raw_params, _RAW_REQUESTS), seed=cfg.seed),
     )
 
 
-def _requests(prompts: Sequence[Prompt], samples: int, *, seed: int) -> list[GenerationRequest]:
-    return [GenerationRequest(NoiseKey(seed, 1, p.id, s), p.tokens) for p in prompts for s in range(samples)]
+def _requests(prompts: Sequence[Prompt], samples: int, *, seed: int, step: int = 1) -> list[GenerationRequest]:
+    return [GenerationRequest(NoiseKey(seed, step, p.id, s), p.tokens) for p in prompts for s in range(samples)]
 
 
 def _rows(workload: Workload, measured: Mapping[str, Sequence[Measured]]) -> list[dict[str, Any]]:

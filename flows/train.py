@@ -107,8 +107,8 @@ def register(session: Session, policy: Path, dataset: Ref, *, tracker_run_id: st
 def sample(session: Session, step: int) -> Ref:
     """Scored groups of one step; further rounds where dynamic sampling asks for them."""
     rollouts = rollout(session, step)
-    publish_drafter(session, step)
     scored = reward(session, step, rollouts)
+    publish_drafter(session, step)
     while scored.wants_more:
         scored = resample(session, step, scored.ref)
     return scored.ref

@@ -1,4 +1,4 @@
-"""What `tlt bench spot` measures on a run's recorded responses: acceptance, methods of training, packing, checkpoints.
+"""What `tlt bench spot` measures on a run's recorded responses: methods of training, packing, checkpoints.
 
 All of it on the hidden states that rollout left behind, with the drafters that were in use at the time.
 """
@@ -8,21 +8,19 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.schema import RunConfig
-from tlt_core.drafter.eagle3_acceptance import AcceptanceMeasure, measure_acceptance
+from tlt_core.bench_chains import Recorded
 from tlt_core.drafter.eagle3_loss import LossKind
 from tlt_core.drafter.eagle3_model import Eagle3Model
 from tlt_core.drafter.eagle3_sequence import HeadProbs, TrainSequence
 from tlt_core.drafter.eagle3_train import Eagle3Trainer, Method, TrainSettings
 from tlt_core.drafter.eagle3_windows import Window
-from tlt_core.spot.buffer import SequenceBuffer
-from tlt_core.spot.checkpoint import async_checkpoint, load_checkpoint
+from tlt_core.spot.checkpoint import async_checkpoint
 from tlt_core.spot.sampling import Candidate, WindowSampler
 from tlt_core.spot.writer import BackgroundWriter
 from tlt_core.timing import median_s
@@ -37,58 +35,6 @@ METHODS: Mapping[str, tuple[Method, LossKind]] = {
 _MICRO_ROWS = 128
 _PACKED_SEQUENCES = 8
 _TRIALS = 3
-
-
-class Recorded(NamedTuple):
-    """One response of a run."""
-
-    id: str
-    step: int
-    sequence: TrainSequence
-
-
-def recorded(spot_dir: Path) -> list[Recorded]:
-    """What a run's workers have kept of their responses, by step."""
-    found: list[Recorded] = []
-    bounds = {"max_bytes": 1 << 40, "max_ram_bytes": 1 << 30, "max_sequences": 1 << 30}
-    for folder in sorted(spot_dir.glob("worker_*")):
-        tensors, values = load_checkpoint(folder / "training.safetensors")
-        heads = {int(n.removeprefix("head.")): head for n, head in tensors.items() if n.startswith("head.")}
-        for stored in SequenceBuffer.open(folder, values["buffer"], **bounds).sequences():
-            probs = HeadProbs(stored.last_PD, stored.lognorms_P, heads[stored.policy_version])
-            sequence = TrainSequence(stored.tokens_L.long(), stored.taps_LE, probs, stored.first, stored.stream)
-            if sequence.rows:
-                found.append(Recorded(f"{folder.name}/{stored.id}", stored.step, sequence))
-    return sorted(found, key=lambda r: (r.step, r.id))
-
-
-class AcceptLength(NamedTuple):
-    """Tokens a round of chains along the responses, begun at every one of their tokens."""
-
-    by_token: float  # every token counts alike: long responses, which the tail is made of, count for what they are
-    by_response: float  # every response counts alike
-
-
-def accept_length(
-    cfg: RunConfig, model: Eagle3Model, embedding_VD: Tensor, responses: Sequence[Recorded]
-) -> AcceptLength:
-    """Under the responses' own noise: what the engine would accept."""
-    measures = [_measured(cfg, model, embedding_VD, r.sequence) for r in responses]
-    starts, accepted = (sum(m.starts for m in measures), sum(sum(m.accepted_by_depth) for m in measures))
-    return AcceptLength(1 + accepted / starts, statistics.mean(m.accept_length for m in measures))
-
-
-def _measured(cfg: RunConfig, model: Eagle3Model, embedding_VD: Tensor, sequence: TrainSequence) -> AcceptanceMeasure:
-    return measure_acceptance(
-        model,
-        embedding_VD,
-        [sequence],
-        depth=cfg.drafter.depth,
-        temperature=cfg.rollout.temperature,
-        top_p=cfg.rollout.top_p,
-        top_k=cfg.rollout.top_k,
-        compute_dtype=getattr(torch, cfg.rollout.dtype),
-    )
 
 
 def trained(

@@ -1,6 +1,6 @@
 """The driver's side of one training run: what the tasks of an iteration call.
 
-    generate -> publish_drafter -> score -> update -> publish -> evaluate -> save_checkpoint        (one RL step)
+    generate -> score -> publish_drafter -> update -> publish -> evaluate -> save_checkpoint        (one RL step)
 
 Owns the worker group and the scorer, decides which prompts a step takes, and gathers the step's metrics.  Holds no
 model.  A fresh `Session` continues from the newest valid checkpoint, so starting again and resuming are one thing.
@@ -61,6 +61,8 @@ from tlt_core.types import (
 
 log = logging.getLogger(__name__)
 
+_PATIENCE_S = 0.1  # rewards that are there by then are not worth a phase of training
+
 # What a resumed run may change within the sections that count.
 _FREE: dict[str, Any] = {
     "rollout": {"speculation", "vllm", "kv_memory_fraction"},
@@ -106,7 +108,8 @@ class Session:
         spot = cfg.drafter.spot
         self._payoff = Payoff(PayoffSettings(max_slowdown=spot.max_slowdown, lasting_phases=spot.gain_lasts_steps))
         self._trained: list[SpotResult] = []  # by the workers, in the latest rollout
-        self._phases: list[PhaseReport] = []  # of the step's rollouts
+        self._phases: list[PhaseReport] = []  # of the step's rollouts, and of waiting for their rewards
+        self._rollout_phase = PhaseReport((), 0.0, (), 0, {})  # the latest
         self._last_best_metric: float | None = None
         self._resample_rounds = 0
         self._step = 0
@@ -185,7 +188,7 @@ class Session:
         if len(trained) < self._group.num_workers:  # none is trained, or a worker was lost
             return "no drafter is trained" if not trained else "a worker was lost"
         with self.metrics.timed("publish_drafter"):
-            self._payoff.observe(outcome_of(self._phases[-1], self.rounds, trained))
+            self._payoff.observe(outcome_of(self._rollout_phase, self.rounds, trained))
             decision = decide(trained, errors=self.cfg.drafter.spot.canary_errors)
             published = []
             if any(decision.shares):
@@ -207,6 +210,7 @@ class Session:
     def score(self, step: int, rollouts: RolloutBatch) -> ScoredBatch:
         """Wait for the outstanding scores; shape rewards, compute group-relative advantages."""
         with self.metrics.timed("reward"):
+            self._train_while_scoring(step, _keys(rollouts))
             scores = self._scorer.collect(_keys(rollouts))
         components_RF = torch.tensor([s.components for s in scores], dtype=torch.float32)
         scores_R = torch.tensor([s.total for s in scores], dtype=torch.float32)
@@ -426,11 +430,24 @@ class Session:
         if is_training:
             self.metrics.spans.extend(workers.spans)
             self._phases.append(workers)
+            self._rollout_phase = workers
             self.rounds = [report.rounds for report in reports]
             self.metrics.log(spec_metrics(reports) | vllm_spec_metrics(reports))
             self._trained = results_of(reports)
             self.metrics.log(canary_metrics([report.canary for report in reports]))
         return RolloutBatch.pack(finished)
+
+    def _train_while_scoring(self, step: int, keys: Sequence[tuple[int, int]]) -> None:
+        """Rewards that take their time are idle time too, for every worker."""
+        trains = len(self._trained) == self._group.num_workers  # not with vLLM, nor when a worker was lost
+        if not trains or self._scorer.is_ready(keys, within_s=_PATIENCE_S):
+            return
+        settings = replace(self._spot_settings(is_training=True), duty=1.0)  # nobody decodes whom it could slow
+        waited = self._group.train_while(lambda: not self._scorer.is_ready(keys), step=step, spot=settings)
+        self.metrics.spans.extend(waited.phase.spans)
+        self._phases.append(waited.phase)
+        self._trained = waited.results
+        self.metrics.log(bubble_metrics(self._phases))
 
     def _spot_settings(self, is_training: bool) -> SpotSettings:
         spot = self.cfg.drafter.spot

@@ -45,7 +45,7 @@ _STATE = "training.safetensors"
 _FIRST_ROWS = 16  # of the first micro-step, before anything was timed
 _LEAST_ROWS = 4
 _FASTEST = 2.0  # change of a micro-step's size from one to the next
-_CANARY_EVERY = 8.0  # seconds of training for each second that a candidate's canary takes
+_CANARY_EVERY = 3.0  # seconds of training for each second that a candidate's canary takes
 
 
 class SpotResult(NamedTuple):

@@ -59,7 +59,7 @@ def test_e2e_shows_identity_and_the_ceiling(home: Path) -> None:
         assert rows[workload, "plain"]["over_plain_in_all"] == 1.0
         ceiling = rows[workload, "ceiling"]
         assert ceiling["speedup_if_rollout_were_free"] > ceiling["speedup_tlt_if_the_rest_stays"] > 0
-    assert all(rows["exact", name]["same"] == 1.0 for name in ("plain", "fixed", "static", "tlt"))
+    assert all(rows["exact", name]["same_steps"] == 1.0 for name in ("plain", "fixed", "static", "tlt"))
     assert report["verdicts"][-1]["holds"]
     assert [v["bound"] for v in report["verdicts"]] == [1.7, 1.01, 0.97, 1.0]
     assert out.with_suffix(".png").stat().st_size > 5000
@@ -72,8 +72,12 @@ def test_spot_compares_drafters_and_methods_on_recorded_responses(home: Path, mo
     monkeypatch.setattr("flows.benchmark_spot._METHOD_ROWS", 64)
     report = bench_spot(_config(home), repeats=2, out=home / "spot.json", command="by hand")
     rows = {row["configuration"]: row for row in report["rows"]}
-    assert rows["steps 1 to 2"]["ratio"] == 1.0  # both are the first drafter
-    assert rows["steps 3 to 4"]["responses"] == rows["steps 1 to 2"]["responses"] > 0
+    first, later = rows["steps 1 to 2, 12 drafts"], rows["steps 3 to 4, 12 drafts"]
+    assert first["ratio_by_round"] == 1.0  # both are the first drafter
+    assert later["responses"] == first["responses"] > 0
+    for row in (first, later):
+        for kind in ("by_token", "by_response"):
+            assert row[f"static_or_ngram_{kind}"] >= max(row[f"static_{kind}"], 1.0)
     assert all(1 <= rows[f"method: {kind}"]["accept_length"] <= 3 for kind in METHODS)  # two drafts a round
     assert rows["packing"]["packed_over_padded"] > 0
     assert rows["checkpoint"]["full_mb"] > rows["checkpoint"]["selective_mb"] > 0

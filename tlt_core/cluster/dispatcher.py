@@ -57,7 +57,9 @@ class Dispatcher:
         step: int = 0,
         spot: SpotSettings = SpotSettings(enabled=False),  # noqa: B008 (immutable)
     ) -> None:
-        """Start a phase of RL step `step`.  `groups[i]` are the requests of one prompt.  spot: who may train when."""
+        """Start a phase of RL step `step`.  `groups[i]` are the requests of one prompt.  spot: who may train when.
+
+        Without any request the phase is one of waiting, which lasts until `end`."""
         self._coordinator = Coordinator(num_workers, spot)
         self._coordinator.handle(PhaseBegan(step, time.time()))
         self._ended_s = 0.0
@@ -90,6 +92,10 @@ class Dispatcher:
         self._outstanding -= 1
         if self._outstanding == 0:
             self._coordinator.handle(RolloutOver(time.time()))
+
+    def end(self) -> None:
+        """Whatever was waited for is there."""
+        self._coordinator.handle(RolloutOver(time.time()))
 
     def report(self, worker: int, tokens: int) -> None:
         """A worker has emitted so many tokens in this phase."""

@@ -29,10 +29,12 @@ from tlt_core.cluster.shared_folders import expected_files, probe_file, require_
 from tlt_core.cluster.worker import GenerateReport, UpdateReport, Worker, WorkerSpec
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.spot.coordinator import PhaseReport, SpotSettings
+from tlt_core.spot_training import SpotResult
 from tlt_core.types import GenerationRequest, SamplingParams
 
 log = logging.getLogger(__name__)
 
+_POLL_S = 0.02  # how often what is waited for is looked at
 _WATCH_S = 0.1  # how often finished rollouts are gathered and workers watched
 _POST_MORTEM_S = 10.0  # for Ray to notice that a process or node is gone, after its peers have felt it
 _RESUME = "Start the same command again to resume from the newest checkpoint."
@@ -46,6 +48,13 @@ class Generated(NamedTuple):
     """What the workers did in a generation phase."""
 
     reports: list[GenerateReport]  # by rank; a worker that died when it had nothing left to decode is missing
+    phase: PhaseReport
+
+
+class Waited(NamedTuple):
+    """What the workers did while the driver waited."""
+
+    results: list[SpotResult]  # of their training, by rank; a worker that died is missing
     phase: PhaseReport
 
 
@@ -152,10 +161,28 @@ class WorkerGroup:
         phase = self._get([self._dispatcher.phase.remote()])[0]
         return Generated([reports[rank] for rank in sorted(reports)], phase)
 
-    def _report_of(self, call: Any, rank: int) -> GenerateReport | None:
+    def train_while(self, waiting: Callable[[], bool], *, step: int, spot: SpotSettings) -> Waited:
+        """All workers train the drafter while the driver waits for something, as idle ones do during a rollout."""
+        begun = self._dispatcher.begin.remote([], num_workers=self.num_workers, dispatch="pull", step=step, spot=spot)
+        self._get([begun])
+        running = {w.wait.remote(self._dispatcher): rank for rank, w in enumerate(self._workers)}
+        pending, results, ended = list(running), dict[int, SpotResult](), False
+        while pending:
+            if not ended and not waiting():
+                self._get([self._dispatcher.end.remote()])
+                ended = True
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S)
+            for call in done:
+                result = self._report_of(call, running[call])
+                if result is not None:
+                    results[running[call]] = result
+        phase = self._get([self._dispatcher.phase.remote()])[0]
+        return Waited([results[rank] for rank in sorted(results)], phase)
+
+    def _report_of(self, call: Any, rank: int) -> Any:
         """None: the worker died idle, and the phase goes on."""
         try:
-            report: GenerateReport = ray.get(call)
+            report = ray.get(call)
         except ActorDiedError as error:
             if not self._get([self._dispatcher.lost.remote(rank)])[0]:
                 self._get([call])

@@ -254,6 +254,11 @@ class Worker:
         ray.get(pushed)
         dispatcher.report.remote(self._rank, tokens)
         self._use_idle_time(idle, lambda event: ray.get(dispatcher.ask.remote(event)), spot)
+        if spot is not None:
+            until_s = time.monotonic() + self._spec.drafter.spot.after_rollout_s
+            while spot.has_data and time.monotonic() < until_s:
+                spot.micro_step()
+            spot.end()
         if vllm is not None:
             return GenerateReport((), {}, 0, chains=vllm.counters())
         assert engine is not None and drafting is not None, "load() comes first"  # noqa: PT018
@@ -265,6 +270,15 @@ class Worker:
             None if spot is None else spot.result(),
             drafting.canary(),
         )
+
+    def wait(self, dispatcher: Any) -> SpotResult:
+        """Train the drafter, as in the rest of the rollout before, until the dispatcher's phase of waiting ends."""
+        import ray
+
+        assert self._drafting is not None and self._drafting.spot is not None, "else there is no use for it"  # noqa: PT018
+        spot, idle = self._drafting.spot, WorkerIdle(self._rank, time.time())
+        self._use_idle_time(idle, lambda event: ray.get(dispatcher.ask.remote(event)), spot)
+        return spot.result()
 
     def _use_idle_time(
         self, idle: WorkerIdle, ask: Callable[[WorkerIdle | Progress], Order], spot: SpotTraining | None
@@ -279,11 +293,6 @@ class Worker:
             else:
                 time.sleep(_POLL_S)
             order = ask(Progress(self._rank, done, time.time(), has_data))
-        if spot is not None:
-            until_s = time.monotonic() + self._spec.drafter.spot.after_rollout_s
-            while spot.has_data and time.monotonic() < until_s:
-                spot.micro_step()
-            spot.end()
 
     def update(self, steps: Sequence[TrainBatch]) -> UpdateReport:
         """One RL step's optimizer steps, on this worker's share of each."""

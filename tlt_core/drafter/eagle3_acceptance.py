@@ -66,7 +66,7 @@ def measure_acceptance(
     if not starts:
         raise ValueError(f"no row of {len(sequences)} sequences to start a draft from: they need three tokens each")
     total, reached = 0, torch.zeros(depth, dtype=torch.int64)
-    for part in _passes(starts):
+    for part in passes(starts):
         measure = measure_starts(model, embedding_VD, part, depth=depth, params=params, compute_dtype=compute_dtype)
         total += measure.starts
         reached += torch.tensor(measure.accepted_by_depth)
@@ -83,12 +83,27 @@ def measure_starts(
     compute_dtype: torch.dtype = torch.float32,
 ) -> AcceptanceMeasure:
     """The same from the rows of these spans, which must be trained ones, in one pass."""
+    runs = start_runs(model, embedding_VD, starts, depth=depth, params=params, compute_dtype=compute_dtype)
+    accepted_N = torch.cat(runs)
+    reached = (accepted_N[:, None] > torch.arange(depth)).sum(0)
+    return AcceptanceMeasure(len(accepted_N), tuple(reached.tolist()))
+
+
+def start_runs(
+    model: Eagle3Model,
+    embedding_VD: Tensor,
+    starts: Sequence[Span],
+    *,
+    depth: int,
+    params: SamplingParams,
+    compute_dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """Accepted drafts of a chain begun at each row of these spans, which must be trained ones: [rows of the span] int64
+    for each, on the CPU, in one pass.  A chain ends with its response."""
     ends = [min(s.end + depth - 1, len(s.sequence.tokens_L) - 2) for s in starts]
     spans = [span._replace(end=end) for span, end in zip(starts, ends, strict=True)]
     runs = accepted_runs(model, embedding_VD, spans, depth=depth, params=params, compute_dtype=compute_dtype)
-    accepted_N = torch.cat([run_T[: span.end - span.start] for span, run_T in zip(starts, runs, strict=True)]).cpu()
-    reached = (accepted_N[:, None] > torch.arange(depth)).sum(0)
-    return AcceptanceMeasure(len(accepted_N), tuple(reached.tolist()))
+    return [run_T[: span.end - span.start].cpu() for span, run_T in zip(starts, runs, strict=True)]
 
 
 @torch.inference_mode()
@@ -118,6 +133,8 @@ def accepted_runs(
         embeds_RD = F.embedding(pack.tokens_R, embedding_VD).float()
         for k, y_TD in enumerate(drafted_depths(model, embeds_RD, pack, depth=depth)):
             alive_N = alive_N[positions_T[alive_N] + k < ends_T[alive_N]]
+            if not len(alive_N):  # all chains that were right so far ended with their responses
+                break
             rows_N = alive_N + k
             noise_NJ = None
             if params.temperature:
@@ -145,7 +162,7 @@ def _choose_starts(sequences: Sequence[TrainSequence], *, depth: int, max_rows: 
     return starts
 
 
-def _passes(starts: Sequence[Span]) -> Iterator[list[Span]]:
+def passes(starts: Sequence[Span]) -> Iterator[list[Span]]:
     """The same starts, cut and gathered into passes of bounded size."""
     part: list[Span] = []
     room = _PASS_ROWS

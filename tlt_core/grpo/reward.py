@@ -10,7 +10,7 @@ a scorer that kills its own process costs that one sample.  All of it is counted
 import logging
 import multiprocessing
 from collections.abc import Hashable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
@@ -83,6 +83,10 @@ class Scorer:
     def collect(self, keys: Sequence[Hashable]) -> list[Score]:
         """Scores in the order of `keys`; waits for what is not ready, at most the time limit a response."""
         return [self._score(self._futures.pop(key)) for key in keys]
+
+    def is_ready(self, keys: Sequence[Hashable], *, within_s: float = 0.0) -> bool:
+        """Would `collect` return at once?  Waits for it as long as that."""
+        return not wait([self._futures[key] for key in keys], timeout=within_s).not_done
 
     def close(self) -> None:
         """End the pool at once."""

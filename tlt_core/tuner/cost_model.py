@@ -29,17 +29,21 @@ _PASS_PRIOR = (
     3e-6,
     1e-6,
     0.5e-3,
-    0.1e-3,
 )  # of a 135M model on few cores, to begin with
 _CLIP = 2.5  # standard deviations of an innovation that are believed
 _HALF_HOPE = 64  # rounds without a drafter after which an optimist halves its cost
 _LEAST_GAIN = 0.05  # share of an error that is corrected however sure the filter is
 _LEVEL_GAIN = 0.05  # of a moving average
 _DRIFT = 2e-4  # share of the prior's variance that each round gives back
+_LEAST_SHARE = 0.1  # of the cheapest pass ever seen: no pass is expected to cost less
 
 
 class RobustFilter:
-    """y ~ phi . theta with theta >= 0, by a Kalman filter on clipped innovations."""
+    """y ~ phi . theta with theta >= 0, by a Kalman filter on clipped innovations.
+
+    Observations of some kinds alone can bring the coefficients of another kind to 0; so what is expected is held above
+    a small share of the least y seen.
+    """
 
     def __init__(self, theta: Sequence[float], spread: Sequence[float], *, one_sided: bool = False) -> None:
         """theta: the prior's mean; spread: its standard deviations.  one_sided: y far below the expected shows that
@@ -48,6 +52,7 @@ class RobustFilter:
         self.noise = 0.1  # of y, relative
         self._one_sided = one_sided
         self._fresh = True  # the first observation sets the scale
+        self._least = 0.0  # y seen; 0: none yet
         self.ceiling = [s * s for s in spread]
         self._widen()
 
@@ -55,13 +60,16 @@ class RobustFilter:
         self.covariance = [[v if i == j else 0.0 for j in range(len(self.theta))] for i, v in enumerate(self.ceiling)]
 
     def predict(self, phi: Sequence[float]) -> float:
-        """Expected y."""
+        """Expected y, never 0 once any y was seen."""
         expected: float = sum(map(mul, phi, self.theta))
-        return expected
+        return max(expected, _LEAST_SHARE * self._least)
 
     def update(self, phi: Sequence[float], y: float) -> None:
-        """Learn from one observation."""
+        """Learn from one observation.  Raises ValueError when phi is not as long as theta."""
+        if len(phi) != len(self.theta):
+            raise ValueError(f"{len(phi)} features for {len(self.theta)} coefficients: give one each")
         expected = max(self.predict(phi), 1e-7)
+        self._least = min(self._least or y, max(y, 1e-7))
         if self._one_sided and y < expected * (1.0 - 3 * self.noise):
             self._widen()
         gain = [sum(map(mul, row, phi)) for row in self.covariance]
@@ -108,6 +116,7 @@ class RobustFilter:
         return {
             "theta": list(self.theta),
             "noise": self.noise,
+            "least": self._least,
             "ceiling": list(self.ceiling),
             "covariance": [list(row) for row in self.covariance],
         }
@@ -117,6 +126,7 @@ class RobustFilter:
         if len(state["theta"]) == len(self.theta):
             self.theta, self.ceiling = list(state["theta"]), list(state["ceiling"])
             self.covariance, self.noise = [list(row) for row in state["covariance"]], float(state["noise"])
+            self._least = state.get("least", 0.0)  # absent from older states
             self._fresh = False
 
 
@@ -185,6 +195,10 @@ class CostModel:
         level_s = draft_s / (1 + max(report.offered))  # the first pass, which catches up, is about a level too
         before_s = self._level_s.setdefault(name, level_s)
         self._level_s[name] += _LEVEL_GAIN * (min(level_s, 3 * before_s) - before_s)
+
+    def pass_over(self) -> None:
+        """Count a round without learning from it."""
+        self._round += 1
 
     def calibrate(self, measure: Measure, *, max_live: int, max_tokens: int, budget_s: float = 3.0) -> None:
         """Time passes until budget_s is spent; each point once even if that takes longer, and then medians.

@@ -20,8 +20,9 @@ from tlt_core.tuner.ledger import Ledger
 
 Kind = Literal["cost_model", "beg_mab", "threshold", "fixed", "off"]
 
-_TIE_BREAK = 0.99  # the best of several estimates is an overestimate; plain decoding's is the surest
+_TIE_BREAK = 0.97  # the best of several estimates is an overestimate, and plain decoding's is the surest
 _LOWEST_FLOOR = 0.02  # below, hardly anything would be cut, and a GPU would have to be waited for at each level
+_UNDERESTIMATE = 0.1  # of EAGLE-3 drafts said to be right with 0.1-0.2, 0.26 were, with 0.4-0.5, 0.59
 _HIGHEST_FLOOR = 0.8  # a cost that is overestimated must not end all drafting: nothing would be learnt
 _MOST_BLAMED = 1.2  # a probe answers for what its drafter takes, but not for a stall of the target's pass
 
@@ -43,8 +44,11 @@ class RecordedTuner:
 
     def observe(self, rows: Sequence[int], report: RoundReport) -> None:
         """See `Tuner`."""
-        self.ledger.record(report, self.cost.plain_seconds(report.live, report.context))
+        self._record(report)
         self.cost.observe(report)
+
+    def _record(self, report: RoundReport) -> None:
+        self.ledger.record(report, self.cost.plain_seconds(report.live, report.context))
 
     def forget(self, row: int) -> None:
         """See `Tuner`."""
@@ -92,6 +96,7 @@ class CostModelTuner(RecordedTuner):
         super().__init__(menu)
         self._menu = tuple(menu)
         self._seen: tuple[int, ...] = ()  # the rows at the last look at the offers
+        self._rests = False  # no look was taken before the round under way
         self._acceptance = Acceptance(self._menu)
         self._gate = Gate(
             self._menu, share=probe_share, allowance_rounds=probe_allowance_rounds, max_interval=max_probe_interval
@@ -99,7 +104,8 @@ class CostModelTuner(RecordedTuner):
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
         """See `Tuner`."""
-        if tuple(rows) == self._seen and self._gate.rests():
+        self._rests = tuple(rows) == self._seen and self._gate.rests()
+        if self._rests:
             self._chosen, self.floors = OFF, NO_FLOORS
             return OFF
         self._seen = tuple(rows)
@@ -115,7 +121,7 @@ class CostModelTuner(RecordedTuner):
         best = max(offer.rate for offer in offers.values())
         token = 0.0
         if not self._chosen.is_off:
-            token = best * self.cost.token_seconds(len(rows), self._chosen.tokens, context)
+            token = best * self.cost.token_seconds(len(rows), self._chosen.tokens, context) - _UNDERESTIMATE
         self.floors = NO_FLOORS
         if token >= _LOWEST_FLOOR:
             level = best * self.cost.level_seconds(self._chosen.drafter)
@@ -127,7 +133,11 @@ class CostModelTuner(RecordedTuner):
         expected_s = self.cost.pass_seconds(report.live, report.live + sum(report.drafted), report.context)
         blamed_s = report.draft_s + report.backlog_s + min(report.verify_s, _MOST_BLAMED * expected_s)
         self._gate.settle(report.strategy, report.live + sum(report.accepted), blamed_s)
-        super().observe(rows, report)
+        if self._rests:  # learning takes time too, and plain rounds between two looks teach nothing new
+            self._record(report)
+            self.cost.pass_over()
+        else:
+            super().observe(rows, report)
         self._acceptance.observe(rows, report)
 
     def forget(self, row: int) -> None:

@@ -192,3 +192,17 @@ def test_passes_cut_long_sequences(decoder, tiny_config, monkeypatch):
 def test_no_start():
     with pytest.raises(ValueError, match="three tokens"):
         measure_acceptance(None, torch.zeros(4, 2), [stub(0)], depth=2, temperature=1.0)
+
+
+def test_a_chain_that_is_right_to_the_end_of_its_response_ends_there(decoder, tiny_config):
+    """One start, one token to draft: of all that it might be one is right, and then nothing is left to draft."""
+    model = lively_model(tiny_config, torch.arange(64))
+    embedding = decoder.embed_tokens.weight
+    (sequence,) = observe(decoder, texts((6,)), model, firsts=[5], dtype=torch.float32, streams=[1])
+    right = 0
+    for token in range(64):
+        tokens_L = torch.cat([sequence.tokens_L[:5], torch.tensor([token])])
+        span = Span(sequence._replace(tokens_L=tokens_L), 3, 4)
+        (run_T,) = accepted_runs(model, embedding, [span], depth=3, params=SamplingParams())
+        right += int(run_T)
+    assert right == 1

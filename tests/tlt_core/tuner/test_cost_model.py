@@ -76,6 +76,18 @@ def test_it_learns_without_calibration() -> None:
     assert model.plain_seconds(10, 1000) == pytest.approx(pass_seconds(10, 10, 1000), rel=0.05)
 
 
+def test_a_plain_round_never_costs_nothing() -> None:
+    """Wide passes that cost in proportion to their tokens explain all of it without a base; one row is asked then."""
+    model = CostModel(["eagle"])
+    for round_no in range(200):
+        live = 16 + round_no % 48
+        model.observe(plain_report(live, 15 * live, 2e-5 * live))
+    assert model.plain_seconds(1, 15) >= 0.1 * 2e-5 * 16
+    restored = CostModel(["eagle"])
+    restored.load_state_dict(json.loads(json.dumps(model.state_dict())))
+    assert restored.plain_seconds(1, 15) == model.plain_seconds(1, 15)
+
+
 def test_draft_cost_is_learnt_per_depth_and_batch_and_a_first_spike_is_forgotten() -> None:
     model = calibrated()
     shapes = [Strategy("eagle", depth, 1, depth) for depth in (2, 4, 6)]

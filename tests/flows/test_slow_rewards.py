@@ -1,0 +1,52 @@
+"""Waiting for slow rewards is idle time as well: the one worker of a run trains its drafter in it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conf.load import load
+from flows.train import train
+
+pytestmark = pytest.mark.prefect
+
+
+def _rows(home: Path, name: str, *settings: str) -> list[dict[str, float]]:
+    cfg = load(
+        "conf/smoke.yaml",
+        [
+            f"output_dir={home}/runs",
+            f"tracking.uri=sqlite:///{home}/mlflow.db",
+            f"name={name}",
+            "cluster.num_workers=1",
+            "evaluation.every_steps=0",
+            "drafter.warmup=true",
+            "drafter.spot.rows_per_step=32",
+            'reward.functions=[{kind: python, path: "tests.flows.length_reward:slow_length_reward"}]',
+            "reward.num_processes=2",
+            *settings,
+        ],
+    )
+    train(cfg)
+    return [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()][1:]
+
+
+def test_one_worker_trains_while_rewards_are_waited_for(
+    prefect_engine: None, embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "artifacts" / "models").mkdir(parents=True)
+    (tmp_path / "artifacts" / "models" / embedded_model.name).symlink_to(embedded_model)
+    monkeypatch.setenv("TLT_HOME", str(tmp_path / "artifacts"))
+    rows = _rows(tmp_path, "waits")
+    without = _rows(tmp_path, "idle", "drafter.spot.enabled=false")
+    for row in rows:
+        assert row["timing_s/reward"] > 0.5  # 8 responses, 0.4 s each, two at a time
+        assert row["drafter/trained_tokens"] > 0
+        assert row["drafter/optimizer_steps"] > 0
+        assert 0.3 * row["timing_s/reward"] < row["bubble/harvested_s"] <= row["timing_s/reward"]
+    assert rows[-1]["drafter/version"] >= 1  # what was learnt is published
+    for row, other in zip(rows, without, strict=True):
+        assert "drafter/trained_tokens" not in other
+        assert [row[f] for f in ("rollout/checksum", "critic/rewards/mean")] == [
+            other[f] for f in ("rollout/checksum", "critic/rewards/mean")
+        ]
