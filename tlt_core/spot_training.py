@@ -8,7 +8,7 @@ canary outlive an interruption: nothing is done twice, and nothing is lost but t
 
 The canary (`spot_canary`) drafts along held-back recent responses, with the drafter in use and with the newest trained
 weights, and compares what is accepted.  So whether a candidate may be published is known when rollout ends, at no cost
-to anybody.
+to anybody.  Where phases are short it goes on from one to the next: begun anew in each, it would never end.
 
 Hidden states are those of the policy that sampled the response.  This step's responses and the long ones of the steps
 before are mixed ("one-step offset", TLT section 4).
@@ -45,7 +45,7 @@ _STATE = "training.safetensors"
 _FIRST_ROWS = 16  # of the first micro-step, before anything was timed
 _LEAST_ROWS = 4
 _FASTEST = 2.0  # change of a micro-step's size from one to the next
-_CANARY_EVERY = 3.0  # seconds of training for each second that a candidate's canary takes
+_CANARY_EVERY = 2.0  # seconds of training for each second that a candidate's trial takes
 
 
 class SpotResult(NamedTuple):
@@ -61,15 +61,32 @@ class SpotResult(NamedTuple):
     buffer_sequences: int = 0
 
 
+class _Trial(NamedTuple):
+    """A candidate beside the drafter in use, on the same held-back responses."""
+
+    held: list[HeldWindow]
+    used: Measurement
+    candidate: Measurement
+    known_s: float  # seconds that `used` had taken before
+
+    def step(self, chains: ChainSettings) -> None:
+        """Measure a few more held-back rows."""
+        (self.candidate if self.used.done else self.used).step(chains)
+
+    @property
+    def done(self) -> bool:
+        """Nothing is left to measure."""
+        return self.used.done and self.candidate.done
+
+
 @dataclass(slots=True)
 class _Phase:
     """What a new rollout resets."""
 
-    held: list[HeldWindow] | None = None  # what all canaries of the phase are measured on; None: not chosen yet
-    used: Measurement | None = None  # of the drafter in use
-    canary: Measurement | None = None  # under way
-    candidate: Eagle3Model | None = None  # measured
-    comparison: Comparison | None = None  # of that candidate
+    trial: _Trial | None = None  # the newest that is done; others of the phase are measured on the same responses
+    nothing_held: bool = False
+    candidate: Eagle3Model | None = None  # of that trial, as long as it may be published
+    comparison: Comparison | None = None
     rows: int = 0
     steps: int = 0
     loss: float = 0.0  # sums over rows
@@ -113,9 +130,10 @@ class SpotTraining:
             self._settings.compute_dtype,
             pass_rows=cfg.window_rows,
         )
+        self._trial: _Trial | None = None  # under way
         self._measured_steps = 0  # the trainer's, when the latest candidate was taken
         self._trained_s = 0.0  # since then
-        self._canary_s = 0.0  # of the latest measurement
+        self._trial_s = 0.0  # that the latest trial took
         self._trainer = Eagle3Trainer(model, decoder.embed_tokens.weight, self._settings)
         self._sampler = WindowSampler(window_rows=cfg.window_rows, length_bias=cfg.length_bias, recency=cfg.recency)
         self._heads: dict[int, Tensor] = {}  # rows of the target's head for the draft vocabulary, by policy version
@@ -171,14 +189,15 @@ class SpotTraining:
     def micro_step(self) -> None:
         """One bounded piece of work.  There must be data."""
         phase, began_s = self._phase, time.perf_counter()
-        if phase.canary is not None:
-            self._continue_canary()
+        if self._trial is not None:
+            self._continue_trial(self._trial)
         elif self._trainer.rows >= self._cfg.rows_per_step:
             self._trainer.apply()
             phase.steps += 1
             self._trained_s += time.perf_counter() - began_s
         elif self._candidate_due():
-            phase.canary = self._next_measurement()
+            self._trial = self._next_trial()
+            phase.nothing_held = self._trial is None
         else:
             self._train()
             self._trained_s += time.perf_counter() - began_s
@@ -206,15 +225,15 @@ class SpotTraining:
 
     def canary_of(self, parameters_N: Tensor) -> Comparison:
         """These weights against those in use, on what this worker has held back; nothing where it has not trained."""
-        used = self._phase.used
-        if used is None or not used.done:
+        trial = self._phase.trial
+        if trial is None:
             return Comparison()
         model = _copy(self.used)
         _fill(model, parameters_N)
-        candidate = Measurement(model, self._phase.held or ())
+        candidate = Measurement(model, trial.held)
         while not candidate.done:
             candidate.step(self._chains)
-        return compare(used, candidate)
+        return compare(trial.used, candidate)
 
     def adopt(self, parameters_N: Tensor, *, is_mine: bool) -> Eagle3Model:
         """These weights are in use from now on.  is_mine: they are this worker's own candidate, whose training goes
@@ -224,6 +243,7 @@ class SpotTraining:
             _fill(self._trainer.model, parameters_N)
             self._measured_steps = self._trainer.steps
         self._phase.candidate, self._rejections = None, 0
+        self._phase.trial = self._trial = None  # beside a drafter that is not in use any more
         return self.used
 
     def reject(self) -> bool:
@@ -235,6 +255,7 @@ class SpotTraining:
         model = _copy(self.used).requires_grad_(True)
         self._trainer = Eagle3Trainer(model, self._decoder.embed_tokens.weight, self._settings)
         self._rejections = self._measured_steps = 0
+        self._trial = None
         return True
 
     # ------------------------------------------------------------------------------------------ restarts
@@ -317,39 +338,34 @@ class SpotTraining:
             self._wanted_rows = min(max(self._wanted_rows * factor, _LEAST_ROWS), float(self._cfg.rows_per_step))
 
     def _candidate_due(self) -> bool:
-        """A canary pays when training since the last one, this phase or before, has taken several times as long as the
-        last one did.  In short phases it is training that goes on, not a measurement that begins anew in each."""
-        if self._phase.held == [] or self._trainer.steps == self._measured_steps:
+        """A trial pays when training since the last one, this phase or before, has taken longer than that did, several
+        times."""
+        if self._phase.nothing_held or self._trainer.steps == self._measured_steps:
             return False
-        return self._trained_s > _CANARY_EVERY * self._canary_s
+        return self._trained_s > _CANARY_EVERY * self._trial_s
 
-    def _next_measurement(self) -> Measurement | None:
-        """Of the drafter in use, once a phase, then of the newest weights; None: nothing is held back."""
-        phase = self._phase
-        if phase.held is None:
-            phase.held = self._choose_held()
-            if phase.held:
-                phase.used = Measurement(self.used, phase.held)
-            return phase.used
+    def _next_trial(self) -> _Trial | None:
+        """Of the newest weights; None: nothing is held back.  The drafter in use is measured once a phase."""
+        known = self._phase.trial
+        held = self._choose_held() if known is None else known.held
+        if not held:
+            return None
+        used = Measurement(self.used, held) if known is None else known.used
         self._measured_steps, self._trained_s = self._trainer.steps, 0.0
-        return Measurement(_copy(self._trainer.model), phase.held)
+        return _Trial(held, used, Measurement(_copy(self._trainer.model), held), known_s=used.seconds)
 
     def _choose_held(self) -> list[HeldWindow]:
-        """What all of the phase's canaries are measured on."""
+        """What trials are measured on."""
         held = (((item.step, item.key.prompt_id), self._sequence(item)) for item in self._buffer.held())
         return held_windows(held, rows=self._cfg.window_rows, max_starts=self._cfg.canary_tokens)
 
-    def _continue_canary(self) -> None:
-        """Measure a few more held-back rows."""
-        phase, canary = self._phase, self._phase.canary
-        assert canary is not None, "one is under way"
-        canary.step(self._chains)
-        if not canary.done:
+    def _continue_trial(self, trial: _Trial) -> None:
+        trial.step(self._chains)
+        if not trial.done:
             return
-        phase.canary, self._canary_s = None, canary.seconds
-        if canary is not phase.used:
-            assert phase.used is not None, "it is measured first"
-            phase.candidate, phase.comparison = canary.model, compare(phase.used, canary)
+        self._trial, self._phase.trial = None, trial
+        self._trial_s = trial.used.seconds - trial.known_s + trial.candidate.seconds
+        self._phase.candidate, self._phase.comparison = trial.candidate.model, compare(trial.used, trial.candidate)
 
     def _sequence(self, item: StoredSequence) -> TrainSequence:
         probs = HeadProbs(item.last_PD, item.lognorms_P, self._heads[item.policy_version])

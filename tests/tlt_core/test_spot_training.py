@@ -81,7 +81,7 @@ def test_training_in_idle_time_raises_acceptance_and_says_by_how_much(decoder, t
     before = parameters(spot.used).clone()
     train(spot, until=lambda r: r.steps >= 20)
     spot._trained_s = 1e9  # a candidate is due
-    result = train(spot, until=lambda _: spot._measured_steps >= 20 and spot._phase.canary is None)
+    result = train(spot, until=lambda _: spot._measured_steps >= 20 and spot._trial is None)
     assert result.canary.gain > max(0.1, 2 * result.canary.error)
     assert result.rows >= 20 * 64
     assert torch.equal(parameters(spot.used), before), "what is in use changes by a publish alone"
@@ -120,14 +120,14 @@ def test_a_restart_goes_on_bit_by_bit(decoder, tmp_path, micro_steps):
         spot.end()
         roll_out(decoder, spot, step=2)
         spot.end()
-        spot._phase.held = []  # no canary: its pieces are not training
+        spot._phase.nothing_held = True  # no canary: its pieces are not training
     for _ in range(micro_steps):
         first.micro_step()
     first.save()
     first.close()
     second = training(decoder, tmp_path / "first", resume=True)
     second.begin(2, policy_version=2)
-    second._phase.held = []
+    second._phase.nothing_held = True
     for _ in range(12 - micro_steps):
         second.micro_step()
     for _ in range(12):
@@ -230,4 +230,45 @@ def test_what_was_not_measured_in_one_phase_is_in_the_next(decoder, tmp_path):
     assert (result.steps, spot._trainer.steps) == (0, trained), "measured before it trains on"
     assert spot._trained_s < 1e9
     assert train(spot, until=lambda r: r.steps >= 1).rows > 0, "and goes on"
+    spot.close()
+
+
+def test_a_trial_goes_on_where_the_phase_before_has_left_it(decoder, tmp_path):
+    """Phases of one piece of work each would else never publish anything."""
+    spots = [training(decoder, tmp_path / name, cfg=CFG.model_copy(update={"window_rows": 16})) for name in "ab"]
+    for spot in spots:
+        roll_out(decoder, spot, step=1)
+        train(spot, until=lambda r: r.steps >= 2)
+        spot._trained_s = 1e9
+        spot.micro_step()  # the candidate is taken
+        assert spot._trial is not None
+        spot.begin(2, policy_version=2)
+    whole, pieces = spots
+    expected = train(whole, until=lambda r: r.canary is not None).canary
+    taken = parameters(pieces._trial.candidate.model).clone()
+    for phase in range(100):
+        pieces.micro_step()
+        if pieces.result().canary is not None:
+            break
+        pieces.begin(3 + phase, policy_version=3 + phase)
+    assert phase >= 3, "several phases were needed"
+    assert pieces.result().canary == expected
+    assert torch.equal(pieces.contribution(1.0), taken)
+    pieces.adopt(taken, is_mine=True)
+    assert pieces._trial is None
+    for spot in spots:
+        spot.close()
+
+
+def test_a_trial_beside_a_drafter_that_is_replaced_is_dropped(decoder, tmp_path):
+    spot = training(decoder, tmp_path)
+    roll_out(decoder, spot, step=1)
+    train(spot, until=lambda r: r.steps >= 2)
+    spot._trained_s = 1e9
+    spot.micro_step()
+    assert spot._trial is not None
+    others = parameters(spot.used) * 1.01
+    spot.adopt(others, is_mine=False)
+    assert spot._trial is None
+    assert spot.canary_of(others).starts == 0, "nothing was measured beside this one"
     spot.close()
