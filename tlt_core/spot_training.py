@@ -6,9 +6,11 @@ A micro-step is one of: gradients of a few windows, an optimizer step, a part of
 `micro_step_s` at most, as the ones before were timed, a part of the canary `window_rows` chains.  Gradients, order and
 canary outlive an interruption: nothing is done twice, and nothing is lost but the piece under way.
 
-The canary (`spot_canary`) drafts along held-back recent responses, with the drafter in use and with the newest trained
-weights, and compares what is accepted.  So whether a candidate may be published is known when rollout ends, at no cost
-to anybody.  Where phases are short it goes on from one to the next: begun anew in each, it would never end.
+A candidate is the average of the weights over the optimizer steps (Polyak and Juditsky, 1992; with a decay, because
+the policy moves): a step has few tokens, so the newest weights are noisy.  The canary (`spot_canary`) drafts along
+held-back recent responses, with the drafter in use and with the candidate, and compares what is accepted.  So whether
+it may be published is known when rollout ends, at no cost to anybody.  Where phases are short the canary goes on from
+one to the next: begun anew in each, it would never end.
 
 Hidden states are those of the policy that sampled the response.  This step's responses and the long ones of the steps
 before are mixed ("one-step offset", TLT section 4).
@@ -135,6 +137,7 @@ class SpotTraining:
         self._trained_s = 0.0  # since then
         self._trial_s = 0.0  # that the latest trial took
         self._trainer = Eagle3Trainer(model, decoder.embed_tokens.weight, self._settings)
+        self._average = _copy(model)  # of the trainer's weights, over its steps: the candidate
         self._sampler = WindowSampler(window_rows=cfg.window_rows, length_bias=cfg.length_bias, recency=cfg.recency)
         self._heads: dict[int, Tensor] = {}  # rows of the target's head for the draft vocabulary, by policy version
         self._stored: dict[str, StoredSequence] | None = None
@@ -193,6 +196,7 @@ class SpotTraining:
             self._continue_trial(self._trial)
         elif self._trainer.rows >= self._cfg.rows_per_step:
             self._trainer.apply()
+            _move(self._average, self._trainer.model, 1 - self._cfg.average_decay)
             phase.steps += 1
             self._trained_s += time.perf_counter() - began_s
         elif self._candidate_due():
@@ -241,6 +245,7 @@ class SpotTraining:
         _fill(self.used, parameters_N)
         if not is_mine:
             _fill(self._trainer.model, parameters_N)
+            _fill(self._average, parameters_N)
             self._measured_steps = self._trainer.steps
         self._phase.candidate, self._rejections = None, 0
         self._phase.trial = self._trial = None  # beside a drafter that is not in use any more
@@ -254,6 +259,7 @@ class SpotTraining:
             return False
         model = _copy(self.used).requires_grad_(True)
         self._trainer = Eagle3Trainer(model, self._decoder.embed_tokens.weight, self._settings)
+        self._average = _copy(model)
         self._rejections = self._measured_steps = 0
         self._trial = None
         return True
@@ -269,6 +275,7 @@ class SpotTraining:
         """What a restart needs, in the background: trained parameters, optimizer, heads, and the index of the hidden
         states, which are files already.  The drafter in use is part of the run's checkpoint."""
         tensors = self._trainer.state_dict() | {f"head.{version}": head for version, head in self._heads.items()}
+        tensors |= {f"average.{name}": value.clone() for name, value in self._average.state_dict().items()}
         values = {
             "step": self._step,
             "rejections": self._rejections,
@@ -301,7 +308,9 @@ class SpotTraining:
     def _resume(self, saved: SpotCheckpoint) -> None:
         tensors, values = saved
         self._heads = {int(n.removeprefix("head.")): h for n, h in tensors.items() if n.startswith("head.")}
-        self._trainer.load_state_dict({n: v for n, v in tensors.items() if not n.startswith("head.")})
+        average = {n.removeprefix("average."): v for n, v in tensors.items() if n.startswith("average.")}
+        self._trainer.load_state_dict({n: v for n, v in tensors.items() if not n.startswith(("head.", "average."))})
+        self._average.load_state_dict(average or self._trainer.model.state_dict())  # absent from older states
         self._step, self._rejections = values["step"], values["rejections"]
         self._measured_steps, self._wanted_rows = values.get("measured_steps", 0), values["wanted_rows"]
         self._sampler.load_state_dict(values["sampler"])
@@ -352,7 +361,7 @@ class SpotTraining:
             return None
         used = Measurement(self.used, held) if known is None else known.used
         self._measured_steps, self._trained_s = self._trainer.steps, 0.0
-        return _Trial(held, used, Measurement(_copy(self._trainer.model), held), known_s=used.seconds)
+        return _Trial(held, used, Measurement(_copy(self._average), held), known_s=used.seconds)
 
     def _choose_held(self) -> list[HeldWindow]:
         """What trials are measured on."""
@@ -386,6 +395,12 @@ def _copy(model: Eagle3Model) -> Eagle3Model:
     copied.tap_scales = model.tap_scales
     copied.load_state_dict(model.state_dict())
     return copied.requires_grad_(False)
+
+
+@torch.no_grad()
+def _move(model: Eagle3Model, target: Eagle3Model, share: float) -> None:
+    """Each weight goes so much of the way to the target's."""
+    torch._foreach_lerp_(list(model.parameters()), list(target.parameters()), share)
 
 
 @torch.no_grad()

@@ -26,6 +26,17 @@ SHAPES = {
     "narrow tree": (5, 2, 9),
     "wide tree": (3, 4, 14),
 }
+MENU = tuple(
+    StrategyConfig(drafter=drafter, depth=depth, width=width, tokens=tokens)
+    for drafter, depth, width, tokens in (
+        ("eagle3", 2, 1, 2),
+        ("eagle3", 4, 1, 4),
+        ("eagle3", 7, 1, 7),
+        ("eagle3", 5, 2, 8),
+        ("ngram", 2, 1, 2),
+        ("ngram", 8, 1, 8),
+    )
+)
 
 
 @pytest.fixture(scope="module")
@@ -107,11 +118,11 @@ def test_every_drafter_in_every_shape(decoder, drafters, plain, drafter, shape, 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("policy", ["cost_model", "beg_mab", "threshold", "fixed"])
 def test_every_policy_with_the_whole_menu(decoder, drafters, plain, policy, temperature):
-    cfg = SpeculationConfig(policy=policy, drafter_path=drafters["trained"], max_live=16)
+    cfg = SpeculationConfig(policy=policy, menu=MENU, drafter_path=drafters["trained"], max_live=16)
     check(plain[temperature], decode(decoder, cfg, temperature)[0])
 
 
 @pytest.mark.parametrize("max_live", [1, 5, 201])
 def test_every_batch_size(decoder, drafters, plain, max_live):
-    cfg = SpeculationConfig(policy="beg_mab", drafter_path=drafters["trained"])
+    cfg = SpeculationConfig(policy="beg_mab", menu=MENU, drafter_path=drafters["trained"])
     check(plain[1.0], decode(decoder, cfg, 1.0, max_live=max_live)[0])

@@ -136,6 +136,8 @@ def test_a_restart_goes_on_bit_by_bit(decoder, tmp_path, micro_steps):
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert states[0]["steps"] > 0
+    assert torch.equal(parameters(whole._average), parameters(second._average))
+    assert not torch.equal(parameters(whole._average), parameters(whole._trainer.model))
     for spot in (whole, second):
         spot.close()
 
@@ -230,6 +232,22 @@ def test_what_was_not_measured_in_one_phase_is_in_the_next(decoder, tmp_path):
     assert (result.steps, spot._trainer.steps) == (0, trained), "measured before it trains on"
     assert spot._trained_s < 1e9
     assert train(spot, until=lambda r: r.steps >= 1).rows > 0, "and goes on"
+    spot.close()
+
+
+def test_the_candidate_is_the_average_over_the_steps(decoder, tmp_path):
+    """average_decay d: (1 - d) sum_k d^k w_(n - k) + d^n w_0."""
+    spot = training(decoder, tmp_path)
+    roll_out(decoder, spot, step=1)
+    spot._phase.nothing_held = True
+    expected = parameters(spot.used).double()
+    for step in range(1, 7):
+        train(spot, until=lambda r, step=step: r.steps >= step)
+        expected = 0.9 * expected + 0.1 * parameters(spot._trainer.model).double()
+    spot._phase.nothing_held, spot._trained_s = False, 1e9
+    spot.micro_step()
+    torch.testing.assert_close(parameters(spot._trial.candidate.model).double(), expected, atol=1e-6, rtol=0)
+    assert (expected - parameters(spot._trainer.model)).abs().max() > 1e-3
     spot.close()
 
 
