@@ -41,6 +41,7 @@ from tlt_core.model.load import load_decoder
 from tlt_core.verdicts import summarise
 
 _METHOD_ROWS = 6144  # that each method is trained on
+_METHOD_RESPONSES = 240  # that each is measured on
 _LONG = 12  # drafts of a long chain
 _FIGURES = (
     "timing_s/step",
@@ -122,6 +123,7 @@ def _offline(
     last = max(r.step for r in responses)
     seen = [r for r in responses if r.step <= 0.75 * last] or list(responses)
     unseen = [r for r in responses if r.step > 0.75 * last]
+    unseen = unseen[:: -(-len(unseen) // _METHOD_RESPONSES)]
 
     def length(model: Eagle3Model) -> float:
         runs = eagle3_runs(cfg, model, embedding_VD, unseen, drafts=cfg.drafter.depth)
