@@ -9,6 +9,7 @@ idle) are made here and in the dispatcher.  States are time-stamped as `WorkerSp
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from tlt_core.cluster.drafting import DrafterPublished, Drafting, newest_drafter
 from tlt_core.cluster.rendezvous import host_store, join_group
 from tlt_core.cluster.shared_folders import unseen
 from tlt_core.cluster.vllm_replica import VllmSpec, start_vllm
+from tlt_core.giving_way import giving_way
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.policy import FrozenPolicy
 from tlt_core.grpo.update import PolicyTrainer
@@ -36,6 +38,7 @@ from tlt_core.spot_training import SpotResult, SpotTraining
 from tlt_core.types import GenerationRequest, Rollout, SamplingParams, WorkerSpan, WorkerState
 
 _POLL_S = 0.02  # how often an idle worker asks whether rollout has ended
+_PATIENCE = 1.5  # micro-steps' time, after which one that got too little of its core is let through
 _REPORT_S = 0.5  # how often a busy worker reports its token count
 
 
@@ -288,11 +291,18 @@ class Worker:
         while order.action is not Action.STOP:
             has_data = spot is not None and spot.has_data
             if spot is not None and has_data and order.action is Action.TRAIN:
-                spot.micro_step()
+                with self._second_to_all():
+                    spot.micro_step()
                 done += 1
             else:
                 time.sleep(_POLL_S)
             order = ask(Progress(self._rank, done, time.time(), has_data))
+
+    def _second_to_all(self) -> AbstractContextManager[None]:
+        """For a micro-step.  With several threads it is their pool that computes, which would not give way."""
+        if self._spec.threads > 1 or self._device.type != "cpu":
+            return nullcontext()
+        return giving_way(_PATIENCE * self._spec.drafter.spot.micro_step_s)
 
     def update(self, steps: Sequence[TrainBatch]) -> UpdateReport:
         """One RL step's optimizer steps, on this worker's share of each."""

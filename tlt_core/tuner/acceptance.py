@@ -28,6 +28,8 @@ _TRANSFER_WEIGHT = 10.0
 _AGE_EVERY = 8  # rounds; what was not tested in them loses weight
 _AGE_FACTOR = 0.82  # exp(-8 / 40)
 _TRUSTED_TRIALS = 4
+_WEIGHT_AFTER_CHANGE = 5.0  # trials that a common estimate is worth, at most, when drafter or policy has changed
+_ROWS_AFTER_CHANGE = 0.05  # share of the evidence on a request that is left then
 
 
 class _Form(NamedTuple):
@@ -126,14 +128,17 @@ class Acceptance:
         for beliefs in self._rows.values():
             beliefs.pop(row, None)
 
-    def discount(self, drafter: str | None, factor: float = 0.05) -> None:
-        """What is known of a drafter (None: of each) no longer weighs much; its means stay."""
+    def discount(self, drafter: str | None) -> None:
+        """What is known of a drafter (None: of each) no longer weighs much; its means stay.
+
+        Again before anything was learnt: nothing changes.  A step publishes a drafter and a policy.
+        """
         for name in self._covers:
             if drafter in (None, name):
-                self._covers[name].weight *= factor
-                for rate in (rate for form, rates in self._hits.items() if form.drafter == name for rate in rates):
-                    rate.weight *= factor
-                self._fade_rows(name, 0, factor)
+                rates = [rate for form, own in self._hits.items() if form.drafter == name for rate in own]
+                for rate in (self._covers[name], *rates):
+                    rate.weight = min(rate.weight, _WEIGHT_AFTER_CHANGE)
+                self._fade_rows(name, 0, _ROWS_AFTER_CHANGE)
         self._refresh(self._covers)
 
     def state_dict(self) -> dict[str, Any]:

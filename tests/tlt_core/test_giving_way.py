@@ -1,0 +1,68 @@
+"""A thread that gives way does so for the length of its work, and no longer than its patience."""
+
+import os
+import sys
+import threading
+import time
+
+import pytest
+
+from tlt_core.giving_way import giving_way, may_give_way
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="SCHED_IDLE is Linux")
+
+
+def policy() -> int:
+    return os.sched_getscheduler(threading.get_native_id())
+
+
+def test_the_work_gives_way_and_what_follows_does_not() -> None:
+    before = policy()
+    with giving_way(60):
+        inside = policy()
+    assert inside == (os.SCHED_IDLE if may_give_way() else before)
+    assert policy() == before
+
+
+def test_an_error_ends_it_too() -> None:
+    before = policy()
+    with pytest.raises(RuntimeError, match="work failed"), giving_way(60):
+        raise RuntimeError("work failed")
+    assert policy() == before
+
+
+@pytest.mark.skipif(not may_give_way(), reason="this process may not leave SCHED_IDLE again")
+def test_patience_ends() -> None:
+    with giving_way(0.05):
+        assert policy() == os.SCHED_IDLE
+        until_s = time.monotonic() + 30
+        while policy() == os.SCHED_IDLE:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        assert policy() == os.SCHED_OTHER
+
+
+def test_asking_changes_nothing() -> None:
+    before = policy()
+    may_give_way()
+    assert policy() == before
+
+
+def test_where_leaving_is_forbidden_nothing_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def schedule(thread: int, policy: int, param: os.sched_param) -> None:
+        seen.append(policy)
+        if policy == os.SCHED_OTHER:
+            raise PermissionError(1, "Operation not permitted")
+
+    may_give_way.cache_clear()
+    monkeypatch.setattr(os, "sched_setscheduler", schedule)
+    try:
+        assert not may_give_way()
+        tried = len(seen)
+        with giving_way(60):
+            assert policy() == os.SCHED_OTHER
+        assert len(seen) == tried
+    finally:
+        may_give_way.cache_clear()
