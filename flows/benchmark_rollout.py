@@ -39,7 +39,7 @@ from tlt_core.types import GenerationRequest, NoiseKey, Prompt, SamplingParams
 from tlt_core.verdicts import summarise
 
 _RAW_TOKENS = 256  # responses of the raw model ramble on
-_RAW_REQUESTS = 16
+_RAW_REQUESTS, _RAW_LIVE = 64, 16
 _SHORT_STEPS = 4  # whose prompts make up the short work: those of one are decoded in a second
 _LONGEST, _AMONG = 4, 16  # requests of the tail workload
 _CLAIMS = {  # figure of the adaptive engine over plain decoding, and its bound
@@ -118,7 +118,7 @@ def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path) -> Seq
         rl,
         rl._replace(name="tail", requests=ordered[:-_LONGEST][: _AMONG - _LONGEST] + ordered[-_LONGEST:]),
         fix_lengths(Workload("short", decoder, short_requests, short_params, rl.max_live), seed=cfg.seed),
-        fix_lengths(Workload("raw", raw, raw_requests, raw_params, _RAW_REQUESTS), seed=cfg.seed),
+        fix_lengths(Workload("raw", raw, raw_requests, raw_params, _RAW_LIVE), seed=cfg.seed),
     )
 
 
