@@ -39,7 +39,7 @@ from tlt_core.types import GenerationRequest, NoiseKey, Prompt, SamplingParams
 from tlt_core.verdicts import summarise
 
 _RAW_TOKENS = 256  # responses of the raw model ramble on
-_RAW_REQUESTS, _RAW_LIVE = 64, 16
+_RAW_REQUESTS, _RAW_LIVE = 32, 16
 _SHORT_STEPS = 4  # whose prompts make up the short work: those of one are decoded in a second
 _LONGEST, _AMONG = 4, 16  # requests of the tail workload
 _CLAIMS = {  # figure of the adaptive engine over plain decoding, and its bound
