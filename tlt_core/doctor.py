@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from kernels import native
+from tlt_core.giving_way import may_give_way
 
 _PACKAGES = ("torch", "transformers", "ray", "deepspeed", "triton", "prefect", "mlflow", "dvc", "flash-attn", "vllm")
 _DEMO_GB = 17  # measured: 8 for each worker, one for the rest
@@ -79,6 +80,7 @@ def _hardware(gpus: int) -> list[Finding]:
             "rollout and update in bfloat16" if bf16 else "bfloat16 would be emulated: set rollout.dtype=float32",
         ),
         _native_kernels(),
+        _idle_time(),
         Finding(
             "GPU",
             ", ".join(torch.cuda.get_device_name(i) for i in range(gpus)) or "none",
@@ -95,6 +97,15 @@ def _native_kernels() -> Finding:
         return Finding("CPU decoding", "torch's kernels", "skipped", f"{error}; decoding takes about twice as long")
     reason = "bfloat16 rollouts do not depend on the batch, to the bit"
     return Finding("CPU decoding", "C, compiled for this processor", "used", reason)
+
+
+def _idle_time() -> Finding:
+    if may_give_way():
+        return Finding("idle time", "SCHED_IDLE", "used", "a worker that trains the drafter gives way to all else")
+    remedy = "give the process CAP_SYS_NICE, or keep a core free for driver and services"
+    return Finding(
+        "idle time", "ordinary priority", "skipped", f"training the drafter takes turns with the driver; {remedy}"
+    )
 
 
 def _required() -> list[Finding]:
