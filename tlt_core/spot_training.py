@@ -280,6 +280,8 @@ class SpotTraining:
             "step": self._step,
             "rejections": self._rejections,
             "measured_steps": self._measured_steps,
+            "trained_s": self._trained_s,
+            "trial_s": self._trial_s,
             "wanted_rows": self._wanted_rows,
             "buffer": self._buffer.index(),
             "sampler": self._sampler.state_dict(),
@@ -313,6 +315,8 @@ class SpotTraining:
         self._average.load_state_dict(average or self._trainer.model.state_dict())  # absent from older states
         self._step, self._rejections = values["step"], values["rejections"]
         self._measured_steps, self._wanted_rows = values.get("measured_steps", 0), values["wanted_rows"]
+        # Absent from older states.  Without them each restart would begin with a trial.
+        self._trained_s, self._trial_s = values.get("trained_s", 0.0), values.get("trial_s", 0.0)
         self._sampler.load_state_dict(values["sampler"])
 
     # ------------------------------------------------------------------------------------------ inside

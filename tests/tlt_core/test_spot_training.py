@@ -142,6 +142,24 @@ def test_a_restart_goes_on_bit_by_bit(decoder, tmp_path, micro_steps):
         spot.close()
 
 
+def test_a_restart_does_not_bring_a_trial_forward(decoder, tmp_path):
+    spot = training(decoder, tmp_path)
+    roll_out(decoder, spot, step=1)
+    spot.end()
+    train(spot, until=lambda r: r.steps >= 4)
+    spot._trained_s, spot._trial_s = 10.0, 100.0
+    assert not spot._candidate_due()
+    spot.save()
+    spot.close()
+    again = training(decoder, tmp_path, resume=True)
+    again.begin(2, policy_version=2)
+    assert again._trainer.steps > again._measured_steps
+    assert not again._candidate_due()
+    again._trained_s = 1000.0
+    assert again._candidate_due()
+    again.close()
+
+
 def test_a_damaged_state_costs_the_training_not_the_run(decoder, tmp_path, caplog):
     spot = training(decoder, tmp_path)
     roll_out(decoder, spot, step=1)
