@@ -46,11 +46,12 @@ def giving_way(patience_s: float) -> Iterator[None]:
         yield
         return
     thread, over, lock = threading.get_native_id(), False, threading.Lock()
+    before = os.sched_getscheduler(thread), os.sched_getparam(thread)
 
     def lose_patience() -> None:
         with lock:
             if not over:  # the number may be another thread's by now
-                _schedule(thread, os.SCHED_OTHER)
+                os.sched_setscheduler(thread, *before)
 
     watch = threading.Timer(patience_s, lose_patience)
     watch.daemon = True
@@ -62,7 +63,7 @@ def giving_way(patience_s: float) -> Iterator[None]:
         watch.cancel()
         with lock:
             over = True
-            _schedule(thread, os.SCHED_OTHER)
+            os.sched_setscheduler(thread, *before)
 
 
 def _schedule(thread: int, policy: int) -> None:
