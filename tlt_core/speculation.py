@@ -105,6 +105,10 @@ class Drafter(Protocol):
         """Tapped hidden states of tokens that are now part of their rows, on the target's device.  Not called when
         `taps` is empty."""
 
+    def share(self, source: int, row: int, length: int) -> None:
+        """The first `length` tokens of `row` are those of `source`, and so are their hidden states, which are not
+        recorded again.  Not called when `taps` is empty."""
+
     def propose(self, view: LiveView, strategy: Strategy) -> DraftTree:
         """At most strategy.tokens draft tokens a row, none deeper than strategy.depth or than the row's room - 1."""
         ...

@@ -113,6 +113,11 @@ class Eagle3Drafter:
         self._taps_SCE[self._slots_B[rows_T], positions_T] = taps_TE.to(self._taps_SCE.dtype)
 
     @torch.inference_mode()
+    def share(self, source: int, row: int, length: int) -> None:
+        """The first positions of a row have the hidden states of another one."""
+        self._taps_SCE[self._slots[row], :length] = self._taps_SCE[self._slots[source], :length]
+
+    @torch.inference_mode()
     def move(self, source: int, target: int) -> None:
         """The request in row `source` is now in row `target`, whose own request has ended."""
         self._cache.move(source, target, self._done[source])

@@ -131,6 +131,9 @@ class NgramDrafter:
     def record(self, rows_T: Tensor, positions_T: Tensor, taps_TE: Tensor) -> None:
         """Nothing: the drafter wants no hidden states."""
 
+    def share(self, source: int, row: int, length: int) -> None:
+        """Nothing, likewise."""
+
     def propose(self, view: LiveView, strategy: Strategy) -> DraftTree:
         """Catch up with the rows, then draft for those whose text was seen before."""
         streams = self._catch_up(view)

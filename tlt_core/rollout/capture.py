@@ -81,6 +81,10 @@ class Capture:
         """Positions of prompts, which sample nothing."""
         self._taps_SCE[self._slots_B[rows_T], positions_T] = taps_TE
 
+    def share(self, source: int, row: int, length: int) -> None:
+        """The first positions of a row are those of another one, with the same prompt."""
+        self._taps_SCE[self._slots[row], :length] = self._taps_SCE[self._slots[source], :length]
+
     @torch.inference_mode()
     def record(self, result: RoundResult | Path) -> None:
         """Positions that a round added to its rows."""

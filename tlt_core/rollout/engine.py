@@ -331,16 +331,23 @@ class RolloutEngine:
                 drafter.record(rows_T, positions_T, taps_TE)
 
     def _admit(self, requests: Sequence[GenerationRequest], params: SamplingParams) -> None:
+        if not requests:
+            return
+        live = {_bytes(self._batch.request(row)): row for row in range(len(self._batch))}
         rows_by_prompt: dict[bytes, list[int]] = {}
         for request in requests:
             row = self._batch.admit(request, params)
-            rows_by_prompt.setdefault(request.prompt_tokens.numpy().tobytes(), []).append(row)
+            rows_by_prompt.setdefault(_bytes(request), []).append(row)
             self._numbers.append(self._requests_seen)
             self._requests_seen += 1
             for drafter in self._drafters:
                 drafter.admit(row, request)
         # The last prompt token is left to the first round, which samples from it: siblings share all the rest.
-        pending = [rows for rows in rows_by_prompt.values() if self._prefix_len(rows[0])]
+        for prompt in rows_by_prompt.keys() & live.keys():
+            for row in rows_by_prompt[prompt]:
+                self._share(live[prompt], row)
+        new = [rows for prompt, rows in rows_by_prompt.items() if prompt not in live]
+        pending = [rows for rows in new if self._prefix_len(rows[0])]
         while pending:
             chunk: list[list[int]] = []
             tokens = 0
@@ -348,6 +355,17 @@ class RolloutEngine:
                 tokens += self._prefix_len(pending[0][0])
                 chunk.append(pending.pop(0))
             self._prefill(chunk)
+
+    @torch.inference_mode()
+    def _share(self, source: int, row: int) -> None:
+        """A sibling that is live has computed the prompt already."""
+        length = self._prefix_len(row)
+        self._cache.move(source, row, length)
+        if self._capture is not None:
+            self._capture.share(source, row, length)
+        for drafter in self._drafters:
+            if drafter.taps:
+                drafter.share(source, row, length)
 
     def _prefix_len(self, row: int) -> int:
         return len(self._batch.request(row).prompt_tokens) - 1
@@ -387,6 +405,11 @@ class RolloutEngine:
                 self._capture.move(last, row)
             for drafter in self._drafters:
                 drafter.move(last, row)
+
+
+def _bytes(request: GenerationRequest) -> bytes:
+    """Of its prompt: equal for siblings."""
+    return request.prompt_tokens.numpy().tobytes()
 
 
 def _common_taps(drafters: Iterable[Drafter], captured: tuple[int, ...]) -> tuple[int, ...]:

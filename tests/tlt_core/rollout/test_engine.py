@@ -76,6 +76,24 @@ def test_tokens_do_not_depend_on_the_batch(decoder, params):
     assert all(torch.equal(r.tokens, shuffled[k].tokens) for k, r in reference.items())
 
 
+def test_a_prompt_runs_once_as_long_as_one_of_its_requests_lives(decoder, monkeypatch):
+    """Responses end one by one, so siblings come in late: they take the prompt's keys and values from a live one."""
+    params = SamplingParams(max_new_tokens=40, stop_token_ids=(2, 3))
+    items = [r for r in requests(9, 12) if len(r.prompt_tokens) > 1][:12]
+    assert len({r.key.prompt_id for r in items}) == 1
+    alone = run(decoder, items, params, max_live=1)
+    assert len({len(r.completion) for r in alone.values()}) > 3, "they were meant to end one by one"
+    prefilled, prefill = [], RolloutEngine._prefill
+    monkeypatch.setattr(
+        RolloutEngine, "_prefill", lambda self, groups: (prefilled.append(len(groups)), prefill(self, groups))
+    )
+    together = run(decoder, items, params, max_live=4)
+    assert prefilled == [1]
+    for key, rollout in alone.items():
+        assert torch.equal(rollout.tokens, together[key].tokens)
+        torch.testing.assert_close(rollout.logprobs, together[key].logprobs, atol=1e-4, rtol=0)
+
+
 def test_greedy_equals_transformers(folder, decoder):
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     finished = run(decoder, requests(50, 1), SamplingParams(0.0, max_new_tokens=30, stop_token_ids=(2,)), max_live=8)

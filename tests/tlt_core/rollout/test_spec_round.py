@@ -62,6 +62,10 @@ class Recorder:
         for row, position, taps in zip(rows_T.tolist(), positions_T.tolist(), taps_TE, strict=True):
             self.recorded[self.rows[row]][position] = taps.clone()
 
+    def share(self, source, row, length):
+        theirs = self.recorded[self.rows[source]]
+        self.recorded[self.rows[row]] = {position: theirs[position] for position in range(length)}
+
     def release(self, row, tokens):
         del self.rows[row]
 
