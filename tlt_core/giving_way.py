@@ -38,7 +38,7 @@ def may_give_way() -> bool:
 
 @contextmanager
 def giving_way(patience_s: float) -> Iterator[None]:
-    """The calling thread gives way for so many seconds at most; its own children, if any, do not.
+    """The calling thread gives way for so many seconds at most, as does, without an end, a thread that it starts then.
 
     Changes nothing where `may_give_way` is False.
     """
@@ -55,9 +55,9 @@ def giving_way(patience_s: float) -> Iterator[None]:
 
     watch = threading.Timer(patience_s, lose_patience)
     watch.daemon = True
-    _schedule(thread, os.SCHED_IDLE)
-    watch.start()
+    watch.start()  # first: a thread inherits the class of the one that starts it
     try:
+        _schedule(thread, os.SCHED_IDLE)
         yield
     finally:
         watch.cancel()

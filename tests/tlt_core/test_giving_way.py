@@ -59,6 +59,16 @@ def test_patience_ends() -> None:
     assert from_batch(work) == [os.SCHED_IDLE, os.SCHED_BATCH, os.SCHED_BATCH]
 
 
+@needs_the_right
+def test_who_watches_does_not_give_way() -> None:
+    """Else it would get no time on the machine that it is there for."""
+    before, others = policy(), set(threading.enumerate())
+    with giving_way(60):
+        (watch,) = set(threading.enumerate()) - others
+        assert watch.native_id is not None
+        assert os.sched_getscheduler(watch.native_id) == before
+
+
 def test_an_error_ends_it_too() -> None:
     before = policy()
     with pytest.raises(RuntimeError, match="work failed"), giving_way(60):
