@@ -101,7 +101,7 @@ def _native_kernels() -> Finding:
 
 def _idle_time() -> Finding:
     if may_give_way():
-        return Finding("idle time", "SCHED_IDLE", "used", "a worker that trains the drafter gives way to all else")
+        return Finding("idle time", "SCHED_IDLE", "used", "a worker of one CPU thread gives way while it trains")
     remedy = "give the process CAP_SYS_NICE, or keep a core free for driver and services"
     return Finding(
         "idle time", "ordinary priority", "skipped", f"training the drafter takes turns with the driver; {remedy}"
