@@ -132,6 +132,20 @@ def test_proposals_equal_a_recomputation_without_caches(decoder, model, strategy
         assert max(len(path) for path in paths(tree, 2)) <= 2
 
 
+def test_a_late_sibling_drafts_from_the_hidden_states_of_a_live_one(decoder, model):
+    """They are not recorded for it; wrong ones would change no token of a response, only what is accepted."""
+    bench = Bench(decoder, [20, 14], prompt=12, alike=(0, 1))
+    drafter = Eagle3Drafter(model, decoder, max_live=3, max_len=MAX_LEN)
+    bench.admit(drafter)
+    bench.record(drafter, 0, 0, 19)
+    drafter.share(0, 1, 11)
+    bench.record(drafter, 1, 11, 13)
+    drafter.release(0, bench.tokens[0])  # a row drafts alone that never ran its prompt
+    drafter.move(1, 0)
+    view = bench.view(SamplingParams(), rows=[1])
+    assert paths(drafter.propose(view, CHAIN), 0) == set(bench.expected(model, decoder, view, 0, 1, CHAIN))
+
+
 def test_the_draft_matters(decoder, model):
     """The reference would not notice much if depth, rows or noise made no difference: they do."""
     bench = Bench(decoder, [7, 9])
