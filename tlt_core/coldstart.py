@@ -32,7 +32,7 @@ class ColdStartError(ValueError):
 def output_dir(cfg: RunConfig) -> Path:
     """Folder of the warmed-up model: named by everything that it depends on, so runs with equal inputs share it."""
     inputs = cfg.model_dump(mode="json", include={"seed", "model", "data", "coldstart"})
-    inputs["dtype"] = cfg.rollout.dtype
+    inputs |= {"dtype": cfg.rollout.dtype, "solutions": solutions.version()}
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
     return made_dir() / "coldstart" / digest
 

@@ -10,9 +10,11 @@ Each line needs only the line before it, so a small model can learn the format f
 length of a solution grows with the problem: the long tail of the demo is the data's own.
 """
 
+import hashlib
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,11 @@ from conf.schema import GymData
 from tlt_core.data import encode_prompt
 from tlt_core.gym_questions import gym_items
 from tlt_core.question import DataError
+
+
+def version() -> str:
+    """Changes with the text that solutions are made of: what was trained on other ones is not the same."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
 
 def supported_tasks() -> tuple[str, ...]:
@@ -75,11 +82,11 @@ def _chain_sum(metadata: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _letter_counting(metadata: Mapping[str, Any]) -> Sequence[str]:
-    """Each word spelled, its count, the running total."""
+    """Each word as the question has it (what is next is found by the word before), spelled, its count, the total."""
     letter, total, lines = metadata["target_letter"].lower(), 0, []
     for word in metadata["span"]:
         total += word.lower().count(letter)
-        lines.append(f"{' '.join(word.lower())}: {word.lower().count(letter)}, {total}")
+        lines.append(f"- {word} {' '.join(word.lower())}: {word.lower().count(letter)}, {total}")
     return lines
 
 

@@ -41,19 +41,22 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progr
     torch.set_num_threads(cfg.cluster.num_workers * cfg.cluster.threads_per_worker)
     began_s, own = time.perf_counter(), cfg.drafter
     tokenizer = load_tokenizer(policy)
-    prompts = PromptOrder(data.load(data_dir, "train", tokenizer), seed=cfg.seed).take(own.num_prompts)
+    questions = data.load(data_dir, "train", tokenizer)
+    prompts = PromptOrder(questions, seed=cfg.seed).take(own.num_prompts)
     dtype = getattr(torch, cfg.rollout.dtype)
     plain = load_decoder(policy, dtype=dtype, device="cpu")
-    rollouts = _sample(cfg, prompts, policy, stops=stop_token_ids(policy, tokenizer), on_progress=on_progress)
+    stops = stop_token_ids(policy, tokenizer)
+    rollouts = _sample(cfg, prompts, policy, stops=stops, on_progress=on_progress)
     sampled_s = time.perf_counter() - began_s
 
     held_ids = {p.id for p in prompts[::_HELD_OUT]}
     apart = [r for r in rollouts if r.key.prompt_id in held_ids]
     rest = [r for r in rollouts if r.key.prompt_id not in held_ids]
     # Nothing of the responses held out: a vocabulary made of their tokens would flatter what is measured on them.
-    counts_V, held_counts_V = (_token_counts(part, plain.config.vocab_size) for part in (rest, apart))
+    tokens = ([r.completion for r in rest], [r.completion for r in apart], [q.tokens for q in questions])
+    counts_V, held_counts_V, prompt_counts_V = (_token_counts(part, plain.config.vocab_size) for part in tokens)
     size = min(own.vocab_size, plain.config.vocab_size)
-    ids_J = choose_draft_vocabulary(counts_V, size, always=stop_token_ids(policy, tokenizer))
+    ids_J = choose_draft_vocabulary(counts_V, size, always=stops, prompt_counts_V=prompt_counts_V)
     kept, scales = _observe(plain, rest, ids_J)
     held, _ = _observe(plain, apart, ids_J)
 
@@ -128,8 +131,8 @@ def _sample(
     return sorted(finished, key=lambda r: r.key)
 
 
-def _token_counts(rollouts: Sequence[Rollout], vocab_size: int) -> torch.Tensor:
-    return torch.cat([r.completion for r in rollouts]).long().bincount(minlength=vocab_size)
+def _token_counts(sequences: Sequence[torch.Tensor], vocab_size: int) -> torch.Tensor:
+    return torch.cat(list(sequences)).long().bincount(minlength=vocab_size)
 
 
 def _observe(

@@ -146,11 +146,14 @@ def tap_scales(taps_TE: Tensor, *, count: int = 3) -> tuple[float, ...]:
     return tuple(2.0 ** -round(math.log2(max(rms, 1e-6))) for rms in rms_3.tolist())
 
 
-def choose_draft_vocabulary(counts_V: Tensor, size: int, *, always: Sequence[int]) -> Tensor:
+def choose_draft_vocabulary(
+    counts_V: Tensor, size: int, *, always: Sequence[int], prompt_counts_V: Tensor | None = None
+) -> Tensor:
     """Target ids that the drafter may propose: the `size` most frequent, with `always` (the stop tokens) among them.
 
-    counts_V: how often the policy's own responses used each token.  Ties go to the lower id, which in a BPE vocabulary
-    is the more frequent one.  Returns [size] int64, ascending.  Raises ValueError when the size does not fit.
+    counts_V: how often the policy's own responses used each token.  Of equals those go first that the prompts use more
+    (responses repeat what they are asked), then the lower id, which in a BPE vocabulary is the more frequent one.
+    Returns [size] int64, ascending.  Raises ValueError when the size does not fit.
     """
     if not len(set(always)) <= size <= len(counts_V):
         raise ValueError(
@@ -158,6 +161,8 @@ def choose_draft_vocabulary(counts_V: Tensor, size: int, *, always: Sequence[int
             f"of the target's {len(counts_V)}"
         )
     ranked = counts_V.to(torch.float64, copy=True)
+    if prompt_counts_V is not None:
+        ranked += prompt_counts_V / (1.0 + prompt_counts_V.sum().double())  # below 1 together: ties alone are broken
     ranked[torch.tensor(list(always), dtype=torch.int64)] = torch.inf
     return ranked.argsort(descending=True, stable=True)[:size].sort().values
 

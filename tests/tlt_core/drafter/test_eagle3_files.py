@@ -174,6 +174,9 @@ def test_draft_vocabulary():
     assert choose_draft_vocabulary(counts, 4, always=[5]).tolist() == [0, 2, 5, 6]
     assert choose_draft_vocabulary(counts, 4, always=[]).tolist() == [0, 2, 3, 6]  # of equals the lower id
     assert choose_draft_vocabulary(counts, 8, always=[1]).tolist() == list(range(8))
+    asked = torch.tensor([0, 0, 0, 0, 3, 900, 0, 9])  # breaks ties, and no more
+    assert choose_draft_vocabulary(counts, 4, always=[], prompt_counts_V=asked).tolist() == [0, 2, 6, 7]
+    assert choose_draft_vocabulary(counts, 7, always=[], prompt_counts_V=asked).tolist() == [0, 2, 3, 4, 5, 6, 7]
     for size, always in ((9, []), (1, [1, 2])):
         with pytest.raises(ValueError, match="does not fit"):
             choose_draft_vocabulary(counts, size, always=always)
