@@ -110,7 +110,8 @@ class Eagle3Drafter:
     @torch.inference_mode()
     def record(self, rows_T: Tensor, positions_T: Tensor, taps_TE: Tensor) -> None:
         """Keep hidden states; in any order, as long as no position is missing when `propose` is called."""
-        self._taps_SCE[self._slots_B[rows_T], positions_T] = taps_TE.to(self._taps_SCE.dtype)
+        places_T = self._slots_B[rows_T] * self._taps_SCE.shape[1] + positions_T
+        self._taps_SCE.flatten(0, 1).index_copy_(0, places_T, taps_TE.to(self._taps_SCE.dtype))
 
     @torch.inference_mode()
     def share(self, source: int, row: int, length: int) -> None:
