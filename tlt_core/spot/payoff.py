@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from tlt_core.spot.slowdown import PaceSums
 
-PAUSED = 0.08  # share of idle time in which the slowdown is measured
+PAUSED = 0.055  # share of idle time in which the slowdown is measured
 _KEEP = 0.6  # of what was known, from one phase to the next
 _KEEP_PACE = 0.9  # the machine changes less than the policy
 _USUAL_SLOWDOWN, _USUAL_ERROR = 0.1, 0.1
