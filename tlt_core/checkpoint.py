@@ -37,6 +37,7 @@ class DriverState:
     fingerprint: str  # of the parts of the configuration that may not change between attempts
     best_metric: float | None  # value that ranks this checkpoint
     drafter_version: int = 0  # publishes so far
+    drafter_policy_version: int = 0  # whose responses the drafter in use has learnt from last
     payoff: dict[str, Any] = field(default_factory=dict)  # of drafter training, see `spot/payoff`
     metrics: dict[str, float] = field(
         default_factory=dict

@@ -67,9 +67,10 @@ def why_refused(canary: Comparison) -> str:
 
 
 def spot_metrics(
-    results: Sequence[SpotResult], *, decision: Decision, published: Sequence[DrafterPublished], version: int
+    results: Sequence[SpotResult], *, decision: Decision, published: Sequence[DrafterPublished], version: int, lag: int
 ) -> dict[str, float]:
-    """`drafter/*` of one step.  published: empty when nothing was."""
+    """`drafter/*` of one step.  published: empty when nothing was.  lag: policy versions since the one whose responses
+    the drafter in use has learnt from last."""
     rows = sum(r.rows for r in results)
     metrics = {
         "drafter/trained_tokens": float(rows),
@@ -78,11 +79,13 @@ def spot_metrics(
         "drafter/buffer_tokens": float(sum(r.buffer_tokens for r in results)),
         "drafter/buffer_sequences": float(sum(r.buffer_sequences for r in results)),
         "drafter/version": float(version),
+        "drafter/policy_version_lag": float(lag),
         "drafter/rejected": float(decision.refused or any(not p.accepted for p in published)),
     }
     if rows:
         metrics["drafter/loss"] = sum(r.loss * r.rows for r in results) / rows
         metrics["drafter/overlap"] = sum(r.overlap * r.rows for r in results) / rows
+        metrics["drafter/acc_top1"] = sum(r.top1 * r.rows for r in results) / rows
     verified = published[0].canary if published else None
     canary = _total(r.canary for r in results) if verified is None else verified
     if canary.starts:
@@ -116,8 +119,7 @@ def merge(parts: Sequence[Mapping[str, float]], worker_s: float) -> dict[str, fl
     if "bubble/preempt_ms_p95" in totals:
         totals["bubble/preempt_ms_p95"] = max(part.get("bubble/preempt_ms_p95", 0.0) for part in parts)
     if "bubble/harvested_ratio" in totals:
-        ratios = [part["bubble/harvested_ratio"] for part in parts if "bubble/harvested_ratio" in part]
-        totals["bubble/harvested_ratio"] = sum(ratios) / len(ratios)
+        totals["bubble/harvested_ratio"] = 1 - totals["bubble/overlap_headroom_s"] / totals["bubble/long_idle_s"]
     return totals | {"bubble/idle_ratio": totals["bubble/idle_s"] / max(worker_s, 1e-9)}
 
 

@@ -104,7 +104,7 @@ class Session:
         )
         self._order = PromptOrder(self._train, seed=cfg.seed)
         self._policy_version = 0
-        self._drafter_version = 0
+        self._drafter_version = self._drafter_policy_version = 0
         spot = cfg.drafter.spot
         self._payoff = Payoff(PayoffSettings(max_slowdown=spot.max_slowdown, lasting_phases=spot.gain_lasts_steps))
         self._trained: list[SpotResult] = []  # by the workers, in the latest rollout
@@ -144,6 +144,7 @@ class Session:
             session._order.cursor = state.data_cursor
             session._policy_version = state.policy_version
             session._drafter_version = state.drafter_version
+            session._drafter_policy_version = state.drafter_policy_version
             if state.payoff:
                 session._payoff.load_state_dict(state.payoff)
             log.info("resuming from %s (attempt %d)", newest, session.resume_attempt)
@@ -196,14 +197,17 @@ class Session:
                 published = self._group.publish_drafter(decision.shares, version=version, verify=decision.verify)
                 if len(set(published)) > 1:
                     raise RuntimeError(f"workers disagree about drafter {version} ({published}): stop and report this")
-                self._drafter_version += published[0].accepted
+                if published[0].accepted:
+                    self._drafter_version, self._drafter_policy_version = version, self._policy_version
             elif decision.refused:
                 self._group.refuse_drafter()
         refused = decision.refused or any(not p.accepted for p in published)
         verified = published[0].canary if published and refused else None
         reason = decision.reason if verified is None else why_refused(verified)
         log.log(logging.INFO if refused else logging.DEBUG, "drafter: %s", reason)
-        self.metrics.log(spot_metrics(trained, decision=decision, published=published, version=self._drafter_version))
+        lag = self._policy_version - self._drafter_policy_version
+        told = spot_metrics(trained, decision=decision, published=published, version=self._drafter_version, lag=lag)
+        self.metrics.log(told)
         self.metrics.log(self._payoff.metrics())
         return reason
 
@@ -338,6 +342,7 @@ class Session:
                 data_cursor=self._order.cursor,
                 policy_version=self._policy_version,
                 drafter_version=self._drafter_version,
+                drafter_policy_version=self._drafter_policy_version,
                 payoff=self._payoff.state_dict(),
                 tracker_run_id=self.tracker_run_id,
                 resume_attempt=self.resume_attempt,

@@ -58,6 +58,7 @@ class SpotResult(NamedTuple):
     steps_total: int = 0
     loss: float = 0.0  # mean of this phase
     overlap: float = 0.0  # probability that the first draft is accepted, mean of this phase
+    top1: float = 0.0  # share of rows where it is the policy's likeliest token, mean of this phase
     canary: Comparison | None = None  # of the newest measured weights with the drafter in use; None: none was measured
     buffer_tokens: int = 0
     buffer_sequences: int = 0
@@ -93,6 +94,7 @@ class _Phase:
     steps: int = 0
     loss: float = 0.0  # sums over rows
     overlap: float = 0.0
+    top1: float = 0.0
 
 
 class SpotTraining:
@@ -214,6 +216,7 @@ class SpotTraining:
             steps_total=self._trainer.steps,
             loss=self._phase.loss / max(1, self._phase.rows),
             overlap=self._phase.overlap / max(1, self._phase.rows),
+            top1=self._phase.top1 / max(1, self._phase.rows),
             canary=self._phase.comparison,
             buffer_tokens=self._buffer.tokens,
             buffer_sequences=len(self._buffer),
@@ -334,6 +337,7 @@ class SpotTraining:
         self._phase.rows += metrics.rows
         self._phase.loss += metrics.loss * metrics.rows
         self._phase.overlap += metrics.overlaps[0] * metrics.rows
+        self._phase.top1 += metrics.top1 * metrics.rows
 
     def _trainable(self) -> dict[str, StoredSequence]:
         """What the sampler chooses from, by id; gathered anew when something came in."""

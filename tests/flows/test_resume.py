@@ -108,6 +108,49 @@ def test_a_killed_worker_fails_the_step_and_the_run_resumes(root):
     assert finish(root, name, workers=2)["rows"][-1]["step"] == STEPS
 
 
+def test_a_killed_worker_takes_nothing_of_the_drafters_training_along(root):
+    """Killed while idle workers train: the resumed run goes on with optimizer, hidden states and the last publish."""
+    name = "trainer"
+    run, log = root / "runs" / name, root / f"{name}.log"
+    settings = [
+        f"name={name}",
+        f"output_dir={root / 'runs'}",
+        f"tracking.uri=sqlite:///{root / 'mlflow.db'}",
+        f"num_steps={STEPS}",
+        "cluster.num_workers=2",
+        "evaluation.every_steps=0",
+        "drafter.warmup=true",
+        "drafter.spot.rows_per_step=32",
+        "checkpoint.keep_last=9",
+        'reward.functions=[{kind: python, path: "tests.flows.length_reward:slow_length_reward"}]',
+    ]
+    command = [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *settings]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PREFECT_HOME": str(root / "prefect")}
+
+    def started() -> subprocess.Popen:
+        return subprocess.Popen(command, env=env, stdout=log.open("a"), stderr=subprocess.STDOUT)
+
+    def rows() -> dict[int, dict]:
+        lines = (run / "metrics.jsonl").read_text().splitlines()
+        return {row["step"]: row for row in map(json.loads, lines)}
+
+    process = started()
+    # Step 3 has its rollouts, and its rewards take over a second, in which both workers train.
+    kill_when(process, (run / "steps" / "000003" / "rollouts.safetensors").exists, victim=lambda: worker_pid(process))
+    assert process.wait(120) == 1, log.read_text()[-3000:]
+    before = rows()[2]
+    process = started()
+    assert process.wait(TIMEOUT_S) == 0, log.read_text()[-3000:]
+    after = rows()
+    assert before["drafter/optimizer_steps_total"] > 0
+    for step in (3, 4):
+        own = after[step]
+        total = after[step - 1]["drafter/optimizer_steps_total"] + own["drafter/optimizer_steps"]
+        assert own["drafter/optimizer_steps_total"] == total, "training began anew"
+        assert own["drafter/buffer_tokens"] > after[step - 1]["drafter/buffer_tokens"], "hidden states were lost"
+        assert own["drafter/version"] >= after[step - 1]["drafter/version"], "an older drafter is in use"
+
+
 def test_no_worker_outlives_a_killed_run(root):
     process = start(root, "orphans", workers=2)
     run = root / "runs" / "orphans"

@@ -1,5 +1,6 @@
 """Waiting for slow rewards is idle time as well: the one worker of a run trains its drafter in it."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -45,6 +46,10 @@ def test_one_worker_trains_while_rewards_are_waited_for(
         assert row["drafter/optimizer_steps"] > 0
         assert 0.3 * row["timing_s/reward"] < row["bubble/harvested_s"] <= row["timing_s/reward"]
     assert rows[-1]["drafter/version"] >= 1  # what was learnt is published
+    for before, row in itertools.pairwise([{"drafter/version": 0.0, "drafter/policy_version_lag": -1.0}, *rows]):
+        published = row["drafter/version"] > before["drafter/version"]
+        assert row["drafter/policy_version_lag"] == (0.0 if published else before["drafter/policy_version_lag"] + 1)
+        assert 0 < row["drafter/acc_top1"] < 1
     for row, other in zip(rows, without, strict=True):
         assert "drafter/trained_tokens" not in other
         assert [row[f] for f in ("rollout/checksum", "critic/rewards/mean")] == [

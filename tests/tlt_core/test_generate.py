@@ -66,7 +66,8 @@ def test_sampled_tokens_do_not_depend_on_batch_size_or_workers(tmp_path):
     reference = run(tmp_path, questions, temperature=1.0, batch_size=1)
     assert len({tuple(r["token_ids"]) for r in reference}) == len(reference)
     differing = {}
-    for case in ((7, 1, OFF), (32, 1, OFF), (7, 2, OFF), (7, 1, SpeculationConfig(policy="fixed"))):
+    fixed = SpeculationConfig(policy="fixed")
+    for case in ((7, 1, OFF), (32, 1, OFF), (7, 2, OFF), (7, 1, fixed), (7, 2, fixed)):
         batch_size, num_workers, speculation = case
         rows = run(
             tmp_path,

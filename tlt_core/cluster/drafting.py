@@ -1,6 +1,6 @@
 """Everything of a worker that has to do with drafting: what its engine speculates with, how that learns, who watches.
 
-prepare -> tuner measured or restored, drafter's training resumed, canary set
+prepare -> tuner measured, or restored where policy, arms and machine are those it learnt with; canary restored
 observe -> the canary sees every training round; a drafter that has collapsed is suspended
 publish -> candidates of all workers summed, measured, swapped in between two rollouts
 """
@@ -16,6 +16,7 @@ from torch import Tensor
 from conf.schema import DrafterConfig, SpeculationConfig
 from tlt_core import adaptive
 from tlt_core.canary import Canary, CanaryReport
+from tlt_core.doctor import machine
 from tlt_core.drafter.eagle3 import Eagle3Drafter
 from tlt_core.drafter.eagle3_files import export_weights, load_eagle3, save_eagle3
 from tlt_core.rollout.engine import RolloutEngine
@@ -26,6 +27,7 @@ from tlt_core.tuner.policies import RecordedTuner
 
 _DRAFTER_DIR = "drafter-eagle3"  # of a checkpoint: the drafter in use
 _STATE_FILE = "tuner_{}.json"  # by rank
+_COSTS_DEPEND_ON = ("cpu", "cpu_kernels", "threads", "gpus")
 
 
 class DrafterPublished(NamedTuple):
@@ -63,12 +65,15 @@ class Drafting:
     def prepare(self, checkpoint: Path | None) -> None:
         """What tuner and canary had learnt before the restart, or a first measurement."""
         saved = None if checkpoint is None else checkpoint / _STATE_FILE.format(self._rank)
-        if self._tuner is not None and saved is not None and saved.is_file():
-            state = json.loads(saved.read_text())
-            self._canary.load_state_dict(state.pop("canary", {}))
+        state = json.loads(saved.read_text()) if saved is not None and saved.is_file() else {}
+        self._canary.load_state_dict(state.pop("canary", {}))
+        if self._tuner is not None and state.pop("of", None) == self._tuner_of():
             self._tuner.load_state_dict(state)
-        else:
-            adaptive.calibrate(self._engine)
+            return
+        adaptive.calibrate(self._engine)
+        for drafter in self._canary.report().suspended:
+            if self._tuner is not None:
+                self._tuner.suspend(drafter)
 
     def train_in_idle_time(
         self, cfg: DrafterConfig, speculation: SpeculationConfig, *, temperature: float, folder: Path, resume: bool
@@ -142,7 +147,8 @@ class Drafting:
     def save(self, folder: Path, *, dtype: torch.dtype) -> None:
         """This worker's part of a checkpoint.  The drafter's training state follows in the background."""
         if self._tuner is not None:
-            state: dict[str, Any] = {**self._tuner.state_dict(), "canary": self._canary.state_dict()}
+            state: dict[str, Any] = {**self._tuner.state_dict(), "of": self._tuner_of()}
+            state["canary"] = self._canary.state_dict()
             (folder / _STATE_FILE.format(self._rank)).write_text(json.dumps(state))
         if self.spot is not None:
             self.spot.save()
@@ -153,6 +159,13 @@ class Drafting:
         """Wait for what is being written."""
         if self.spot is not None:
             self.spot.close()
+
+    def _tuner_of(self) -> dict[str, Any]:
+        """What a tuner's knowledge holds for: another policy knows other things, another machine has other costs."""
+        assert self._engine.speculation is not None, "there is a tuner"
+        own = {name: value for name, value in machine().items() if name in _COSTS_DEPEND_ON}
+        arms = [str(strategy) for strategy in self._engine.speculation.menu]
+        return own | {"policy": type(self._tuner).__name__, "arms": arms}
 
     def _spot(self) -> SpotTraining:
         assert self.spot is not None, "only a worker that trains a drafter is asked"

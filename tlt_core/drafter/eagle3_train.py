@@ -78,6 +78,7 @@ class TrainMetrics(NamedTuple):
     loss: float  # of a row at depth 1, all depths weighted
     overlaps: tuple[float, ...]  # mean acceptance probability at depth 1, 2, ...
     rows: int  # positions trained at depth 1
+    top1: float  # share of them where drafter and policy have the same likeliest token of the draft vocabulary
 
 
 class Eagle3Trainer:
@@ -155,7 +156,7 @@ class Eagle3Trainer:
         settings = self.settings
         train = TrainPack.of(windows, depth=settings.levels, device=self.model.fc.weight.device)
         pack, probs_TJ, detached = train.pack, train.pack.probs_TJ(), settings.method == "hass"
-        losses, overlaps, counts = [], [], []
+        losses, overlaps, counts, top1 = [], [], [], 0.0
         half = settings.compute_dtype == torch.bfloat16
         with torch.autocast(pack.device.type, torch.bfloat16, enabled=half):
             embeds_RD = F.embedding(pack.tokens_R, self.embedding_VD).float()
@@ -164,7 +165,12 @@ class Eagle3Trainer:
             for k, y_TD in enumerate(depths):
                 rows_N = train.counted_N(k)
                 y_ND = y_TD.index_select(0, rows_N)
-                result = self._token_loss(y_ND, probs_TJ[rows_N])
+                probs_NJ = probs_TJ[rows_N]
+                logits_NJ = self.model.logits(pad_rows(y_ND))[: len(rows_N)]
+                if k == 0:
+                    agreed_N = logits_NJ.detach().argmax(-1) == probs_NJ.argmax(-1)
+                    top1 = float(agreed_N.sum()) / max(1, len(rows_N))
+                result = self._token_loss(logits_NJ, probs_NJ)
                 loss = result.loss
                 if features_TD is not None:
                     loss = _TOKEN_WEIGHT * loss + feature_loss(y_ND, features_TD[rows_N])
@@ -172,11 +178,10 @@ class Eagle3Trainer:
                 overlaps.append(float(result.overlap) / max(1, len(rows_N)))
                 counts.append(len(rows_N))
         loss = torch.stack(losses).sum() / sum(settings.depth_decay**k for k in range(settings.levels))
-        return loss, TrainMetrics(float(loss.detach()) / counts[0], tuple(overlaps), counts[0])
+        return loss, TrainMetrics(float(loss.detach()) / counts[0], tuple(overlaps), counts[0], top1)
 
-    def _token_loss(self, y_ND: Tensor, probs_NJ: Tensor) -> DraftLoss:
-        rows, kind = len(y_ND), self.settings.loss
-        logits_NJ = self.model.logits(pad_rows(y_ND))[:rows]
+    def _token_loss(self, logits_NJ: Tensor, probs_NJ: Tensor) -> DraftLoss:
+        kind = self.settings.loss
         if self.settings.method == "hass":
             return draft_loss(logits_NJ, probs_NJ, kind=kind, top=_HASS_TOP, top_weight=_HASS_TOP_WEIGHT)
         return draft_loss(logits_NJ, probs_NJ, kind=kind)

@@ -22,7 +22,8 @@ def bubble(
     """Metrics of one phase, see `coordinator.PhaseReport` for the arguments.
 
     `bubble/idle_s` and `bubble/harvested_s`: worker seconds without requests, and those of them that trained.
-    `bubble/harvested_ratio`: trained share of the idle windows longer than 0.5 s, absent without such windows.
+    `bubble/long_idle_s`: the part of them in windows longer than 0.5 s.
+    `bubble/harvested_ratio`: trained share of that, absent without such windows.
     `bubble/overlap_headroom_s`: what those windows still had to give.
     `bubble/preempt_ms_p95`: from the end of rollout until a training worker had stopped; absent when none trained.
     `bubble/throttled_s`: idle worker seconds in which training was held up, because it slows those who decode
@@ -35,6 +36,7 @@ def bubble(
     metrics = {
         "bubble/idle_s": sum(idle for idle, _ in windows),
         "bubble/harvested_s": sum(trained for _, trained in windows),
+        "bubble/long_idle_s": long_idle,
         "bubble/overlap_headroom_s": long_idle - long_trained,
     }
     if long:

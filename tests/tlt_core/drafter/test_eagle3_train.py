@@ -49,6 +49,7 @@ def test_it_learns_a_few_sequences(decoder, dtype):
     assert len(final.overlaps) == 3
     assert all(overlap < 0.5 * float(reachable) for overlap in history[0].overlaps)
     assert all(overlap > 0.85 * float(reachable) for overlap in final.overlaps)
+    assert history[0].top1 < 0.5 < 0.75 < final.top1
     assert final.rows == (12 - 2) + (9 - 3) + (15 - 2)  # first = 1 trains from token 2 on: there is no row before
 
 

@@ -65,6 +65,7 @@ def test_a_phase_by_hand():
             "bubble/idle_s": 3.1,
             "bubble/harvested_s": 2.3,
             "bubble/harvested_ratio": 2.3 / 3.05,  # worker 1's window of 0.05 s is too short to count
+            "bubble/long_idle_s": 3.05,
             "bubble/overlap_headroom_s": 0.75,
             "bubble/preempt_ms_p95": 100.0,
             "bubble/throttled_s": 0.0,
@@ -78,6 +79,7 @@ def test_bubble_without_idle_time():
     assert bubble([WorkerSpan(0, BUSY, 0.0, 9.0)], over_s=9.0) == {
         "bubble/idle_s": 0.0,
         "bubble/harvested_s": 0.0,
+        "bubble/long_idle_s": 0.0,
         "bubble/overlap_headroom_s": 0.0,
     }
 

@@ -1,0 +1,167 @@
+"""A worker's drafting across restarts, and what a publish does to its engine."""
+
+import pytest
+import torch
+
+from conf.schema import DrafterConfig, SpeculationConfig, SpotConfig
+from tests.tlt_core.drafter.training_texts import lively_decoder
+from tlt_core import adaptive
+from tlt_core.cluster import drafting
+from tlt_core.cluster.drafting import Drafting
+from tlt_core.drafter.eagle3_files import save_eagle3
+from tlt_core.drafter.eagle3_model import eagle3_from_target
+from tlt_core.spot.comparison import Comparison, Group
+from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
+
+MAX_LIVE, MAX_LEN = 3, 48
+WORSE = Comparison.of([Group(100, 200, 150), Group(100, 210, 160), Group(100, 190, 145)])
+
+
+@pytest.fixture
+def decoder(tiny_config):
+    return lively_decoder(tiny_config)
+
+
+@pytest.fixture
+def folder(decoder, tmp_path):
+    save_eagle3(
+        eagle3_from_target(decoder, torch.arange(64), scales=(1.0,) * 3, seed=1),
+        tmp_path / "first",
+        dtype=torch.float32,
+    )
+    return tmp_path / "first"
+
+
+def make(decoder, policy, *, drafter_path=None):
+    cfg = SpeculationConfig(policy=policy, drafter_path=drafter_path and str(drafter_path), max_live=2)
+    capture = drafter_path is not None
+    engine = adaptive.make_engine(decoder, cfg, max_live=MAX_LIVE, max_len=MAX_LEN, seed=0, capture=capture)
+    return engine, Drafting(engine, rank=0, world_size=1)
+
+
+def roll_out(engine, *, step=1, on_captured=None):
+    waiting = [GenerationRequest(NoiseKey(0, step, p, 0), torch.arange(3, 7 + p % 3).int()) for p in range(12)]
+    done = {}
+
+    def pull(wanted):
+        taken, waiting[:] = waiting[:wanted], waiting[wanted:]
+        return taken
+
+    more = {} if on_captured is None else {"on_captured": on_captured}
+    params = SamplingParams(max_new_tokens=24)
+    engine.generate(pull, lambda r: done.__setitem__(r.key, r.tokens.tolist()), params, **more)
+    return done
+
+
+@pytest.mark.parametrize("before", ["cost_model", "beg_mab", "threshold", "fixed", "off"])
+@pytest.mark.parametrize("after", ["cost_model", "beg_mab", "threshold", "fixed", "off"])
+def test_a_run_goes_on_under_any_other_policy(decoder, tmp_path, before, after):
+    engine, own = make(decoder, before)
+    own.prepare(None)
+    responses = roll_out(engine)
+    own.save(tmp_path, dtype=torch.float32)
+    engine, own = make(decoder, after)
+    own.prepare(tmp_path)
+    assert roll_out(engine) == responses
+
+
+def test_what_the_tuner_knows_outlives_a_restart_on_the_same_machine_alone(decoder, tmp_path, monkeypatch):
+    engine, own = make(decoder, "cost_model")
+    own.prepare(None)
+    roll_out(engine)
+    own.save(tmp_path, dtype=torch.float32)
+    known = engine.speculation.tuner.state_dict()
+    calibrated = []
+    monkeypatch.setattr(adaptive, "calibrate", calibrated.append)
+
+    again, own = make(decoder, "cost_model")
+    own.prepare(tmp_path)
+    assert again.speculation.tuner.state_dict() == known
+    assert not calibrated
+
+    here = drafting.machine()
+    monkeypatch.setattr(drafting, "machine", lambda: here | {"cpu": "another one"})
+    moved, own = make(decoder, "cost_model")
+    own.prepare(tmp_path)
+    assert calibrated == [moved]
+    assert moved.speculation.tuner.state_dict() != known
+
+
+def test_a_drafter_that_had_collapsed_stays_suspended_when_costs_are_measured_anew(decoder, folder, tmp_path):
+    engine, own = make(decoder, "threshold", drafter_path=folder)
+    own._canary._watches["eagle3"].suspended = True
+    own.prepare(None)
+    own.save(tmp_path, dtype=torch.float32)
+    engine, own = make(decoder, "cost_model", drafter_path=folder)
+    own.prepare(tmp_path)
+    assert own.canary().suspended == ("eagle3",)
+    assert engine.speculation.tuner.state_dict()["suspended"] == ["eagle3"]
+
+
+@pytest.fixture
+def trained(decoder, folder, tmp_path):
+    """Engine and drafting with a measured candidate."""
+    spot = SpotConfig(micro_step_s=1e6, rows_per_step=64, window_rows=64, learning_rate=5e-3, canary_tokens=200)
+    engine, own = make(decoder, "fixed", drafter_path=folder)
+    own.prepare(None)
+    own.train_in_idle_time(
+        DrafterConfig(spot=spot, depth=3),
+        SpeculationConfig(policy="fixed", drafter_path=str(folder)),
+        temperature=1.0,
+        folder=tmp_path / "spot",
+        resume=False,
+    )
+    own.spot.begin(1, policy_version=0)
+    roll_out(engine, on_captured=own.spot.collect)
+    for _ in range(200):
+        own.spot.micro_step()
+        if own.spot.result().canary is not None:
+            break
+    assert own.spot.result().canary is not None
+    yield engine, own
+    own.close()
+
+
+def weights_of(drafter):
+    return torch.cat([w.float().flatten() for w in drafter._net.parameters()])
+
+
+def test_a_published_candidate_is_what_the_engine_drafts_with(trained):
+    engine, own = trained
+    drafter, before = engine.speculation.drafters["eagle3"], own.spot.checksum
+    old, candidate = weights_of(drafter), own.spot.contribution(1.0).clone()
+    published = own.publish(1.0, 1, verify=False)
+    assert published.accepted
+    assert published.canary is None
+    assert published.checksum == own.spot.checksum != before
+    assert torch.equal(torch.cat([p.flatten() for p in own.spot.used.parameters()]), candidate)
+    assert not torch.equal(weights_of(drafter), old)
+
+
+def test_a_sum_that_drafts_worse_changes_nothing(trained, monkeypatch):
+    engine, own = trained
+    drafter, before = engine.speculation.drafters["eagle3"], own.spot.checksum
+    old = weights_of(drafter)
+    monkeypatch.setattr(own.spot, "canary_of", lambda _: WORSE)
+    published = own.publish(1.0, 1, verify=True)
+    assert not published.accepted
+    assert published.canary == WORSE
+    assert published.checksum == before
+    assert torch.equal(weights_of(drafter), old)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_a_publish_that_touches_the_policy_stops_the_run(trained, monkeypatch, name):
+    """As a drafter would whose tensors are the target's own."""
+    engine, own = trained
+    drafter = engine.speculation.drafters["eagle3"]
+    target = engine.decoder.embed_tokens.weight if name == "embed_tokens" else engine.decoder.head_weight
+    load = drafter.load_weights
+
+    def overwrite(weights):
+        load(weights)
+        target.data.mul_(0.5)
+
+    monkeypatch.setattr(drafter, "load_weights", overwrite)
+    with pytest.raises(RuntimeError, match="changed the target's weights"):
+        own.publish(1.0, 7, verify=False)
