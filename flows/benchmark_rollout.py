@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from prefect import flow
 
+from conf.load import ConfigError
 from conf.schema import RunConfig, SpeculationConfig, StrategyConfig
 from flows._terminal import Terminal
 from flows.benchmark import Bound, judge, write_report
@@ -55,8 +56,12 @@ _CONTEXT = 400  # tokens of each request of these passes
 
 
 @flow(name="bench-rollout")
-def bench_rollout(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
-    """Measure, judge, write the report; returns it."""
+def bench_rollout(
+    cfg: RunConfig, *, repeats: int, out: Path, command: str, workload: str | None = None
+) -> dict[str, Any]:
+    """Measure, judge, write the report; returns it.  workload: this one alone."""
+    if workload not in (None, *_CLAIMS):
+        raise ConfigError(f"--workload={workload}: choose one of {', '.join(_CLAIMS)}, or leave it out for all")
     torch.set_num_threads(cfg.cluster.threads_per_worker)
     with Terminal() as show:
         start = prepare_model(cfg)
@@ -65,13 +70,15 @@ def bench_rollout(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> d
         if not policy.is_dir():
             policy = cold_start(cfg, start, dataset, show.stage).model_dir if cfg.coldstart.enabled else start
     rows, verdicts = [], []
-    for workload in _workloads(cfg, start, policy, Path(dataset.path)):
+    for work in _workloads(cfg, start, policy, Path(dataset.path)):
+        if workload not in (None, work.name):
+            continue
         compared = configurations(cfg.rollout.speculation)
-        measured = compare(workload, compared, repeats=repeats, seed=cfg.seed, kept=[_KEPT])
-        rows += _rows(workload, measured)
-        verdicts += _verdicts(workload.name, measured)
-        if workload.name == "rl":
-            rows += _floor_rows(workload) + _ceiling_rows(workload, measured)
+        measured = compare(work, compared, repeats=repeats, seed=cfg.seed, kept=[_KEPT])
+        rows += [_lengths_row(work, measured), *_rows(work, measured)]
+        verdicts += _verdicts(work.name, measured)
+        if work.name == "rl":
+            rows += _floor_rows(work) + _ceiling_rows(work, measured)
     return write_report(out, command=command, repeats=repeats, rows=rows, verdicts=verdicts)
 
 
@@ -124,6 +131,14 @@ def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path) -> Seq
 
 def _requests(prompts: Sequence[Prompt], samples: int, *, seed: int, step: int = 1) -> list[GenerationRequest]:
     return [GenerationRequest(NoiseKey(seed, step, p.id, s), p.tokens) for p in prompts for s in range(samples)]
+
+
+def _lengths_row(workload: Workload, measured: Mapping[str, Sequence[Measured]]) -> dict[str, Any]:
+    """Of the responses, which are the same in every configuration."""
+    lengths = torch.tensor([len(r.completion) for r in measured["off"][0].rollouts.values()], dtype=torch.float64)
+    p50, p99 = (float(lengths.quantile(q)) for q in (0.5, 0.99))
+    figures = {"responses": float(len(lengths)), "tokens": float(lengths.sum()), "p50": p50, "p99": p99}
+    return {"workload": workload.name, "configuration": "lengths", **figures, "p99_over_p50": p99 / p50}
 
 
 def _rows(workload: Workload, measured: Mapping[str, Sequence[Measured]]) -> list[dict[str, Any]]:

@@ -203,7 +203,12 @@ def _recover(args: argparse.Namespace) -> None:
         print(f"{run.name} ({run.run_id}) was {run.state} without a process; it is scheduled again")
 
 
-_BENCH_ONLY = {"device": ("kernels", "sizes"), "shape": ("sizes",), "planted_acceptance": ("sizes",)}
+_BENCH_ONLY = {
+    "workload": ("rollout",),
+    "device": ("kernels", "sizes"),
+    "shape": ("sizes",),
+    "planted_acceptance": ("sizes",),
+}
 _ON_CONFIG = {
     "params": _params,
     "prepare": _prepare,
@@ -358,6 +363,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, help="times that everything is measured")
     parser.add_argument("--out", type=Path, help="default: reports/BENCHMARK.json")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="of 'kernels' and 'sizes' (default: cpu)")
+    parser.add_argument("--workload", help="of 'rollout': rl, tail, short or raw alone (default: all)")
     parser.add_argument("--shape", help="of 'sizes': qwen2.5-7b (on cuda), llama-3-8b, smollm2-135m or tiny (on cpu)")
     parser.add_argument(
         "--planted-acceptance",

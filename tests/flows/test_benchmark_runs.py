@@ -88,7 +88,12 @@ def test_spot_compares_drafters_and_methods_on_recorded_responses(home: Path, mo
 def test_rollout_shows_floor_and_ceiling_and_the_same_tokens(home: Path) -> None:
     report = bench_rollout(_config(home), repeats=1, out=home / "rollout.json", command="by hand")
     rows = {(row["workload"], row["configuration"]): row for row in report["rows"]}
-    decoded = [row for (workload, _), row in rows.items() if workload in ("rl", "tail", "short", "raw")]
+    workloads = ("rl", "tail", "short", "raw")
+    for workload in workloads:
+        lengths = rows.pop((workload, "lengths"))
+        assert 0 < lengths["p50"] <= lengths["p99"] <= lengths["tokens"]
+        assert lengths["p99_over_p50"] == lengths["p99"] / lengths["p50"]
+    decoded = [row for (workload, _), row in rows.items() if workload in workloads]
     assert {row["configuration"] for row in decoded} >= {"off", "cost_model", "beg_mab", "threshold"}
     assert all(row["differing"]["max"] == 0 for row in decoded)  # float32: the same tokens under every policy
     assert rows["floor", "machine"]["gb_per_s"] > 0
@@ -99,3 +104,12 @@ def test_rollout_shows_floor_and_ceiling_and_the_same_tokens(home: Path) -> None
     assert ceilings
     for row in ceilings:  # of one run
         assert row["speedup_if_drafting_were_free"]["max"] >= row["speedup"]["max"] * 0.99
+
+
+@pytest.mark.slow
+def test_one_workload_alone(home: Path) -> None:
+    report = bench_rollout(_config(home), repeats=1, out=home / "raw.json", command="by hand", workload="raw")
+    assert {row["workload"] for row in report["rows"]} == {"raw"}
+    assert all(verdict["claim"].startswith("raw: ") for verdict in report["verdicts"])
+    with pytest.raises(ConfigError, match=r"--workload=hard: choose one of rl, tail, short, raw"):
+        bench_rollout(_config(home), repeats=1, out=home / "none.json", command="by hand", workload="hard")

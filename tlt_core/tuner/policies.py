@@ -44,11 +44,8 @@ class RecordedTuner:
 
     def observe(self, rows: Sequence[int], report: RoundReport) -> None:
         """See `Tuner`."""
-        self._record(report)
-        self.cost.observe(report)
-
-    def _record(self, report: RoundReport) -> None:
         self.ledger.record(report, self.cost.plain_seconds(report.live, report.context))
+        self.cost.observe(report)
 
     def forget(self, row: int) -> None:
         """See `Tuner`."""
@@ -97,6 +94,7 @@ class CostModelTuner(RecordedTuner):
         self._menu = tuple(menu)
         self._seen: tuple[int, ...] = ()  # the rows at the last look at the offers
         self._rests = False  # no look was taken before the round under way
+        self._plain_s = 0.0  # seconds of a plain round, at that look
         self._acceptance = Acceptance(self._menu)
         self._gate = Gate(
             self._menu, share=probe_share, allowance_rounds=probe_allowance_rounds, max_interval=max_probe_interval
@@ -110,6 +108,7 @@ class CostModelTuner(RecordedTuner):
             return OFF
         self._seen = tuple(rows)
         offers = self.offers(rows, context)
+        self._plain_s = offers[OFF].seconds
         self._chosen = self._gate.choose(
             len(rows),
             offers,
@@ -130,13 +129,14 @@ class CostModelTuner(RecordedTuner):
 
     def observe(self, rows: Sequence[int], report: RoundReport) -> None:
         """See `Tuner`."""
-        expected_s = self.cost.pass_seconds(report.live, report.live + sum(report.drafted), report.context)
-        blamed_s = report.draft_s + report.backlog_s + min(report.verify_s, _MOST_BLAMED * expected_s)
-        self._gate.settle(report.strategy, report.live + sum(report.accepted), blamed_s)
         if self._rests:  # learning takes time too, and plain rounds between two looks teach nothing new
-            self._record(report)
+            self._gate.settle(OFF, report.live, min(report.verify_s, _MOST_BLAMED * self._plain_s))
+            self.ledger.record(report, self._plain_s)
             self.cost.pass_over()
         else:
+            expected_s = self.cost.pass_seconds(report.live, report.live + sum(report.drafted), report.context)
+            blamed_s = report.draft_s + report.backlog_s + min(report.verify_s, _MOST_BLAMED * expected_s)
+            self._gate.settle(report.strategy, report.live + sum(report.accepted), blamed_s)
             super().observe(rows, report)
         self._acceptance.observe(rows, report)
 
