@@ -444,8 +444,9 @@ class SpotConfig(Section):
     canary_tokens: int = Field(1024, ge=1)
     """Held-back tokens (of one prompt in four, in the two newest steps) on which a candidate is compared with the
     drafter in use."""
-    canary_errors: float = Field(1.0, ge=0)
-    """Standard errors by which a candidate must be worse there to be refused; 0: when it is worse at all."""
+    canary_errors: float = Field(1.64, ge=0)
+    """Standard errors by which a candidate must be worse there to be refused; 0: when it is worse at all.  1.64: of
+    candidates that are as good, chance refuses one in twenty; with 1.0 it is one in six, and 7 of the demo's 40."""
     max_rejections: int = Field(3, ge=1)
     """Candidates refused one after the other before training starts again from the drafter in use."""
 

@@ -1,6 +1,6 @@
-"""Canary: after each publish, is what the workers now hold what it should be, and does the drafter still fit?
+"""Canary: after each publish, was every worker handed the same weights, and does the drafter still fit?
 
-    publish    -> every worker's version and digest of what it loaded                 `WeightDigest`, `outliers`
+    publish    -> every worker's version and digest of what it was to load            `WeightDigest`, `outliers`
     the rounds -> accepted draft tokens against what the rounds before would expect   `Canary.observe`
                -> fine, or collapsed: an alarm; the owner suspends the drafter until the next publish
 
