@@ -121,7 +121,8 @@ def _evaluate(cfg: RunConfig, args: argparse.Namespace) -> None:
 
 def _bench(cfg: RunConfig, args: argparse.Namespace) -> None:
     command = f"tlt {' '.join(sys.argv[1:])}"
-    out = args.out or Path("reports") / f"{args.benchmark}.json"
+    part = f"-{args.workload}" if args.workload else ""  # a part does not take the whole one's place
+    out = args.out or Path("reports") / f"{args.benchmark}{part}.json"
     given = {name: value for name in _BENCH_ONLY if (value := getattr(args, name)) is not None}
     for name in given:
         if args.benchmark not in _BENCH_ONLY[name]:
@@ -361,7 +362,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="?", default=_DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--repeats", type=int, default=3, help="times that everything is measured")
-    parser.add_argument("--out", type=Path, help="default: reports/BENCHMARK.json")
+    parser.add_argument("--out", type=Path, help="default: reports/BENCHMARK.json, or BENCHMARK-WORKLOAD.json")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="of 'kernels' and 'sizes' (default: cpu)")
     parser.add_argument("--workload", help="of 'rollout': rl, tail, short or raw alone (default: all)")
     parser.add_argument("--shape", help="of 'sizes': qwen2.5-7b (on cuda), llama-3-8b, smollm2-135m or tiny (on cpu)")
