@@ -3,7 +3,8 @@
     rl      rollouts of the run's policy (after the cold start, or trained), as one worker decodes them
     tail    its few longest responses among short ones
     short   four steps of it, every response cut off at its median length: no tail
-    raw     the start model before the cold start, at the same temperature: high entropy, nothing to guess
+    raw     the start model before the cold start on word problems (gsm_symbolic), at the same temperature: high
+            entropy, nothing to guess
 
 Same requests, lengths and noise for every configuration, one engine after the other in turn, on one worker's threads.
 
@@ -25,7 +26,7 @@ import torch
 from prefect import flow
 
 from conf.load import ConfigError
-from conf.schema import RunConfig, SpeculationConfig, StrategyConfig
+from conf.schema import GymData, GymTask, RunConfig, SpeculationConfig, StrategyConfig
 from flows._terminal import Terminal
 from flows.benchmark import Bound, judge, write_report
 from tasks.coldstart import cold_start
@@ -40,7 +41,7 @@ from tlt_core.types import GenerationRequest, NoiseKey, Prompt, SamplingParams
 from tlt_core.verdicts import summarise
 
 _RAW_TOKENS = 256  # responses of the raw model ramble on
-_RAW_REQUESTS, _RAW_LIVE = 32, 16
+_RAW_PROMPTS, _RAW_SAMPLES, _RAW_LIVE = 8, 4, 16
 _SHORT_STEPS = 4  # whose prompts make up the short work: those of one are decoded in a second
 _LONGEST, _AMONG = 4, 16  # requests of the tail workload
 _CLAIMS = {  # figure of the adaptive engine over plain decoding, and its bound
@@ -66,11 +67,12 @@ def bench_rollout(
     with Terminal() as show:
         start = prepare_model(cfg)
         dataset = prepare_data(cfg, start)
+        word_problems = prepare_data(_with_word_problems(cfg), start)
         policy = cfg.run_dir / "policy"
         if not policy.is_dir():
             policy = cold_start(cfg, start, dataset, show.stage).model_dir if cfg.coldstart.enabled else start
     rows, verdicts = [], []
-    for work in _workloads(cfg, start, policy, Path(dataset.path)):
+    for work in _workloads(cfg, start, policy, Path(dataset.path), Path(word_problems.path)):
         if workload not in (None, work.name):
             continue
         compared = configurations(cfg.rollout.speculation)
@@ -95,7 +97,15 @@ def configurations(base: SpeculationConfig) -> dict[str, SpeculationConfig]:
     return named
 
 
-def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path) -> Sequence[Workload]:
+def _with_word_problems(cfg: RunConfig) -> RunConfig:
+    tasks = (GymTask(name="gsm_symbolic"),)
+    word_problems = GymData(
+        kind="reasoning_gym", tasks=tasks, num_train=_RAW_PROMPTS, num_validation=1, seed=cfg.data.seed
+    )
+    return cfg.model_copy(update={"data": word_problems})
+
+
+def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path, raw_dir: Path) -> Sequence[Workload]:
     tokenizer, dtype = load_tokenizer(policy), getattr(torch, cfg.rollout.dtype)
     prompts = PromptOrder(data.load(data_dir, "train", tokenizer), seed=cfg.seed)
     share, *later = (prompts.take(cfg.rollout.num_prompts)[:: cfg.cluster.num_workers] for _ in range(_SHORT_STEPS))
@@ -119,7 +129,7 @@ def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path) -> Seq
         for request in _requests(part, cfg.rollout.num_samples, seed=cfg.seed, step=step)
     ]
     raw_params = dataclasses.replace(params, max_new_tokens=_RAW_TOKENS)
-    raw_requests = _requests(share, -(-_RAW_REQUESTS // len(share)), seed=cfg.seed)[:_RAW_REQUESTS]
+    raw_requests = _requests(data.load(raw_dir, "train", tokenizer), _RAW_SAMPLES, seed=cfg.seed)
     raw = load_decoder(start, dtype=dtype, device="cpu")
     return (
         rl,

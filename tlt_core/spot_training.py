@@ -47,7 +47,7 @@ _STATE = "training.safetensors"
 _FIRST_ROWS = 16  # of the first micro-step, before anything was timed
 _LEAST_ROWS = 4
 _FASTEST = 2.0  # change of a micro-step's size from one to the next
-_CANARY_EVERY = 2.0  # seconds of training for each second that a candidate's trial takes
+_CANARY_EVERY = 4.0  # seconds of training for each second that a candidate's trial takes
 
 
 class SpotResult(NamedTuple):

@@ -1,6 +1,7 @@
 """Training never costs more than it brings, or than it may: for any sequence of phases."""
 
 import json
+import random
 
 import pytest
 from hypothesis import given
@@ -35,7 +36,7 @@ def test_it_begins_with_training_and_ends_when_candidates_stop_gaining():
     payoff = Payoff(PayoffSettings())
     assert payoff.duty == FULL
     assert run(payoff, 5, gain=0.05) == [FULL] * 5
-    duties = run(payoff, 10, gain=0.0)
+    duties = run(payoff, 30, gain=0.0)
     assert duties[0] == FULL
     # 1 % of 20 s may be lost, all of the idle time would cost exp(0.15) - 1 of 10 s.
     assert duties[-1] == pytest.approx(0.2 / 1.618, rel=0.01)
@@ -43,7 +44,7 @@ def test_it_begins_with_training_and_ends_when_candidates_stop_gaining():
 
 def test_gains_bring_it_back():
     payoff = Payoff(PayoffSettings())
-    assert run(payoff, 15, gain=0.0)[-1] < 0.2
+    assert run(payoff, 30, gain=0.0)[-1] < 0.2
     duties = run(payoff, 6, gain=0.04)
     assert duties[0] < 0.2
     assert duties[-1] == FULL
@@ -51,16 +52,16 @@ def test_gains_bring_it_back():
 
 def test_a_stale_drafter_brings_it_back():
     payoff = Payoff(PayoffSettings())
-    run(payoff, 15, gain=0.0)
+    run(payoff, 30, gain=0.0)
     duties = run(payoff, 4, gain=0.0, length=3.3)
     assert duties[0] < 0.2
     assert FULL in duties
 
 
 def test_phases_too_short_for_a_measurement_do_not_end_it_for_good():
-    payoff = Payoff(PayoffSettings(lasting_phases=5))
-    assert run(payoff, 15, gain=0.0)[-1] < 0.2
-    assert FULL in run(payoff, 8, gain=None)
+    payoff = Payoff(PayoffSettings())
+    assert run(payoff, 30, gain=0.0)[-1] < 0.2
+    assert FULL in run(payoff, 9, gain=None)
 
 
 def test_training_that_slows_nobody_is_not_held_up():
@@ -70,6 +71,17 @@ def test_training_that_slows_nobody_is_not_held_up():
     for _ in range(5):  # nobody is idle beside another
         alone.observe(PhaseOutcome(20.0, 0.0, 0.0, PaceSums()))
         assert alone.duty == FULL
+
+
+def test_noise_about_a_small_gain_does_not_end_it():
+    """Gains as the demo's: 0.24 % +- 1.1 %, at a slowdown of 3 %."""
+    held_up = 0
+    for seed in range(20):
+        noise, payoff = random.Random(seed), Payoff(PayoffSettings())
+        for _ in range(40):
+            held_up += payoff.duty < FULL
+            payoff.observe(phase(gain=noise.gauss(0.0024, 0.011), slowdown=0.03, duty=payoff.duty))
+    assert held_up / (20 * 40) < 0.1
 
 
 def test_no_limit_is_no_pause():
