@@ -1,9 +1,10 @@
 """Rollout engines side by side: the same requests decoded under several speculation policies, interleaved.
 
 One engine per configuration, all in this process on the same threads; repeat r runs every configuration once before
-repeat r + 1 begins, in turn from another first one, so that a busy machine hits all alike.  Tokens must be the same up
-to near-ties, which are counted.  A near-tie may end a response early or late, so every response is decoded to the
-length that it has in plain decoding (`fix_lengths`): the work is the same for all.
+repeat r + 1 begins, back and forth: a machine that slows down hits all alike, and neighbours, whose ratio is the claim,
+stay neighbours.  Tokens must be the same up to near-ties, which are counted.  A near-tie may end a response early or
+late, so every response is decoded to the length that it has in plain decoding (`fix_lengths`): the work is the same
+for all.
 """
 
 import dataclasses
@@ -60,7 +61,7 @@ def compare(
     names = list(configurations)
     knows = {name: run(workload, configurations[name], seed=seed).tuner for name in kept}
     for repeat in range(repeats):
-        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+        for name in names if repeat % 2 == 0 else reversed(names):
             measured = run(workload, configurations[name], seed=seed, tuner=knows.get(name))
             if name in knows:
                 knows[name] = measured.tuner

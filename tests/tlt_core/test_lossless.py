@@ -51,20 +51,19 @@ def decode(model, cfg, params, *, max_live=16):
     decoder, prompts, _, _ = model
     engine = adaptive.make_engine(decoder, cfg, max_live=max_live, max_len=96, seed=0)
     waiting = [GenerationRequest(NoiseKey(5, 1, index, 0), tokens) for index, tokens in enumerate(prompts)]
-    finished, drafted = {}, []
+    finished, drafted, accepted = {}, [], []
 
     def pull(wanted):
         taken, waiting[:] = waiting[:wanted], waiting[wanted:]
         return taken
 
-    engine.generate(
-        pull,
-        lambda r: finished.__setitem__(r.key, r),
-        params,
-        on_round=lambda t: drafted.append(sum(t.report.drafted)),
-    )
+    def on_round(trace):
+        drafted.append(sum(trace.report.drafted))
+        accepted.append(sum(trace.report.accepted))
+
+    engine.generate(pull, lambda r: finished.__setitem__(r.key, r), params, on_round=on_round)
     assert engine.drafter_failures == {}
-    return finished, sum(drafted)
+    return finished, sum(drafted), sum(accepted)
 
 
 def gap_of_candidates(decoder, params, key, prefix, candidates):
@@ -88,13 +87,14 @@ def gap_of_candidates(decoder, params, key, prefix, candidates):
 def test_speculation_changes_no_token(model, temperature):
     decoder, _, folder, stops = model
     params = SamplingParams(temperature=temperature, max_new_tokens=24, stop_token_ids=stops)
-    plain, _ = decode(model, SpeculationConfig(policy="off"), params)
+    plain, *_ = decode(model, SpeculationConfig(policy="off"), params)
     assert len({tuple(r.completion.tolist()) for r in plain.values()}) > 30, "responses too alike to prove much"
     near_ties = []
     for case, menu in CASES.items():
         cfg = SpeculationConfig(policy=case.split()[0], menu=menu, max_live=8, drafter_path=str(folder))
-        speculative, drafted = decode(model, cfg, params)
-        assert drafted > 0 or case in ("cost_model", "beg_mab", "threshold"), f"{case} drafted nothing"
+        speculative, drafted, accepted = decode(model, cfg, params)
+        if case.startswith("fixed"):  # the others may find that it does not pay
+            assert drafted > accepted > 0, f"{case}: {accepted} of {drafted} drafts accepted, so little was tried"
         for key, rollout in plain.items():
             ours, theirs = speculative[key].tokens.tolist(), rollout.tokens.tolist()
             if ours == theirs:
@@ -118,11 +118,11 @@ def test_bfloat16_changes_no_bit_where_kernels_do_not_depend_on_the_batch(model,
         half = load_decoder(embedded_model, dtype=torch.bfloat16), prompts, folder, stops
         return decode(half, cfg, params, max_live=max_live)
 
-    plain, _ = decoded(SpeculationConfig(policy="off"), 1)
+    plain, *_ = decoded(SpeculationConfig(policy="off"), 1)
     assert len({tuple(r.completion.tolist()) for r in plain.values()}) > 30, "responses too alike to prove much"
     for case, menu in CASES.items():
         cfg = SpeculationConfig(policy=case.split()[0], menu=menu, max_live=8, drafter_path=str(folder))
-        speculative, _ = decoded(cfg, 16)
+        speculative, *_ = decoded(cfg, 16)
         for key, rollout in plain.items():
             assert torch.equal(speculative[key].tokens, rollout.tokens), (case, key)
             assert torch.equal(speculative[key].logprobs, rollout.logprobs), (case, key)
