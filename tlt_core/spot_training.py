@@ -13,11 +13,12 @@ it may be published is known when rollout ends, at no cost to anybody.  Where ph
 one to the next: begun anew in each, it would never end.
 
 Hidden states are those of the policy that sampled the response.  This step's responses and the long ones of the steps
-before are mixed ("one-step offset", TLT section 4).
+before, those of other workers too (`spot/peers`), are mixed ("one-step offset", TLT section 4).
 """
 
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,7 @@ from tlt_core.rollout.capture import Captured
 from tlt_core.spot.buffer import SequenceBuffer, StoredSequence
 from tlt_core.spot.checkpoint import SpotCheckpoint, SpotCheckpointError, async_checkpoint, load_checkpoint
 from tlt_core.spot.comparison import Comparison
+from tlt_core.spot.peers import PeerFiles
 from tlt_core.spot.sampling import Candidate, WindowSampler
 from tlt_core.spot.writer import BackgroundWriter, WriteError
 from tlt_core.spot_canary import ChainSettings, HeldWindow, Measurement, compare, held_windows
@@ -110,12 +112,13 @@ class SpotTraining:
         temperature: float,
         folder: Path,
         resume: bool,
+        peers: Sequence[Path] = (),
         method: Method = "eagle3",
         loss: LossKind = "soft_ce",
     ) -> None:
         """model: float32, the drafter in use, which becomes this object's.  depth: of the training-time test, and of
-        the canary's chains.  folder: where hidden states and training state are kept, for this object alone.  resume:
-        go on from what is there."""
+        the canary's chains.  folder: where hidden states and training state are kept; others may read there.  resume:
+        go on from what is there.  peers: other workers' folders."""
         self._cfg = cfg
         self._decoder, self._folder = decoder, folder
         self._writer = BackgroundWriter()
@@ -145,6 +148,8 @@ class SpotTraining:
         self._stored: dict[str, StoredSequence] | None = None
         self._policy_version = 0
         self._wanted_rows = float(_FIRST_ROWS)  # of a micro-step
+        self._peers = PeerFiles(peers)
+        self._more_of_peers = False
         self._step = 0
         self._rejections = 0
         self._phase = _Phase()
@@ -181,7 +186,8 @@ class SpotTraining:
     def end(self) -> None:
         """The step's responses are complete: they go to disk in the background."""
         self._buffer.spill(self._step)
-        alive = {item.policy_version for item in self._buffer.sequences()} | {self._policy_version}
+        kept = (*self._buffer.sequences(), *self._peers.sequences())
+        alive = {item.policy_version for item in kept} | {self._policy_version}
         self._heads = {version: head for version, head in self._heads.items() if version in alive}
 
     # ------------------------------------------------------------------------------------------ idle time
@@ -341,8 +347,10 @@ class SpotTraining:
 
     def _trainable(self) -> dict[str, StoredSequence]:
         """What the sampler chooses from, by id; gathered anew when something came in."""
-        if self._stored is None:
-            self._stored = {item.id: item for item in self._buffer.trainable()}
+        if self._stored is None or self._more_of_peers:
+            self._more_of_peers = self._peers.look(self._step)
+            others = (item for item in self._peers.trainable(self._step) if item.policy_version in self._heads)
+            self._stored = {item.id: item for item in (*others, *self._buffer.trainable())}
             candidates = [Candidate(name, _rows(item), item.step) for name, item in self._stored.items()]
             self._sampler.refresh(candidates, self._step)
         return self._stored

@@ -20,8 +20,10 @@ from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
 
 DEPTH, MAX_LEN = 3, 64
 MENU = [Strategy("eagle3", DEPTH, 1, DEPTH)]
-# Micro-steps of a fixed size: their number follows the clock otherwise.
-CFG = SpotConfig(micro_step_s=1e6, rows_per_step=128, window_rows=64, learning_rate=5e-3, canary_tokens=1500)
+# Micro-steps of a fixed size: their number follows the clock otherwise.  Few and large optimizer steps.
+CFG = SpotConfig(
+    micro_step_s=1e6, rows_per_step=128, window_rows=64, learning_rate=5e-3, canary_tokens=1500, average_decay=0.9
+)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +35,16 @@ def first_drafter(decoder):
     return eagle3_from_target(decoder, torch.arange(64), scales=(1.0,) * 3, seed=1)
 
 
-def training(decoder, folder, *, resume=False, cfg=CFG):
+def training(decoder, folder, *, resume=False, cfg=CFG, peers=()):
     return SpotTraining(
-        cfg, model=first_drafter(decoder), decoder=decoder, depth=DEPTH, temperature=1.0, folder=folder, resume=resume
+        cfg,
+        model=first_drafter(decoder),
+        decoder=decoder,
+        depth=DEPTH,
+        temperature=1.0,
+        folder=folder,
+        resume=resume,
+        peers=peers,
     )
 
 
@@ -97,6 +106,36 @@ def test_training_in_idle_time_raises_acceptance_and_says_by_how_much(decoder, t
     assert torch.equal(parameters(adopted), candidate)
     assert not torch.equal(candidate, before)
     del drafter
+    spot.close()
+
+
+def test_a_worker_learns_from_what_another_has_decoded(decoder, tmp_path):
+    cfg = CFG.model_copy(update={"learning_rate": 1.5e-3})
+    other = training(decoder, tmp_path / "worker_0", cfg=cfg)
+    roll_out(decoder, other, step=1, prompts=64)
+    other.end()
+    spot = training(decoder, tmp_path / "worker_1", cfg=cfg, peers=[tmp_path / "worker_0", tmp_path / "worker_2"])
+    spot.begin(1, policy_version=1)
+    other.close()
+    assert not spot.has_data  # of this step it has none, and of others' only what is finished
+    spot.end()
+    spot.begin(2, policy_version=2)
+    assert spot.has_data
+    seen = spot._trainable()
+    assert seen.keys() == {item.id for item in other._buffer.trainable()}
+    for item in seen.values():
+        theirs = next(i for i in other._buffer.trainable() if i.id == item.id)
+        own, expected = spot._sequence(item), other._sequence(theirs)
+        assert torch.equal(own.taps_LE, expected.taps_LE)
+        assert torch.equal(own.probs_PJ[:], expected.probs_PJ[:])
+    train(spot, until=lambda r: r.steps >= 20)
+    held = [other._sequence(item) for item in other._buffer.held()]
+    settings = {"depth": DEPTH, "temperature": 1.0}
+    before, after = (
+        measure_acceptance(model, decoder.embed_tokens.weight, held, **settings).accept_length
+        for model in (spot.used, spot._average)
+    )
+    assert after > before + 0.1
     spot.close()
 
 

@@ -27,6 +27,8 @@ from tlt_core.tuner.policies import RecordedTuner
 
 _DRAFTER_DIR = "drafter-eagle3"  # of a checkpoint: the drafter in use
 _STATE_FILE = "tuner_{}.json"  # by rank
+_FOLDER = "worker_{}"  # by rank
+_MOST_PEERS = 7  # whose responses a worker trains on besides its own
 _COSTS_DEPEND_ON = ("cpu", "cpu_kernels", "threads", "gpus")
 
 
@@ -78,7 +80,8 @@ class Drafting:
     def train_in_idle_time(
         self, cfg: DrafterConfig, speculation: SpeculationConfig, *, temperature: float, folder: Path, resume: bool
     ) -> None:
-        """Make the drafter trainable.  speculation: names the folder that the engine's drafter came from."""
+        """Make the drafter trainable.  speculation: names the folder that the engine's drafter came from.  folder: in
+        which each worker has one of its own."""
         if speculation.drafter_path is None or self._drafter is None:
             return
         decoder = self._engine.decoder
@@ -88,8 +91,9 @@ class Drafting:
             decoder=decoder,
             depth=cfg.depth,
             temperature=temperature,
-            folder=folder,
+            folder=folder / _FOLDER.format(self._rank),
             resume=resume,
+            peers=[folder / _FOLDER.format(rank) for rank in _followers(self._rank, self._world_size)],
             method=cfg.method,
             loss=cfg.idle_loss,
         )
@@ -184,6 +188,10 @@ class Drafting:
         """In place, over all workers."""
         if self._world_size > 1:
             dist.all_reduce(values)
+
+
+def _followers(rank: int, world_size: int) -> list[int]:
+    return [(rank + more) % world_size for more in range(1, min(world_size, _MOST_PEERS + 1))]
 
 
 def _checksum(weight: Tensor) -> int:

@@ -177,7 +177,7 @@ class Worker:
                 spec.drafter,
                 speculation,
                 temperature=spec.rollout.temperature,
-                folder=spec.spot_dir / f"worker_{self._rank}",
+                folder=spec.spot_dir,
                 resume=checkpoint is not None,
             )
 

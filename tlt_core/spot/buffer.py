@@ -27,12 +27,13 @@ from tlt_core.spot.writer import BackgroundWriter
 
 __all__ = ["SequenceBuffer", "StoredSequence", "held_back"]
 
+HELD_EVERY = 4  # prompts, one of which is held back
 _HELD_STEPS = 2  # newest ones, in which responses are held back
 _KEPT_SHARE = 3  # of the bounds, for the longest of the last finished step: one in so many
 _MASK = 2**64 - 1
 
 
-def held_back(step: int, prompt_id: int, *, every: int = 4) -> bool:
+def held_back(step: int, prompt_id: int, *, every: int = HELD_EVERY) -> bool:
     """Whether the responses to this prompt in this step are kept from training: one prompt in `every`, others in each
     step, the same ones on every worker.
 
@@ -40,6 +41,12 @@ def held_back(step: int, prompt_id: int, *, every: int = 4) -> bool:
     By splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014), so that neighbours are independent.
     """
     return _mixed(_mixed(prompt_id) + step) % every == 0
+
+
+def is_recent_and_held(sequence: StoredSequence, *, newest_step: int, every: int = HELD_EVERY) -> bool:
+    """Whether it may not be trained on yet."""
+    is_recent = sequence.step > newest_step - _HELD_STEPS
+    return is_recent and held_back(sequence.step, sequence.key.prompt_id, every=every)
 
 
 def _mixed(number: int) -> int:
@@ -59,7 +66,7 @@ class SequenceBuffer:
         max_bytes: int,
         max_ram_bytes: int,
         max_sequences: int,
-        held_every: int = 4,
+        held_every: int = HELD_EVERY,
         writer: BackgroundWriter | None = None,
     ) -> None:
         """held_every: one prompt of a step in so many is held back.  writer: the one that also writes the checkpoints
@@ -204,8 +211,7 @@ class SequenceBuffer:
             self._files.write([s for s in unspilled if s.step == step])
 
     def _is_held(self, sequence: StoredSequence) -> bool:
-        is_recent = sequence.step > max(self._names_of_step) - _HELD_STEPS
-        return is_recent and held_back(sequence.step, sequence.key.prompt_id, every=self._held_every)
+        return is_recent_and_held(sequence, newest_step=max(self._names_of_step), every=self._held_every)
 
     def _insert(self, sequence: StoredSequence, *, mapped: bool) -> None:
         self._sequences[sequence.id] = sequence

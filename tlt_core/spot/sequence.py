@@ -93,14 +93,7 @@ def map_sequences(path: Path, names: Iterable[str], *, nbytes: int) -> dict[str,
     nbytes: of all sequences that the file should hold.  Raises SequenceFileError when it is missing, truncated, of
     another size, or lacks one of the sequences.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            headers = json.loads(file.metadata()["sequences"])
-            stored = [_read(file, _Header(NoiseKey(*key), *numbers)) for key, *numbers in headers]
-    except (OSError, SafetensorError) as error:
-        raise SequenceFileError(f"cannot be read ({error})") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise SequenceFileError(f"is not a file of sequences ({error!r})") from None
+    stored = map_file(path)
     found = sum(sequence.nbytes for sequence in stored)
     if found != nbytes:
         raise SequenceFileError(f"holds {found} bytes of sequences, not {nbytes}")
@@ -109,6 +102,18 @@ def map_sequences(path: Path, names: Iterable[str], *, nbytes: int) -> dict[str,
     if missing:
         raise SequenceFileError(f"lacks the sequence {missing[0]}")
     return {name: by_name[name] for name in names}
+
+
+def map_file(path: Path) -> list[StoredSequence]:
+    """All sequences of a file, memory-mapped.  Raises SequenceFileError when it is missing or damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            headers = json.loads(file.metadata()["sequences"])
+            return [_read(file, _Header(NoiseKey(*key), *numbers)) for key, *numbers in headers]
+    except (OSError, SafetensorError) as error:
+        raise SequenceFileError(f"cannot be read ({error})") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise SequenceFileError(f"is not a file of sequences ({error!r})") from None
 
 
 def _read(file: safe_open, header: _Header) -> StoredSequence:

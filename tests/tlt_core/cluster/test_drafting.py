@@ -101,7 +101,9 @@ def test_a_drafter_that_had_collapsed_stays_suspended_when_costs_are_measured_an
 @pytest.fixture
 def trained(decoder, folder, tmp_path):
     """Engine and drafting with a measured candidate."""
-    spot = SpotConfig(micro_step_s=1e6, rows_per_step=64, window_rows=64, learning_rate=5e-3, canary_tokens=200)
+    spot = SpotConfig(
+        micro_step_s=1e6, rows_per_step=64, window_rows=64, learning_rate=5e-3, canary_tokens=200, average_decay=0.9
+    )
     engine, own = make(decoder, "fixed", drafter_path=folder)
     own.prepare(None)
     own.train_in_idle_time(

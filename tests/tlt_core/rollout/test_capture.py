@@ -1,5 +1,7 @@
 """Captured hidden states and distributions are those that a plain transformers forward gives, position by position."""
 
+import json
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -8,8 +10,11 @@ from conf.schema import SpeculationConfig, StrategyConfig
 from tlt_core import adaptive
 from tlt_core.drafter.eagle3_files import save_eagle3
 from tlt_core.drafter.eagle3_model import eagle3_from_target
+from tlt_core.drafter.eagle3_sequence import HeadProbs
 from tlt_core.model.load import load_decoder
 from tlt_core.sampling import stream_key
+from tlt_core.spot.buffer import SequenceBuffer, StoredSequence
+from tlt_core.spot.writer import BackgroundWriter
 from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
 
 VOCAB, MAX_LEN, EOS = 64, 80, 2
@@ -85,20 +90,53 @@ def test_captured_states_are_those_of_transformers(folders, way, temperature):
     theirs = AutoModelForCausalLM.from_pretrained(folders / "model", dtype=torch.float32)
     assert len(pairs) == 12
     for item, rollout in pairs:
-        tokens, length = rollout.tokens.long(), len(rollout.tokens)
         assert torch.equal(item.tokens_L, rollout.tokens)
         assert (item.first, item.stream, item.policy_version) == (rollout.prompt_len, stream_key(item.key), 2)
-        with torch.no_grad():
-            out = theirs(tokens[None], output_hidden_states=True)
-        wanted = torch.cat([out.hidden_states[tap][0, : length - 1] for tap in taps], dim=-1)
-        torch.testing.assert_close(item.taps_LE, wanted, rtol=1e-3, atol=1e-3)
-        assert len(item.last_PD) == len(item.lognorms_P) == length - item.first
-        wanted_P = out.logits[0, item.first - 1 : length - 1].log_softmax(-1)
-        head = theirs.lm_head.weight.detach()
-        torch.testing.assert_close(item.last_PD @ head.T - item.lognorms_P[:, None], wanted_P, rtol=1e-3, atol=1e-3)
+        wanted_P = assert_aligned(item, taps, theirs)
         if temperature == 1.0:  # the sampled token's own entry is its log-probability
-            own = wanted_P.gather(1, tokens[item.first :, None]).squeeze(1)
+            own = wanted_P.gather(1, rollout.tokens[item.first :, None].long()).squeeze(1)
             torch.testing.assert_close(own, rollout.logprobs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["tree", "switching"])
+def test_what_a_resumed_run_finds_is_still_that_of_transformers(folders, way, tmp_path):
+    """Through the buffer's files: another process would map the same."""
+    pairs, taps, _ = captured(folders, SamplingParams(max_new_tokens=40), **WAYS[way])
+    bounds = {"max_bytes": 10**9, "max_ram_bytes": 1, "max_sequences": 10**6}
+    first_writer, second_writer = BackgroundWriter(), BackgroundWriter()
+    buffer = SequenceBuffer(tmp_path, **bounds, writer=first_writer)
+    for item, _ in pairs:
+        buffer.add(StoredSequence(step=2, **item._asdict()))
+    buffer.spill(2)
+    first_writer.close()
+    index = json.loads(json.dumps(buffer.index()))
+    del buffer
+    resumed = SequenceBuffer.open(tmp_path, index, **bounds, writer=second_writer)
+    theirs = AutoModelForCausalLM.from_pretrained(folders / "model", dtype=torch.float32)
+    by_key = {rollout.key: rollout for _, rollout in pairs}
+    draft_ids_J = torch.tensor([2, 5, 9, 33, 60])
+    assert len(resumed) == len(by_key) == 12
+    for item in resumed.sequences():
+        assert torch.equal(item.tokens_L, by_key[item.key].tokens)
+        wanted_P = assert_aligned(item, taps, theirs)
+        probs = HeadProbs(item.last_PD, item.lognorms_P, theirs.lm_head.weight.detach()[draft_ids_J])
+        torch.testing.assert_close(probs[:], wanted_P[:, draft_ids_J].exp(), rtol=1e-3, atol=1e-4)
+    second_writer.close()
+
+
+def assert_aligned(item, taps, theirs):
+    """Hidden state i is that of token i, and the distributions are those of the sampled tokens; returns their
+    logarithms, [P, V]."""
+    tokens, length = item.tokens_L.long(), len(item.tokens_L)
+    with torch.no_grad():
+        out = theirs(tokens[None], output_hidden_states=True)
+    wanted = torch.cat([out.hidden_states[tap][0, : length - 1] for tap in taps], dim=-1)
+    torch.testing.assert_close(item.taps_LE, wanted, rtol=1e-3, atol=1e-3)
+    assert len(item.last_PD) == len(item.lognorms_P) == length - item.first
+    wanted_P = out.logits[0, item.first - 1 : length - 1].log_softmax(-1)
+    head = theirs.lm_head.weight.detach()
+    torch.testing.assert_close(item.last_PD @ head.T - item.lognorms_P[:, None], wanted_P, rtol=1e-3, atol=1e-3)
+    return wanted_P
 
 
 def test_nothing_is_captured_unless_asked_for(folders):
