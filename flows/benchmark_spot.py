@@ -86,8 +86,8 @@ def bench_spot(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
         runs: dict[str, Runs] = {"static": eagle3_runs(cfg, drafter, embedding_VD, responses, drafts=_LONG)}
         adaptive: dict[str, Tensor] = {}
         for step in range(done + 1, steps + 1):
-            drafter, own = load_eagle3(used, decoder.config), [r for r in responses if r.step == step]
-            adaptive |= eagle3_runs(cfg, drafter, embedding_VD, own, drafts=_LONG)
+            drafter, of_step = load_eagle3(used, decoder.config), [r for r in responses if r.step == step]
+            adaptive |= eagle3_runs(cfg, drafter, embedding_VD, of_step, drafts=_LONG)
             published = run.run_dir / "drafters" / f"{step:06d}-eagle3"
             used = published if published.is_dir() else used
         runs["adaptive"] = adaptive
