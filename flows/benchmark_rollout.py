@@ -18,6 +18,7 @@ is its first seconds.
 
 import dataclasses
 import statistics
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from tlt_core.verdicts import summarise
 
 _RAW_TOKENS = 256  # responses of the raw model ramble on
 _RAW_PROMPTS, _RAW_SAMPLES, _RAW_LIVE = 8, 4, 16
+_RAW_PROMPT_TOKENS = 512  # at most, whatever the run's prompts are
 _SHORT_STEPS = 4  # whose prompts make up the short work: those of one are decoded in a second
 _LONGEST, _AMONG = 4, 16  # requests of the tail workload
 _CLAIMS = {  # figure of the adaptive engine over plain decoding, and its bound
@@ -67,12 +69,11 @@ def bench_rollout(
     with Terminal() as show:
         start = prepare_model(cfg)
         dataset = prepare_data(cfg, start)
-        word_problems = prepare_data(_with_word_problems(cfg), start)
         policy = cfg.run_dir / "policy"
         if not policy.is_dir():
             policy = cold_start(cfg, start, dataset, show.stage).model_dir if cfg.coldstart.enabled else start
     rows, verdicts = [], []
-    for work in _workloads(cfg, start, policy, Path(dataset.path), Path(word_problems.path)):
+    for work in _workloads(cfg, start, policy, Path(dataset.path)):
         if workload not in (None, work.name):
             continue
         compared = configurations(cfg.rollout.speculation)
@@ -97,15 +98,17 @@ def configurations(base: SpeculationConfig) -> dict[str, SpeculationConfig]:
     return named
 
 
-def _with_word_problems(cfg: RunConfig) -> RunConfig:
+def _word_problems(cfg: RunConfig, tokenizer: Any) -> list[Prompt]:
+    """In no folder that stays: the run's own data set is the only one that stages depend on."""
     tasks = (GymTask(name="gsm_symbolic"),)
-    word_problems = GymData(
-        kind="reasoning_gym", tasks=tasks, num_train=_RAW_PROMPTS, num_validation=1, seed=cfg.data.seed
-    )
-    return cfg.model_copy(update={"data": word_problems})
+    wanted = GymData(kind="reasoning_gym", tasks=tasks, num_train=_RAW_PROMPTS, num_validation=1, seed=cfg.data.seed)
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "data"
+        data.prepare(wanted, tokenizer=tokenizer, max_prompt_tokens=_RAW_PROMPT_TOKENS, out_dir=folder)
+        return data.load(folder, "train", tokenizer)
 
 
-def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path, raw_dir: Path) -> Sequence[Workload]:
+def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path) -> Sequence[Workload]:
     tokenizer, dtype = load_tokenizer(policy), getattr(torch, cfg.rollout.dtype)
     prompts = PromptOrder(data.load(data_dir, "train", tokenizer), seed=cfg.seed)
     share, *later = (prompts.take(cfg.rollout.num_prompts)[:: cfg.cluster.num_workers] for _ in range(_SHORT_STEPS))
@@ -129,7 +132,7 @@ def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path, raw_di
         for request in _requests(part, cfg.rollout.num_samples, seed=cfg.seed, step=step)
     ]
     raw_params = dataclasses.replace(params, max_new_tokens=_RAW_TOKENS)
-    raw_requests = _requests(data.load(raw_dir, "train", tokenizer), _RAW_SAMPLES, seed=cfg.seed)
+    raw_requests = _requests(_word_problems(cfg, tokenizer), _RAW_SAMPLES, seed=cfg.seed)
     raw = load_decoder(start, dtype=dtype, device="cpu")
     return (
         rl,
