@@ -32,7 +32,7 @@ class Decision(NamedTuple):
     """What is done with the candidates."""
 
     shares: tuple[float, ...]  # of each worker in what is published; all 0: nothing is
-    verify: bool  # nobody has measured the sum yet
+    measured: Comparison | None  # of what is published; None: nobody has measured the sum yet
     refused: bool  # there were candidates, all worse than the drafter in use
     reason: str
 
@@ -45,16 +45,17 @@ def decide(results: Sequence[SpotResult], *, errors: float) -> Decision:
         trained = sum(r.rows for r in results)
         return Decision(
             nothing,
-            False,
+            None,
             False,
             "not trained" if not trained else "no candidate was measured: too little time, or nothing held back",
         )
     fit = [r.canary is not None and not r.canary.is_worse(errors=errors) for r in results]
-    if not any(fit):
-        return Decision(nothing, False, True, why_refused(max(canaries, key=lambda c: c.gain)))
+    fitting = [r.canary for r, fits in zip(results, fit, strict=True) if fits]
+    if not fitting:
+        return Decision(nothing, None, True, why_refused(max(canaries, key=lambda c: c.gain)))
     weights = [max(r.rows, 1) if fits else 0 for r, fits in zip(results, fit, strict=True)]
     shares = tuple(weight / sum(weights) for weight in weights)
-    return Decision(shares, sum(fit) > 1, False, "published")
+    return Decision(shares, fitting[0] if len(fitting) == 1 else None, False, "published")
 
 
 def why_refused(canary: Comparison) -> str:

@@ -199,7 +199,7 @@ class Session:
             published = []
             if any(decision.shares):
                 version = self._drafter_version + 1
-                published = self._group.publish_drafter(decision.shares, version=version, verify=decision.verify)
+                published = self._group.publish_drafter(decision.shares, version=version, measured=decision.measured)
                 if len(set(published)) > 1:
                     raise RuntimeError(f"workers disagree about drafter {version} ({published}): stop and report this")
                 if published[0].accepted:

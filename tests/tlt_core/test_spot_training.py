@@ -234,7 +234,7 @@ def test_two_workers_publish_their_average_after_measuring_it(decoder, tmp_path)
         roll_out(decoder, spot, step=1 + worker)
         train(spot, until=lambda r: r.steps >= 10 and r.canary is not None)
     decision = decide([spot.result() for spot in spots], errors=1.0)
-    assert decision.verify
+    assert decision.measured is None
     assert sum(decision.shares) == pytest.approx(1.0)
     averaged = sum(spot.contribution(share) for spot, share in zip(spots, decision.shares, strict=True))
     for spot in spots:
@@ -257,22 +257,24 @@ WORSE = TRAINED._replace(canary=measured(-20, -30))
 
 
 @pytest.mark.parametrize(
-    ("results", "shares", "verify", "refused"),
+    ("results", "shares", "refused"),
     [
-        ([SpotResult(), SpotResult()], (0, 0), False, False),
-        ([SpotResult(rows=9, steps=1), SpotResult()], (0, 0), False, False),  # no time to measure
-        ([TRAINED, SpotResult()], (1, 0), False, False),
-        ([WORSE, SpotResult()], (0, 0), False, True),
-        ([TRAINED, TRAINED._replace(rows=300)], (0.25, 0.75), True, False),
-        ([TRAINED, WORSE], (1, 0), False, False),
-        ([TRAINED._replace(canary=measured(0, 0))], (1,), False, False),  # as good: newer data
-        ([TRAINED._replace(canary=measured(-20, 18))], (1,), False, False),  # by chance, for all one can tell
-        ([TRAINED._replace(rows=0), SpotResult()], (1, 0), False, False),  # trained in the phase before
+        ([SpotResult(), SpotResult()], (0, 0), False),
+        ([SpotResult(rows=9, steps=1), SpotResult()], (0, 0), False),  # no time to measure
+        ([TRAINED, SpotResult()], (1, 0), False),
+        ([WORSE, SpotResult()], (0, 0), True),
+        ([TRAINED, TRAINED._replace(rows=300)], (0.25, 0.75), False),
+        ([TRAINED, WORSE], (1, 0), False),
+        ([TRAINED._replace(canary=measured(0, 0))], (1,), False),  # as good: newer data
+        ([TRAINED._replace(canary=measured(-20, 18))], (1,), False),  # by chance, for all one can tell
+        ([TRAINED._replace(rows=0), SpotResult()], (1, 0), False),  # trained in the phase before
     ],
 )
-def test_what_is_published(results, shares, verify, refused):
+def test_what_is_published(results, shares, refused):
     decision = decide(results, errors=1.0)
-    assert (decision.shares, decision.verify, decision.refused) == (tuple(map(float, shares)), verify, refused)
+    assert (decision.shares, decision.refused) == (tuple(map(float, shares)), refused)
+    alone = [r.canary for r, share in zip(results, shares, strict=True) if share == 1]
+    assert decision.measured == (alone[0] if alone else None), "a sum is nobody's own, so nobody has measured it"
     assert decision.reason
     if refused:
         assert "acceptance length 2.500 on 100 held-back tokens of 2 prompts, 3.000 in use" in decision.reason

@@ -23,7 +23,7 @@ from tlt_core.rollout.engine import RolloutEngine
 from tlt_core.speculation import RoundReport
 from tlt_core.spot.comparison import Comparison
 from tlt_core.spot_training import SpotTraining
-from tlt_core.tuner.policies import RecordedTuner
+from tlt_core.tuner.policies import UNKNOWN, RecordedTuner
 
 _DRAFTER_DIR = "drafter-eagle3"  # of a checkpoint: the drafter in use
 _STATE_FILE = "tuner_{}.json"  # by rank
@@ -109,36 +109,33 @@ class Drafting:
         """What is known since the latest publish."""
         return self._canary.report()
 
-    def changed(self, drafter: str | None = None) -> None:
-        """New weights of the drafter, or of the policy (None), are in the engine."""
+    def changed(self, drafter: str | None = None, *, change: float = UNKNOWN) -> None:
+        """New weights of the drafter, or of the policy (None), are in the engine.  change: see `notify_change`."""
         resumed = self._canary.published(drafter)
         if self._tuner is None:
             return
         if drafter is not None:
-            self._tuner.notify_change(drafter)
+            self._tuner.notify_change(drafter, change=change)
         for name in resumed:
             self._tuner.resume(name)
 
-    def publish(self, share: float, version: int, *, verify: bool) -> DrafterPublished:
+    def publish(self, share: float, version: int, *, measured: Comparison | None) -> DrafterPublished:
         """Sum the workers' candidates, each times its share, and draft with the result from now on.
 
-        A collective: every worker takes part.  verify: the sum is nobody's own candidate, so it is measured on all
-        canaries first, and refused when it is worse than the drafter in use.
+        A collective: every worker takes part.  measured: what is known of the sum.  None: it is nobody's own candidate,
+        so it is measured on all canaries first, and refused when it is worse than the drafter in use.
         """
         spot = self._spot()
         parameters_N = spot.contribution(share)
         self._sum(parameters_N)
-        canary: Comparison | None = None
-        if verify:
-            sums = torch.tensor(spot.canary_of(parameters_N), dtype=torch.float64)
-            self._sum(sums)
-            canary = Comparison(*sums.tolist())
-        accepted = canary is None or not canary.is_worse(errors=self._canary_errors)
+        canary = self._measured(parameters_N) if measured is None else measured
+        accepted = measured is not None or not canary.is_worse(errors=self._canary_errors)
         if accepted:
             self._swap(parameters_N, version, is_mine=share == 1)
+            self.changed("eagle3", change=canary.change)
         else:
             spot.reject()
-        return DrafterPublished(accepted, canary, spot.checksum)
+        return DrafterPublished(accepted, canary if measured is None else None, spot.checksum)
 
     def refuse(self) -> None:
         """No candidate of this phase is published."""
@@ -182,7 +179,11 @@ class Drafting:
         self._drafter.load_weights(export_weights(self._spot().adopt(parameters_N, is_mine=is_mine)))
         if (_checksum(decoder.head_weight), _checksum(decoder.embed_tokens.weight)) != target:
             raise RuntimeError(f"publishing drafter {version} changed the target's weights: stop and report this")
-        self.changed("eagle3")
+
+    def _measured(self, parameters_N: Tensor) -> Comparison:
+        sums = torch.tensor(self._spot().canary_of(parameters_N), dtype=torch.float64)
+        self._sum(sums)
+        return Comparison(*sums.tolist())
 
     def _sum(self, values: Tensor) -> None:
         """In place, over all workers."""

@@ -28,6 +28,7 @@ from tlt_core.cluster.rendezvous import LOOPBACK
 from tlt_core.cluster.shared_folders import expected_files, probe_file, require_seen
 from tlt_core.cluster.worker import GenerateReport, UpdateReport, Worker, WorkerSpec
 from tlt_core.grpo.batch import TrainBatch
+from tlt_core.spot.comparison import Comparison
 from tlt_core.spot.coordinator import PhaseReport, SpotSettings
 from tlt_core.spot_training import SpotResult
 from tlt_core.types import GenerationRequest, SamplingParams
@@ -194,9 +195,11 @@ class WorkerGroup:
             raise
         return report
 
-    def publish_drafter(self, shares: Sequence[float], *, version: int, verify: bool) -> list[DrafterPublished]:
-        """The workers' candidates, weighted by `shares`, into all drafters."""
-        return self._call_all("publish_drafter", [(share, version, verify) for share in shares])
+    def publish_drafter(
+        self, shares: Sequence[float], *, version: int, measured: Comparison | None
+    ) -> list[DrafterPublished]:
+        """The workers' candidates, weighted by `shares`, into all drafters.  See `Drafting.publish`."""
+        return self._call_all("publish_drafter", [(share, version, measured) for share in shares])
 
     def refuse_drafter(self) -> None:
         """The workers' candidates are dropped."""
@@ -252,21 +255,22 @@ class WorkerGroup:
     def _get(self, calls: Sequence[Any]) -> list[Any]:
         try:
             return ray.get(list(calls))
-        except RayTaskError as error:
-            own = _own_error(error)
+        except RayError as error:  # the call raised; or: actor died, out of memory, node lost
             try:
-                dead = [] if own is not None else self._dead_workers()  # a peer in a collective fails first
+                failure = _own_error(error) or self._post_mortem(error)
             finally:
                 self.kill()
-            if own is not None:
-                raise own from error
-            raise WorkerDied(f"{_who(dead)}  {_RESUME}" if dead else f"A worker failed with:\n{error}") from error
-        except RayError as error:  # actor died, out of memory, node lost
-            try:
-                dead = self._dead_workers()
-            finally:
-                self.kill()
-            raise WorkerDied(f"{_who(dead)}  {_RESUME}  ({error})") from error
+            raise failure from error
+
+    def _post_mortem(self, error: RayError) -> WorkerDied:
+        """Which worker it was.  Logged at once: the end of Ray has been seen to end the driver, too."""
+        dead = self._dead_workers()  # a peer in a collective fails before its call does
+        if not isinstance(error, RayTaskError):
+            text = f"{_who(dead)}  {_RESUME}  ({error})"
+        else:
+            text = f"{_who(dead)}  {_RESUME}" if dead else f"A worker failed with:\n{error}"
+        log.error("%s", text)
+        return WorkerDied(text)
 
     def _dead_workers(self) -> list[str]:
         """Which workers are gone, in words.  Those that live answer, or are busy."""
@@ -296,7 +300,7 @@ def _who(dead: Sequence[str]) -> str:
     return f"A worker process ended unexpectedly ({which}): it was killed, ran out of memory, or its node failed."
 
 
-def _own_error(error: RayTaskError) -> Exception | None:
+def _own_error(error: RayError) -> Exception | None:
     """Our own typed errors keep their type across the process boundary; anything else is a dead worker."""
-    cause = error.cause
+    cause = error.cause if isinstance(error, RayTaskError) else None
     return cause if isinstance(cause, OSError) or type(cause).__module__.startswith("tlt_core.") else None

@@ -33,6 +33,7 @@ from tlt_core.model.load import load_decoder, save_hf
 from tlt_core.rollout.engine import RolloutEngine, RoundTrace
 from tlt_core.serving.vllm_rollout import VllmRollout
 from tlt_core.serving.vllm_server import SpecCounters
+from tlt_core.spot.comparison import Comparison
 from tlt_core.spot.coordinator import Action, Order, Progress, WorkerIdle
 from tlt_core.spot_training import SpotResult, SpotTraining
 from tlt_core.types import GenerationRequest, Rollout, SamplingParams, WorkerSpan, WorkerState
@@ -340,10 +341,10 @@ class Worker:
             self._drafting.changed()
         return policy_version, digest.value
 
-    def publish_drafter(self, share: float, version: int, verify: bool) -> DrafterPublished:
+    def publish_drafter(self, share: float, version: int, measured: Comparison | None) -> DrafterPublished:
         """See `Drafting.publish`."""
         assert self._drafting is not None, "load() comes first"
-        return self._drafting.publish(share, version, verify=verify)
+        return self._drafting.publish(share, version, measured=measured)
 
     def refuse_drafter(self) -> None:
         """No candidate of this phase is published."""

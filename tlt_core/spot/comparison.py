@@ -72,6 +72,11 @@ class Comparison(NamedTuple):
         squares = self.squared_gains - 2 * gain * self.gains_starts + gain**2 * self.squared_starts
         return math.sqrt(max(squares, 0.0) * self.groups / (self.groups - 1)) / self.starts
 
+    @property
+    def change(self) -> float:
+        """Share of the acceptance length by which the candidate may differ, better or worse: gain and its error."""
+        return (abs(self.gain) + self.error) / self.used_length
+
     def is_worse(self, *, errors: float) -> bool:
         """Below zero by so many standard errors (one-sided), or at all where there is only one group to tell.
 

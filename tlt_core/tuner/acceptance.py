@@ -15,11 +15,12 @@ the breadth: wider is at least as good.  (Coupled drafts of SmolLM2 accept 0.17,
 Evidence that is not renewed loses weight, not its mean.  The optimistic estimate moves to 0.9 as weight is lost.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tlt_core.speculation import RoundReport, Strategy
-from tlt_core.tuner.evidence import OPTIMIST, Rate, RowBelief
+from tlt_core.tuner.evidence import MOST_WEIGHT, OPTIMIST, Rate, RowBelief
 
 _PRIOR_HIT = 0.5
 _PRIOR_WEIGHT = 2.0
@@ -28,7 +29,8 @@ _TRANSFER_WEIGHT = 10.0
 _AGE_EVERY = 8  # rounds; what was not tested in them loses weight
 _AGE_FACTOR = 0.82  # exp(-8 / 40)
 _TRUSTED_TRIALS = 4
-_WEIGHT_AFTER_CHANGE = 5.0  # trials that a common estimate is worth, at most, when drafter or policy has changed
+_WEIGHT_AFTER_CHANGE = 5.0  # trials that a common estimate is worth when the drafter may be another altogether
+_LARGE_CHANGE = 0.2  # standard deviation of a share of so few trials
 _ROWS_AFTER_CHANGE = 0.05  # share of the evidence on a request that is left then
 
 
@@ -128,17 +130,21 @@ class Acceptance:
         for beliefs in self._rows.values():
             beliefs.pop(row, None)
 
-    def discount(self, drafter: str | None) -> None:
+    def discount(self, drafter: str | None, *, change: float = math.inf) -> None:
         """What is known of a drafter (None: of each) no longer weighs much; its means stay.
 
-        Again before anything was learnt: nothing changes.  A step publishes a drafter and a policy.
+        change: by which share of itself its acceptance may differ.  Evidence is held to as many trials as leave such a
+        doubt about a share, so that of a small change costs nothing.  Again before anything was learnt: nothing
+        changes.  A step publishes a drafter and a policy.
         """
+        most = _WEIGHT_AFTER_CHANGE * max(_LARGE_CHANGE / max(change, 1e-9), 1.0) ** 2
+        rows = min(max(most / MOST_WEIGHT, _ROWS_AFTER_CHANGE), 1.0)
         for name in self._covers:
             if drafter in (None, name):
                 rates = [rate for form, own in self._hits.items() if form.drafter == name for rate in own]
                 for rate in (self._covers[name], *rates):
-                    rate.weight = min(rate.weight, _WEIGHT_AFTER_CHANGE)
-                self._fade_rows(name, 0, _ROWS_AFTER_CHANGE)
+                    rate.weight = min(rate.weight, most)
+                self._fade_rows(name, 0, rows)
         self._refresh(self._covers)
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-_MOST_WEIGHT = 100.0  # trials that a common mean remembers
+MOST_WEIGHT = 100.0  # trials that a common mean remembers
 _ROW_DECAY = 0.97  # per trial
 _ROW_PRIOR = 10.0  # trials that the common estimate is worth to a request
 OPTIMIST = 0.9
@@ -20,7 +20,7 @@ class Rate:
     def add(self, hits: float, trials: float) -> None:
         """Fold in one round."""
         self.seen += trials
-        self.weight = min(self.weight + trials, max(_MOST_WEIGHT, trials))
+        self.weight = min(self.weight + trials, max(MOST_WEIGHT, trials))
         self.mean += (hits - trials * self.mean) / self.weight
 
     def state(self) -> list[float]:

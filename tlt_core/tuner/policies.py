@@ -24,6 +24,8 @@ _TIE_BREAK = 0.97  # the best of several estimates is an overestimate, and plain
 _LOWEST_FLOOR = 0.02  # below, hardly anything would be cut, and a GPU would have to be waited for at each level
 _UNDERESTIMATE = 0.1  # of EAGLE-3 drafts said to be right with 0.1-0.2, 0.26 were, with 0.4-0.5, 0.59
 _HIGHEST_FLOOR = 0.8  # a cost that is overestimated must not end all drafting: nothing would be learnt
+UNKNOWN = float("inf")  # share of the acceptance length by which a new drafter may differ
+_NOTABLE = 0.05  # a smaller change calls for no probe: what was learnt is as good as ever
 _MOST_BLAMED = 1.2  # a probe answers for what its drafter takes, but not for a stall of the target's pass
 
 
@@ -54,9 +56,14 @@ class RecordedTuner:
         """Time a few passes of the target before the first round, see `CostModel.calibrate`."""
         self.cost.calibrate(measure, max_live=max_live, max_tokens=max_tokens, budget_s=budget_s)
 
-    def notify_change(self, drafter: str | None = None) -> None:
-        """A new version of the drafter, or of the policy (None), was published: what was learnt weighs less."""
-        self.cost.forget_drafts(drafter)
+    def notify_change(self, drafter: str | None = None, *, change: float = UNKNOWN) -> None:
+        """A new version of the drafter, or of the policy (None), was published: what was learnt weighs less.
+
+        change: by which share its acceptance length may differ.  One that was measured is of the same shape, and costs
+        what it did.
+        """
+        if change == UNKNOWN:
+            self.cost.forget_drafts(drafter)
 
     def suspend(self, drafter: str) -> None:
         """Choose none of the drafter's arms, not for a probe either, until `resume`."""
@@ -144,11 +151,12 @@ class CostModelTuner(RecordedTuner):
         """See `Tuner`."""
         self._acceptance.forget(row)
 
-    def notify_change(self, drafter: str | None = None) -> None:
-        """As in `RecordedTuner`; the drafter is probed soon."""
-        super().notify_change(drafter)
-        self._acceptance.discount(drafter)
-        self._gate.reset(drafter)
+    def notify_change(self, drafter: str | None = None, *, change: float = UNKNOWN) -> None:
+        """As in `RecordedTuner`; a drafter that may differ notably is probed soon."""
+        super().notify_change(drafter, change=change)
+        self._acceptance.discount(drafter, change=change)
+        if change >= _NOTABLE:
+            self._gate.reset(drafter)
 
     def suspend(self, drafter: str) -> None:
         """As in `RecordedTuner`; plain decoding takes over, and what else there is is probed soon."""
@@ -206,10 +214,11 @@ class BanditTuner(RecordedTuner):
         super().observe(rows, report)
         self._bandit.reward(report)
 
-    def notify_change(self, drafter: str | None = None) -> None:
-        """As in `RecordedTuner`; its rewards are forgotten."""
-        super().notify_change(drafter)
-        self._bandit.clear(drafter)
+    def notify_change(self, drafter: str | None = None, *, change: float = UNKNOWN) -> None:
+        """As in `RecordedTuner`; rewards of a drafter that may differ notably are forgotten."""
+        super().notify_change(drafter, change=change)
+        if change >= _NOTABLE:
+            self._bandit.clear(drafter)
 
     def state_dict(self) -> dict[str, Any]:
         """See `Tuner`."""

@@ -14,6 +14,7 @@ from tlt_core.spot.comparison import Comparison, Group
 from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
 
 MAX_LIVE, MAX_LEN = 3, 48
+BETTER = Comparison.of([Group(100, 200, 202), Group(100, 210, 213), Group(100, 190, 192)])
 WORSE = Comparison.of([Group(100, 200, 150), Group(100, 210, 160), Group(100, 190, 145)])
 
 
@@ -132,7 +133,7 @@ def test_a_published_candidate_is_what_the_engine_drafts_with(trained):
     engine, own = trained
     drafter, before = engine.speculation.drafters["eagle3"], own.spot.checksum
     old, candidate = weights_of(drafter), own.spot.contribution(1.0).clone()
-    published = own.publish(1.0, 1, verify=False)
+    published = own.publish(1.0, 1, measured=BETTER)
     assert published.accepted
     assert published.canary is None
     assert published.checksum == own.spot.checksum != before
@@ -145,7 +146,7 @@ def test_a_sum_that_drafts_worse_changes_nothing(trained, monkeypatch):
     drafter, before = engine.speculation.drafters["eagle3"], own.spot.checksum
     old = weights_of(drafter)
     monkeypatch.setattr(own.spot, "canary_of", lambda _: WORSE)
-    published = own.publish(1.0, 1, verify=True)
+    published = own.publish(1.0, 1, measured=None)
     assert not published.accepted
     assert published.canary == WORSE
     assert published.checksum == before
@@ -166,4 +167,4 @@ def test_a_publish_that_touches_the_policy_stops_the_run(trained, monkeypatch, n
 
     monkeypatch.setattr(drafter, "load_weights", overwrite)
     with pytest.raises(RuntimeError, match="changed the target's weights"):
-        own.publish(1.0, 7, verify=False)
+        own.publish(1.0, 7, measured=BETTER)

@@ -21,6 +21,17 @@ def test_by_hand():
     assert comparison.is_worse(errors=0.0)
 
 
+def test_change_is_how_far_lengths_may_lie_apart():
+    """Gain 0.1 or -0.1 tokens a round, certain, of a length of 3; with one group nothing is certain."""
+    for sign in (1, -1):
+        known = Comparison.of([Group(100, 200, 200 + sign * 10), Group(200, 400, 400 + sign * 20)])
+        assert known.change == pytest.approx(0.1 / 3)
+    assert Comparison.of([Group(100, 200, 210)]).change == float("inf")
+    unsure = Comparison.of([Group(100, 200, 190), Group(100, 200, 210)])
+    assert unsure.gain == 0
+    assert unsure.change == pytest.approx(unsure.error / 3)
+
+
 def test_workers_add_up():
     groups = [Group(10, 20, 24), Group(30, 60, 54), Group(7, 9, 9), Group(12, 40, 40)]
     assert Comparison.of(groups[:1]).plus(Comparison.of(groups[1:])) == Comparison.of(groups)

@@ -105,6 +105,21 @@ def test_optimism_shrinks_with_evidence_and_grows_with_absence() -> None:
     assert hope() == once
 
 
+@pytest.mark.parametrize(("change", "weight"), [(0.01, 100), (0.1, 24), (0.5, 9), (float("inf"), 9)])
+def test_a_small_change_leaves_what_is_known(change: float, weight: int) -> None:
+    """Four trials that fail move a share by 4 / weight of itself, where the weight was 100 at most."""
+    model, unchanged = Acceptance(MENU), Acceptance(MENU)
+    for one in (model, unchanged):
+        play(one, LONG, [0.8] * 4, 60)
+    before = unchanged.outlook(range(9, 10))[LONG].accepted
+    model.discount(LONG.drafter, change=change)
+    for one in (model, unchanged):
+        play(one, LONG, [0.2] * 4, 1)
+    slow, fast = (before - one.outlook(range(9, 10))[LONG].accepted for one in (unchanged, model))
+    assert slow <= fast
+    assert slow / fast == pytest.approx(weight / 100, rel=0.05)
+
+
 def test_state_survives_json_and_a_smaller_menu_loads_it() -> None:
     model = Acceptance(MENU)
     play(model, LONG, [0.9, 0.2], 20)

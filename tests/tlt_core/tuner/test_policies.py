@@ -128,6 +128,19 @@ def test_a_published_drafter_is_tried_soon(rounds: int) -> None:
     assert engine.share(*eagle, last=15) > 0.85
 
 
+def test_a_drafter_that_is_measured_to_be_alike_is_no_news() -> None:
+    """Choices are those without a publish; after one that is not measured they differ."""
+    engines = {change: WORKLOADS["near break-even"].engine(seed=SEED) for change in (None, 0.01, float("inf"))}
+    for change, engine in engines.items():
+        adaptive = tuner()
+        for _ in range(6):
+            engine.run(adaptive, 40)
+            if change is not None:
+                adaptive.notify_change("eagle3", change=change)
+    assert engines[0.01].history == engines[None].history
+    assert engines[float("inf")].history != engines[None].history
+
+
 def test_off_comes_back_when_drafting_becomes_dear() -> None:
     engine = PlantedWork(Hits(0.7), Hits(0.0), 1, 10**6).engine(seed=SEED)
     adaptive = tuner()
