@@ -2,6 +2,8 @@
 
 Hysteresis: each arm's gains over the current one are summed round by round, less a margin and never below nothing, and
 the switch is made when a sum is worth a tenth of a round: at once for a clear gain, after ten rounds for one of 2.5 %.
+A drafter that first has to catch up with what was decoded without it must have promised that much besides: so what a
+batch that ends soon could not earn back is not spent, and at most as much is lost as waiting could have gained.
 
 Probing: an arm whose optimistic rate beats the current one's is run for a few rounds when it is due.  It is due again
 after an interval that doubles while it fails, and at once when the batch has shrunk below its last probe's (then each
@@ -32,6 +34,7 @@ class Offer(NamedTuple):
 
     rate: float  # tokens a second
     seconds: float
+    entry_s: float = 0.0  # besides, once, if the current arm has another drafter: to catch up
 
 
 class _Probe(NamedTuple):
@@ -166,7 +169,8 @@ class Gate:
         for arm in self._arms:
             gain = offers[arm].rate / rate - 1.0 - _MARGIN if trusted(arm) else -1.0
             self._gains[arm] = max(self._gains[arm] + gain, 0.0)
-        ripe = [arm for arm in self._arms if self._gains[arm] >= _SWITCH_AT]
+        round_s = offers[self.current].seconds
+        ripe = [arm for arm in self._arms if self._gains[arm] >= _SWITCH_AT + self._entry_s(arm) / round_s]
         if ripe:
             self._switch(max(ripe, key=lambda arm: offers[arm].rate))
 
@@ -196,7 +200,11 @@ class Gate:
 
     def _worst_loss_s(self, arm: Strategy, live: int) -> float:
         """Seconds lost by one round of the arm that accepts nothing."""
-        return max(self._offers[arm].seconds - live / self._offers[self.current].rate, 0.0)
+        return max(self._entry_s(arm) + self._offers[arm].seconds - live / self._offers[self.current].rate, 0.0)
+
+    def _entry_s(self, arm: Strategy) -> float:
+        """To catch up, on a change to the arm."""
+        return 0.0 if arm.drafter == self.current.drafter else self._offers[arm].entry_s
 
     def _affordable(self, arm: Strategy, live: int) -> bool:
         return self.lost_s + self._worst_loss_s(arm, live) <= self._budget_s

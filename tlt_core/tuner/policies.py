@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 
 from tlt_core.speculation import NO_FLOORS, OFF, Floors, RoundReport, Strategy, Tuner
 from tlt_core.tuner.acceptance import Acceptance
+from tlt_core.tuner.backlog import Backlog
 from tlt_core.tuner.bandit import BucketedGreedy
 from tlt_core.tuner.cost_model import CostModel, Measure
 from tlt_core.tuner.gate import Gate, Offer
@@ -103,6 +104,7 @@ class CostModelTuner(RecordedTuner):
         self._rests = False  # no look was taken before the round under way
         self._plain_s = 0.0  # seconds of a plain round, at that look
         self._acceptance = Acceptance(self._menu)
+        self._backlog = Backlog(dict.fromkeys(s.drafter for s in self._menu))
         self._gate = Gate(
             self._menu, share=probe_share, allowance_rounds=probe_allowance_rounds, max_interval=max_probe_interval
         )
@@ -146,10 +148,12 @@ class CostModelTuner(RecordedTuner):
             self._gate.settle(report.strategy, report.live + sum(report.accepted), blamed_s)
             super().observe(rows, report)
         self._acceptance.observe(rows, report)
+        self._backlog.observe(rows, report)
 
     def forget(self, row: int) -> None:
         """See `Tuner`."""
         self._acceptance.forget(row)
+        self._backlog.forget(row)
 
     def notify_change(self, drafter: str | None = None, *, change: float = UNKNOWN) -> None:
         """As in `RecordedTuner`; a drafter that may differ notably is probed soon."""
@@ -174,10 +178,11 @@ class CostModelTuner(RecordedTuner):
         live = len(rows)
         plain_s = self.cost.plain_seconds(live, context)
         result = {OFF: Offer(live / plain_s, plain_s)}
+        entry_s = {name: self._backlog.seconds(name, rows) for name in self._backlog.drafters}
         for arm, outlook in self._acceptance.outlook(rows, optimistic=optimistic).items():
             seconds = self.cost.round_seconds(arm, live, outlook.drafted, context, optimistic=optimistic)
             promised = 0.0 if arm.drafter in self._suspended else _TIE_BREAK * (live + outlook.accepted)
-            result[arm] = Offer(promised / seconds, seconds)
+            result[arm] = Offer(promised / seconds, seconds, entry_s[arm.drafter])
         return result
 
     def snapshot(self) -> dict[str, Any]:
@@ -187,13 +192,15 @@ class CostModelTuner(RecordedTuner):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Tuner`."""
-        own = {"acceptance": self._acceptance.state_dict(), "gate": self._gate.state_dict()}
-        return super().state_dict() | own
+        parts = {"acceptance": self._acceptance, "backlog": self._backlog, "gate": self._gate}
+        return super().state_dict() | {name: part.state_dict() for name, part in parts.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Tuner`."""
         self._acceptance.load_state_dict(state["acceptance"])
         self._gate.load_state_dict(state["gate"])
+        if "backlog" in state:  # absent from older states
+            self._backlog.load_state_dict(state["backlog"])
         super().load_state_dict(state)
 
 

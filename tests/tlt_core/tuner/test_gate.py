@@ -18,12 +18,19 @@ def gate(*, allowance_rounds: float = 1000.0) -> Gate:
 
 
 def play(
-    subject: Gate, rounds: int, *, rate: Callable[[int], float], hope: float, trusted: bool = True, live: int = 1
+    subject: Gate,
+    rounds: int,
+    *,
+    rate: Callable[[int], float],
+    hope: float,
+    trusted: bool = True,
+    live: int = 1,
+    entry_s: float = 0.0,
 ) -> list[Strategy]:
     """OFF makes 100 tokens a second, the arm rate(i) in round i and `hope` at best; rounds do as promised."""
     chosen = []
     for i in range(rounds):
-        offers = {OFF: Offer(100.0, live * 10 * MS), ARM: Offer(rate(i), live * 12 * MS)}
+        offers = {OFF: Offer(100.0, live * 10 * MS), ARM: Offer(rate(i), live * 12 * MS, entry_s)}
         arm = subject.choose(live, offers, lambda a: trusted or a.is_off, lambda: {OFF: 100.0, ARM: hope}, 10 * MS)
         subject.settle(arm, round(offers[arm].rate * offers[arm].seconds), offers[arm].seconds)
         chosen.append(arm)
@@ -35,6 +42,19 @@ def test_a_clear_gain_switches_at_once_and_a_small_one_when_it_lasts() -> None:
     small = play(gate(), 30, rate=lambda _: 103.0, hope=0.0)
     assert small.index(ARM) == 6  # seven rounds of 3 % less the margin of 1.5 %
     assert small[6:].count(ARM) >= 23  # plain decoding is looked at once more
+
+
+def test_a_drafter_that_has_to_catch_up_promises_that_much_before() -> None:
+    """Three rounds' time at gains of 18.5 % a round, beside the tenth of a round: 17 rounds."""
+    chosen = play(gate(), 40, rate=lambda _: 120.0, hope=0.0, entry_s=30 * MS)
+    assert chosen.index(ARM) == 16
+    assert set(chosen[16:]) == {ARM}, "the current drafter need not catch up"
+    assert play(gate(), 3, rate=lambda _: 500.0, hope=0.0, entry_s=30 * MS) == [ARM] * 3
+
+
+def test_a_probe_is_paid_with_what_its_drafter_has_to_catch_up_with() -> None:
+    assert ARM in play(gate(allowance_rounds=2.0), 10, rate=lambda _: 50.0, hope=200.0)
+    assert ARM not in play(gate(allowance_rounds=2.0), 10, rate=lambda _: 50.0, hope=200.0, entry_s=30 * MS)
 
 
 def test_noise_around_a_tie_does_not_switch() -> None:
