@@ -192,8 +192,8 @@ class CostModelTuner(RecordedTuner):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Tuner`."""
-        parts = {"acceptance": self._acceptance, "backlog": self._backlog, "gate": self._gate}
-        return super().state_dict() | {name: part.state_dict() for name, part in parts.items()}
+        own = {"acceptance": self._acceptance.state_dict(), "gate": self._gate.state_dict()}
+        return super().state_dict() | own | {"backlog": self._backlog.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Tuner`."""
