@@ -37,6 +37,7 @@ from tlt_core.bench_chains import (
 )
 from tlt_core.drafter.eagle3_files import load_eagle3
 from tlt_core.drafter.eagle3_model import Eagle3Model
+from tlt_core.drafter_release import published_dir
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import load_decoder
 from tlt_core.verdicts import summarise
@@ -88,7 +89,7 @@ def bench_spot(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
         for step in range(done + 1, steps + 1):
             drafter, of_step = load_eagle3(used, decoder.config), [r for r in responses if r.step == step]
             adaptive |= eagle3_runs(cfg, drafter, embedding_VD, of_step, drafts=_LONG)
-            published = run.run_dir / "drafters" / f"{step:06d}-eagle3"
+            published = published_dir(run.run_dir, step)
             used = published if published.is_dir() else used
         runs["adaptive"] = adaptive
         runs["ngram"] = ngram.runs(responses, drafts=_LONG)

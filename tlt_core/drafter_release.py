@@ -58,6 +58,11 @@ def decide(results: Sequence[SpotResult], *, errors: float) -> Decision:
     return Decision(shares, fitting[0] if len(fitting) == 1 else None, False, "published")
 
 
+def published_dir(run_dir: Path, step: int) -> Path:
+    """Folder of the drafter that was published in a step, where `drafter.spot.keep_published` keeps it."""
+    return run_dir / "drafters" / f"{step:06d}-eagle3"
+
+
 def why_refused(canary: Comparison) -> str:
     """One line for the log."""
     return (

@@ -30,6 +30,7 @@ from tlt_core.drafter_release import (
     decide,
     origin_of,
     outcome_of,
+    published_dir,
     results_of,
     spot_metrics,
     why_refused,
@@ -168,13 +169,9 @@ class Session:
         """Folder of a step's saved items."""
         return self.cfg.run_dir / "steps" / f"{step:06d}"
 
-    def drafter_dir(self, step: int) -> Path:
-        """Folder of the drafter that was published in a step, where `drafter.spot.keep_published` keeps it."""
-        return self.cfg.run_dir / "drafters" / f"{step:06d}-eagle3"
-
     def begin_step(self, step: int) -> None:
         """Fresh metrics; leftovers of a killed attempt at this step are removed."""
-        for folder in (self.step_dir(step), self.drafter_dir(step)):
+        for folder in (self.step_dir(step), published_dir(self.cfg.run_dir, step)):
             shutil.rmtree(folder, ignore_errors=True)
         self.metrics = StepMetrics()
         self._resample_rounds = 0
@@ -451,8 +448,9 @@ class Session:
     def _keep_drafter(self, step: int) -> None:
         keep = self.cfg.drafter.spot.keep_published
         if keep:
-            self._group.export_drafter(self.drafter_dir(step).resolve())
-            for old in sorted(self.drafter_dir(step).parent.iterdir())[:-keep]:
+            folder = published_dir(self.cfg.run_dir, step)
+            self._group.export_drafter(folder.resolve())
+            for old in sorted(folder.parent.iterdir())[:-keep]:
                 shutil.rmtree(old)
 
     def _train_while_scoring(self, step: int, keys: Sequence[tuple[int, int]]) -> None:

@@ -7,10 +7,11 @@ import pytest
 from conf.load import ConfigError, load
 from conf.schema import RunConfig
 from flows.benchmark_e2e import bench_e2e
-from flows.benchmark_rollout import bench_rollout
+from flows.benchmark_rollout import _word_problems, bench_rollout
 from flows.benchmark_runs import take_turns, variants
 from flows.benchmark_spot import bench_spot
 from tlt_core.bench_spot import METHODS
+from tlt_core.model.load import load_tokenizer
 
 pytestmark = pytest.mark.prefect
 
@@ -47,6 +48,16 @@ def test_variants_differ_in_one_switch(tmp_path: Path) -> None:
 def test_a_block_of_one_step_would_measure_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"num_steps=4 in 4 repeats.*set num_steps to 8 or more"):
         next(take_turns({}, num_steps=4, blocks=4))
+
+
+def test_word_problems_leave_no_data_set_behind(
+    embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a pipeline's stages look for theirs, it would be a changed input of all of them."""
+    monkeypatch.setenv("TLT_STAGES", str(tmp_path / "stages"))
+    prompts = _word_problems(_config(tmp_path), load_tokenizer(embedded_model))
+    assert len({p.text for p in prompts}) == len(prompts) == 8
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

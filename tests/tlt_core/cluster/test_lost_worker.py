@@ -91,7 +91,7 @@ def test_a_training_worker_is_killed(group):
         group.refuse_drafter()
 
 
-def test_a_decoding_worker_is_killed(group):
+def test_a_decoding_worker_is_killed(group, caplog):
     victim, killed = pid_of(group, 1), []
 
     def on_progress(drained):
@@ -102,3 +102,4 @@ def test_a_decoding_worker_is_killed(group):
     with pytest.raises(WorkerDied, match="resume"):
         generate(group, requests(4, 6, step=1), on_progress)
     assert killed
+    assert "worker 1 on node" in caplog.text, "said before Ray ends"
