@@ -141,6 +141,26 @@ def test_a_drafter_that_is_measured_to_be_alike_is_no_news() -> None:
     assert engines[float("inf")].history != engines[None].history
 
 
+def test_offers_hold_what_a_drafter_has_to_catch_up_with() -> None:
+    """Ten tokens of each of two requests took 20 ms; so will the next ten, also after a restart."""
+    adaptive, arm = tuner(), Strategy("eagle3", 4, 1, 4)
+
+    def play(strategy: Strategy, rounds: int, *, backlog_s: float = 0.0) -> None:
+        drafted = (strategy.tokens,) * 2
+        for _ in range(rounds):
+            adaptive.observe([0, 1], RoundReport(strategy, 2, 200, drafted, drafted, (0, 0), 1e-3, 9e-3, backlog_s))
+
+    play(OFF, 10)
+    play(arm, 1, backlog_s=0.02)
+    play(OFF, 10)
+    again = tuner()
+    again.load_state_dict(json.loads(json.dumps(adaptive.state_dict())))
+    for one in (adaptive, again):
+        entries = {arm: offer.entry_s for arm, offer in one.offers([0, 1], 220).items()}
+        assert entries == {arm: pytest.approx(0.02 if arm.drafter == "eagle3" else 0.0) for arm in (OFF, *MENU)}
+        assert one.offers([7], 100)[arm].entry_s == 0.0, "a request that has just begun"
+
+
 def test_off_comes_back_when_drafting_becomes_dear() -> None:
     engine = PlantedWork(Hits(0.7), Hits(0.0), 1, 10**6).engine(seed=SEED)
     adaptive = tuner()
