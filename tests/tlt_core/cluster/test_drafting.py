@@ -129,12 +129,17 @@ def weights_of(drafter):
     return torch.cat([w.float().flatten() for w in drafter._net.parameters()])
 
 
-def test_a_published_candidate_is_what_the_engine_drafts_with(trained):
+def test_a_published_candidate_is_what_the_engine_drafts_with(trained, monkeypatch):
+    """And the tuner hears how far it was measured to differ."""
     engine, own = trained
+    told = []
+    monkeypatch.setattr(own._tuner, "notify_change", lambda name, *, change: told.append((name, change)))
     drafter, before = engine.speculation.drafters["eagle3"], own.spot.checksum
     old, candidate = weights_of(drafter), own.spot.contribution(1.0).clone()
     published = own.publish(1.0, 1, measured=BETTER)
     assert published.accepted
+    assert told == [("eagle3", BETTER.change)]
+    assert 0 < BETTER.change < 0.05
     assert published.canary is None
     assert published.checksum == own.spot.checksum != before
     assert torch.equal(torch.cat([p.flatten() for p in own.spot.used.parameters()]), candidate)
