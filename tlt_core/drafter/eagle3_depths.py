@@ -26,7 +26,7 @@ from kernels.packed_attention import packed_causal_attention
 from tlt_core.drafter.eagle3_model import Eagle3Model, rope_table
 from tlt_core.drafter.eagle3_windows import Pack
 
-ROW_MULTIPLE = 32
+ROW_MULTIPLE = 16
 _BLOCK = 256  # queries whose scores are computed at once: what lies above a block's diagonal is computed in vain
 
 

@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt_core.drafter.eagle3_depths import drafted_depths, pad_rows
+from tlt_core.drafter.eagle3_gradients import LateGradients
 from tlt_core.drafter.eagle3_loss import DraftLoss, LossKind, draft_loss, feature_loss
 from tlt_core.drafter.eagle3_model import Eagle3Model
 from tlt_core.drafter.eagle3_sequence import TrainSequence
@@ -112,8 +113,10 @@ class Eagle3Trainer:
     def accumulate(self, windows: Sequence[Window]) -> TrainMetrics:
         """Add the gradient of these windows' summed loss, in one pass.  Raises ValueError when nothing in them is
         trained."""
-        loss, metrics = self._losses(windows)
-        loss.backward()
+        with LateGradients(self.model) as late:
+            loss, metrics = self._losses(windows)
+            loss.backward()
+            late.add()
         self.rows += metrics.rows
         return metrics
 
