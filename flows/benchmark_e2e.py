@@ -21,7 +21,7 @@ from prefect import flow
 
 from conf.schema import RunConfig
 from flows.benchmark import Bound, judge, write_report
-from flows.benchmark_runs import drop_checkpoints, first_drafter, ratios, steps_of, take_turns, variants
+from flows.benchmark_runs import drop_checkpoints, first_drafter, ratios, same_steps, steps_of, take_turns, variants
 from tasks import figures
 from tlt_core.verdicts import summarise
 
@@ -103,13 +103,7 @@ def _exact(cfg: RunConfig, drafter: Path) -> list[dict[str, Any]]:
 
 def _same_steps(runs: Mapping[str, RunConfig]) -> dict[str, float]:
     """Of each variant, the share of its steps with plain decoding's rollouts and rewards."""
-    steps = {name: steps_of(run, with_first=True) for name, run in runs.items()}
-    shares = {}
-    for name, own in steps.items():
-        pairs = list(zip(own, steps["plain"], strict=True))
-        same = [all(a[f] == b[f] for f in ("rollout/checksum", "critic/rewards/mean")) for a, b in pairs]
-        shares[name] = sum(same) / len(same)
-    return shares
+    return {name: same_steps(run, runs["plain"]) for name, run in runs.items()}
 
 
 def _rows(workload: str, steps: _Steps, same: Mapping[str, float]) -> list[dict[str, Any]]:

@@ -110,3 +110,10 @@ def ratios(over: Sequence[Mapping[str, float]], under: Sequence[Mapping[str, flo
     """Step by step, where both have it."""
     by_step = {row["step"]: row[figure] for row in under if figure in row}
     return [row[figure] / by_step[row["step"]] for row in over if row["step"] in by_step and figure in row]
+
+
+def same_steps(run: RunConfig, base: RunConfig) -> float:
+    """Share of a run's steps with the rollouts, to the last token, and the rewards of another run."""
+    pairs = list(zip(steps_of(run, with_first=True), steps_of(base, with_first=True), strict=True))
+    same = [all(a[f] == b[f] for f in ("rollout/checksum", "critic/rewards/mean")) for a, b in pairs]
+    return sum(same) / len(same)

@@ -1,14 +1,17 @@
 """`tlt bench spot`: what training the drafter in idle time brings over a whole training run.
 
-One run of all of TLT, in blocks.  After each block, on that block's responses under their own noise: what is accepted
-of the first drafter (static) and of the one that each step's rollout drafted with (adaptive), of the n-gram drafter,
-and of the longer one of its and the static chains (`tlt_core/bench_chains`).  Tokens a round, for chains as long as the
-drafter is trained for, and for long ones: a drafter that is nearly always right is worth a longer chain, and a short
-one hides how right it is.  A block of as many steps as an epoch has is on the same prompts as any other.
+Two runs take turns, a block of steps each: all of TLT, and the same with the first drafter left as it is.  Their
+rollouts are the same, so their step times show what training costs and what it brings, block by block.  After each
+block, on that block's responses under their own noise: what is accepted of the first drafter (static) and of the one
+that each step's rollout drafted with (adaptive), of the n-gram drafter, and of the longer one of its and the static
+chains (`tlt_core/bench_chains`).  Tokens a round, for chains as long as the drafter is trained for, and for long ones:
+a drafter that is nearly always right is worth a longer chain, and a short one hides how right it is.  A block of as many
+steps as an epoch has is on the same prompts as any other.
 
 Then, on what the run recorded: methods of training compared by acceptance, packing against padding, checkpoints.
 
-What a step takes longer with training in idle time than without is measured by `tlt bench e2e`.
+To be measured, each published drafter is written to a file, which counts as time of its step
+(`timing_s/publish_drafter`); a usual run keeps none.
 """
 
 import itertools
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from conf.schema import RunConfig
 from flows.benchmark import Bound, judge, write_report
-from flows.benchmark_runs import drop_checkpoints, first_drafter, steps_of, take_turns, variants
+from flows.benchmark_runs import drop_checkpoints, first_drafter, same_steps, steps_of, take_turns, variants
 from tlt_core import bench_spot as measures
 from tlt_core.bench_chains import (
     AcceptLength,
@@ -45,6 +48,7 @@ from tlt_core.verdicts import summarise
 _METHOD_ROWS = 6144  # that each method is trained on
 _METHOD_RESPONSES = 240  # that each is measured on
 _LONG = 12  # drafts of a long chain
+_TIMES = ("timing_s/step", "timing_s/gen")
 _FIGURES = (
     "timing_s/step",
     "timing_s/publish_drafter",
@@ -73,15 +77,17 @@ _FIGURES = (
 
 @flow(name="bench-spot")
 def bench_spot(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
-    """`repeats` blocks of steps, `num_steps` in all; returns the report."""
+    """`repeats` blocks of steps, `num_steps` in all, of both runs; returns the report."""
     first, policy_dir = first_drafter(cfg)
-    run = _keeping_drafters(variants(cfg, first)["tlt"], steps=-(-cfg.num_steps // repeats))
+    both = variants(cfg, first)
+    run = _keeping_drafters(both["tlt"], steps=-(-cfg.num_steps // repeats))
+    turns = {"static": both["static"], "tlt": run}
     decoder = load_decoder(policy_dir, dtype=getattr(torch, cfg.rollout.dtype))
     embedding_VD = decoder.embed_tokens.weight.detach()
     acceptance: list[dict[str, Any]] = []
     used, done = first, 0
     ngram = NgramReplay(cfg)
-    for steps in take_turns({"tlt": run}, num_steps=cfg.num_steps, blocks=repeats):
+    for steps in take_turns(turns, num_steps=cfg.num_steps, blocks=repeats):
         responses = [r for r in recorded(run.run_dir / "spot") if done < r.step <= steps]
         drafter = load_eagle3(first, decoder.config)
         runs: dict[str, Runs] = {"static": eagle3_runs(cfg, drafter, embedding_VD, responses, drafts=_LONG)}
@@ -94,18 +100,23 @@ def bench_spot(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
         runs["adaptive"] = adaptive
         runs["ngram"] = ngram.runs(responses, drafts=_LONG)
         runs["static_or_ngram"] = longer(runs["static"], runs["ngram"])
+        times = _times(turns, after=done)
         acceptance += [
             {"configuration": f"steps {done + 1} to {steps}, {drafts} drafts", "responses": len(responses)}
             | _lengths(runs, drafts)
+            | times
             for drafts in (cfg.drafter.depth, _LONG)
         ]
         done = steps
     rows = steps_of(run)
     own = [f for f in _FIGURES if any(f in row for row in rows)]
     offline = _offline(cfg, first, decoder, recorded(run.run_dir / "spot"), run.run_dir / "bench")
-    drop_checkpoints({"tlt": run})
-    report_rows = [{"configuration": "steps", **summarise(rows, own)}, *acceptance, *offline]
-    verdicts = _verdicts(rows, [a for a in acceptance if a["drafts"] == _LONG])
+    drop_checkpoints(turns)
+    times = _times(turns, after=0)
+    same = same_steps(run, turns["static"])
+    whole = {"configuration": "training in idle time over none", "same_steps": same, **times}
+    report_rows = [{"configuration": "steps", **summarise(rows, own)}, whole, *acceptance, *offline]
+    verdicts = _verdicts(rows, [a for a in acceptance if a["drafts"] == _LONG], times["over_static/timing_s/step"])
     return write_report(out, command=command, repeats=repeats, rows=report_rows, verdicts=verdicts)
 
 
@@ -113,6 +124,15 @@ def _keeping_drafters(run: RunConfig, *, steps: int) -> RunConfig:
     """The drafters of a block, and the one before it."""
     spot = run.drafter.spot.model_copy(update={"keep_published": steps + 1})
     return run.model_copy(update={"drafter": run.drafter.model_copy(update={"spot": spot})})
+
+
+def _times(turns: Mapping[str, RunConfig], *, after: int) -> dict[str, float]:
+    """Of the steps after `after` that count: training in idle time over none, all of them together."""
+    steps = {name: [row for row in steps_of(run) if row["step"] > after] for name, run in turns.items()}
+    return {
+        f"over_static/{name}": sum(row[name] for row in steps["tlt"]) / sum(row[name] for row in steps["static"])
+        for name in _TIMES
+    }
 
 
 def _lengths(runs: Mapping[str, Runs], drafts: int) -> dict[str, float]:
@@ -150,8 +170,10 @@ def _offline(
     return [*rows, {"configuration": "checkpoint", **seconds}]
 
 
-def _verdicts(steps: Sequence[Mapping[str, float]], acceptance: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """acceptance: by block, with long chains."""
+def _verdicts(
+    steps: Sequence[Mapping[str, float]], acceptance: Sequence[Mapping[str, Any]], over_static: float
+) -> list[dict[str, Any]]:
+    """acceptance: by block, with long chains.  over_static: step time of all steps together."""
     long_idle_s = sum(row.get("bubble/long_idle_s", 0.0) for row in steps)
     missed_s = sum(row.get("bubble/overlap_headroom_s", 0.0) for row in steps)
     stopped = [{"x": row["bubble/preempt_ms_p95"]} for row in steps if "bubble/preempt_ms_p95" in row]
@@ -169,4 +191,8 @@ def _verdicts(steps: Sequence[Mapping[str, float]], acceptance: Sequence[Mapping
             [Bound("idle seconds in windows over 0.5 s that trained, all steps together", "x", 0.9, at_least=True)],
         ),
         *judge(stopped or [{"x": 0.0}], [Bound("pre-emption, p95 of a step, ms", "x", 250.0, at_least=False)]),
+        *judge(
+            [{"x": over_static}],
+            [Bound("step time, all steps together, training in idle time over none", "x", 1.01, at_least=False)],
+        ),
     ]

@@ -92,7 +92,11 @@ def test_spot_compares_drafters_and_methods_on_recorded_responses(home: Path, mo
     assert all(1 <= rows[f"method: {kind}"]["accept_length"] <= 3 for kind in METHODS)  # two drafts a round
     assert rows["packing"]["packed_over_padded"] > 0
     assert rows["checkpoint"]["full_mb"] > rows["checkpoint"]["selective_mb"] > 0
-    assert [v["bound"] for v in report["verdicts"]] == [1.3, 0.95, 0.9, 250.0]
+    whole = rows["training in idle time over none"]
+    assert whole["same_steps"] == 1.0
+    assert min(r["over_static/timing_s/step"] for r in (first, later)) <= whole["over_static/timing_s/step"]
+    assert [v["bound"] for v in report["verdicts"]] == [1.3, 0.95, 0.9, 250.0, 1.01]
+    assert report["verdicts"][-1]["value"] == whole["over_static/timing_s/step"]
 
 
 @pytest.mark.slow
