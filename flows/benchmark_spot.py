@@ -5,8 +5,8 @@ rollouts are the same, so their step times show what training costs and what it 
 block, on that block's responses under their own noise: what is accepted of the first drafter (static) and of the one
 that each step's rollout drafted with (adaptive), of the n-gram drafter, and of the longer one of its and the static
 chains (`tlt_core/bench_chains`).  Tokens a round, for chains as long as the drafter is trained for, and for long ones:
-a drafter that is nearly always right is worth a longer chain, and a short one hides how right it is.  A block of as many
-steps as an epoch has is on the same prompts as any other.
+a drafter that is nearly always right is worth a longer chain, and a short one hides how right it is.  A block of as
+many steps as an epoch has is on the same prompts as any other.
 
 Then, on what the run recorded: methods of training compared by acceptance, packing against padding, checkpoints.
 
