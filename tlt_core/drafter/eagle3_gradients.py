@@ -50,7 +50,7 @@ class LateGradients:
     ) -> None:
         for linear in self._linears:
             del linear.forward  # the class's own again
-        self._uses.clear()
+        self._forget()
 
     @torch.no_grad()
     def add(self) -> None:
@@ -59,6 +59,12 @@ class LateGradients:
             if uses.inputs:
                 gradient = torch.cat(uses.gradients).T @ torch.cat(uses.inputs)
                 weight.grad = gradient.to(weight.dtype) if weight.grad is None else weight.grad.add_(gradient)
+        self._forget()
+
+    def _forget(self) -> None:
+        for uses in self._uses.values():  # the graph holds them, so they must not keep anything for its sake
+            uses.inputs.clear()
+            uses.gradients.clear()
         self._uses.clear()
 
 
@@ -91,6 +97,6 @@ class _LateLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
         (x_TI,), uses = ctx.saved_tensors, ctx.uses
-        uses.inputs.append(x_TI)
+        uses.inputs.append(x_TI.detach())  # with its history it would hold the graph that holds it, for ever
         uses.gradients.append(grads[0])
         return (grads[0] @ uses.cast if ctx.needs_input_grad[0] else None), None, None

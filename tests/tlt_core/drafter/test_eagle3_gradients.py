@@ -1,6 +1,8 @@
 """Late gradients are autograd's: of layers that are used at every depth, in a part, once, or not at all."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -115,3 +117,32 @@ def test_frozen_layers_and_unused_ones_get_none(model, decoder, pack):
 def test_a_bias_is_refused():
     with pytest.raises(ValueError, match="bias"):
         LateGradients(nn.Linear(3, 3))
+
+
+class Mark:
+    """Lives as long as the graph that it was given to."""
+
+
+class Marked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, mark):
+        ctx.mark = mark
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_pass_leaves_no_graph_in_memory(adds):
+    """A layer's second use keeps an input that goes back to its first one."""
+    layer, mark = nn.Linear(3, 3, bias=False), Mark()
+    left = weakref.ref(mark)
+    with LateGradients(layer) as later:
+        layer(Marked.apply(layer(torch.ones(2, 3)), mark)).sum().backward()
+        if adds:
+            later.add()
+    del mark, later
+    gc.collect()
+    assert left() is None
