@@ -37,7 +37,7 @@ def machine() -> dict[str, object]:
         "cores": _cores(),
         "threads": torch.get_num_threads(),
         "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "bf16_instructions": list(bf16_instructions()),
         "cpu_kernels": "torch" if native.library() is None else "native",
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -66,7 +66,7 @@ def _hardware(gpus: int) -> list[Finding]:
     bf16 = bf16_instructions()
     return [
         Finding("Python", platform.python_version(), "used" if python_ok else "missing", "3.11 to 3.13 are supported"),
-        Finding("CPU", f"{_cores()} cores, {_cpu_model()}", "used", "keep workers x threads_per_worker within it"),
+        Finding("CPU", f"{_cores()} cores, {cpu_model()}", "used", "keep workers x threads_per_worker within it"),
         Finding(
             "memory",
             f"{memory_gb:.0f} GB",
@@ -165,8 +165,15 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Name with family and model: virtual machines say "AMD EPYC" of processors that differ twofold in speed."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    first: dict[str, str] = {}
+    for name, _, value in (line.partition(":") for line in lines):
+        first.setdefault(name.strip(), value.strip())
+    if "model name" not in first:
+        return platform.processor() or platform.machine()
+    generation = [
+        f"{name} {first[key]}" for name, key in (("family", "cpu family"), ("model", "model")) if key in first
+    ]
+    return ", ".join([first["model name"], *generation])

@@ -111,7 +111,9 @@ def _processor() -> str:
     """What -march=native depends on."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    wanted = {line.partition(":")[0].strip(): line for line in lines if line.startswith(("model name", "flags"))}
+    wanted = {
+        line.partition(":")[0].strip(): line for line in lines if line.startswith(("cpu family", "model", "flags"))
+    }
     return platform.machine() + "".join(sorted(wanted.values()))
 
 
