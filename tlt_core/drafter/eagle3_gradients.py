@@ -30,8 +30,8 @@ class LateGradients:
 
     with LateGradients(model) as late:  loss(model).backward();  late.add()
 
-    Other uses of the weights (a slice of one) get their gradients from autograd, and both add up.  Not for two passes at
-    a time.  Raises ValueError on a layer with a bias.
+    Other uses of the weights (a slice of one) get their gradients from autograd, and both add up.  One pass at a time.
+    Raises ValueError on a layer with a bias.
     """
 
     def __init__(self, model: nn.Module) -> None:
