@@ -41,7 +41,7 @@ class LateGradients:
         self._uses: dict[Tensor, _Uses] = {}
 
     def __enter__(self) -> "LateGradients":
-        for linear in self._linears:
+        for linear in self._linears:  # of these objects alone: the network's code need not know how it is trained
             linear.forward = _Late(linear.weight, self._uses)  # type: ignore[assignment, method-assign]
         return self
 

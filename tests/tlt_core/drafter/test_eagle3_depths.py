@@ -3,23 +3,13 @@
 import pytest
 import torch
 
-from tests.tlt_core.drafter.eagle3_reference import lively_model, logits_after
-from tests.tlt_core.drafter.training_texts import IDS, LENGTHS, lively_decoder, texts
+from tests.tlt_core.drafter.eagle3_reference import logits_after
+from tests.tlt_core.drafter.training_texts import LENGTHS, texts
 from tlt_core.drafter import eagle3_depths
 from tlt_core.drafter.eagle3_cache import DraftCache
 from tlt_core.drafter.eagle3_depths import drafted_depths
 from tlt_core.drafter.eagle3_sequence import observe
 from tlt_core.drafter.eagle3_windows import Pack, Span
-
-
-@pytest.fixture(scope="module")
-def decoder(tiny_config):
-    return lively_decoder(tiny_config)
-
-
-@pytest.fixture
-def model(tiny_config):
-    return lively_model(tiny_config, IDS)
 
 
 def whole(sequences, starts=(0, 0, 0, 0)):

@@ -9,24 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.tlt_core.drafter.eagle3_reference import lively_model
-from tests.tlt_core.drafter.training_texts import IDS, lively_decoder, texts
+from tests.tlt_core.drafter.training_texts import IDS, texts
 from tlt_core.drafter.eagle3_depths import drafted_depths
 from tlt_core.drafter.eagle3_gradients import LateGradients
 from tlt_core.drafter.eagle3_sequence import observe
 from tlt_core.drafter.eagle3_windows import TrainPack, Window
 
 DEPTH = 4
-
-
-@pytest.fixture(scope="module")
-def decoder(tiny_config):
-    return lively_decoder(tiny_config)
-
-
-@pytest.fixture
-def model(tiny_config):
-    return lively_model(tiny_config, IDS)
 
 
 @pytest.fixture

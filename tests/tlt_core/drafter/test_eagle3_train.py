@@ -6,22 +6,12 @@ from safetensors.torch import load, load_file, save, save_file
 
 from kernels.packed_attention import packed_causal_attention
 from tests.tlt_core.drafter.eagle3_reference import lively_model
-from tests.tlt_core.drafter.training_texts import IDS, lively_decoder, texts
+from tests.tlt_core.drafter.training_texts import IDS, texts
 from tlt_core.drafter.eagle3_cache import DraftCache
 from tlt_core.drafter.eagle3_model import eagle3_from_target, tap_scales
 from tlt_core.drafter.eagle3_sequence import TrainSequence, observe
 from tlt_core.drafter.eagle3_train import Eagle3Trainer, TrainSettings
 from tlt_core.drafter.eagle3_windows import Window, cut
-
-
-@pytest.fixture(scope="module")
-def decoder(tiny_config):
-    return lively_decoder(tiny_config)
-
-
-@pytest.fixture
-def model(tiny_config):
-    return lively_model(tiny_config, IDS)
 
 
 def learnt(decoder, steps, *, settings, sequences=None, state=None):

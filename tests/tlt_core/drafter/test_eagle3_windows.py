@@ -3,23 +3,12 @@
 import pytest
 import torch
 
-from tests.tlt_core.drafter.eagle3_reference import lively_model
-from tests.tlt_core.drafter.training_texts import IDS, lively_decoder, texts
+from tests.tlt_core.drafter.training_texts import texts
 from tlt_core.drafter.eagle3_sequence import observe
 from tlt_core.drafter.eagle3_train import Eagle3Trainer, TrainSettings
 from tlt_core.drafter.eagle3_windows import TrainPack, Window, cut
 
 SETTINGS = TrainSettings(depth=4)
-
-
-@pytest.fixture(scope="module")
-def decoder(tiny_config):
-    return lively_decoder(tiny_config)
-
-
-@pytest.fixture
-def model(tiny_config):
-    return lively_model(tiny_config, IDS)
 
 
 @pytest.fixture
