@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-Benchmark = Literal["step", "e2e", "rollout", "tuner", "spot", "engines", "kernels", "sizes"]
+Benchmark = Literal["step", "e2e", "rollout", "tuner", "spot", "idle", "engines", "kernels", "sizes"]
 
 BENCHMARKS: dict[Benchmark, str] = {
     "step": "flows.benchmark:bench_step",
@@ -10,6 +10,7 @@ BENCHMARKS: dict[Benchmark, str] = {
     "rollout": "flows.benchmark_rollout:bench_rollout",
     "tuner": "flows.benchmark_tuner:bench_tuner",
     "spot": "flows.benchmark_spot:bench_spot",
+    "idle": "flows.benchmark_idle:bench_idle",
     "engines": "flows.benchmark_engines:bench_engines",
     "kernels": "flows.benchmark_kernels:bench_kernels_flow",
     "sizes": "flows.benchmark_sizes:bench_sizes_flow",

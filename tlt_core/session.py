@@ -104,6 +104,7 @@ class Session:
             stop_token_ids=stop_token_ids(start_model, self._tokenizer),
         )
         self._order = PromptOrder(self._train, seed=cfg.seed)
+        self._prompts: tuple[int, list[Prompt]] | None = None  # of the latest step
         self._policy_version = 0
         self._drafter_version = self._drafter_policy_version = 0
         spot = cfg.drafter.spot
@@ -181,8 +182,15 @@ class Session:
 
     def generate(self, step: int) -> RolloutBatch:
         """Sample the step's groups; finished responses go to the scorer while others are still being decoded."""
-        prompts = self._order.take(self.cfg.rollout.num_prompts)
-        return self._sample(step, prompts, phase="rollout")
+        return self._sample(step, self._prompts_of(step), phase="rollout")
+
+    def rehearse(self, step: int) -> RolloutBatch:
+        """The responses that `generate` gives, before it or after it, without training the drafter: nothing is kept of
+        them, and nothing learns from them but the tuner.  For benchmarks."""
+        requests = _requests(self._prompts_of(step), self.cfg.rollout.num_samples, seed=self.cfg.seed, step=step)
+        rollouts = self._decode(requests, self._params, phase="evaluate", step=step)
+        self._scorer.collect(_keys(rollouts))
+        return rollouts
 
     def publish_drafter(self, step: int) -> str:
         """What idle workers have taught the drafter goes into every engine, unless it drafts worse; returns what was
@@ -382,6 +390,12 @@ class Session:
         return sample_rows(scored, count, prompts=self._by_id, decode=self._text)
 
     # ------------------------------------------------------------------------------------------ inside
+
+    def _prompts_of(self, step: int) -> list[Prompt]:
+        """The same, however often they are asked for."""
+        if self._prompts is None or self._prompts[0] != step:
+            self._prompts = step, self._order.take(self.cfg.rollout.num_prompts)
+        return self._prompts[1]
 
     def _sample(self, step: int, prompts: Sequence[Prompt], *, phase: str) -> RolloutBatch:
         started_s = time.perf_counter()

@@ -234,7 +234,13 @@ class SpotTraining:
         """The measured candidate's parameters, times its share of what is published; one float32 vector."""
         assert share == 0 or self._phase.candidate is not None, "only a measured candidate has a share"
         model = self.used if self._phase.candidate is None else self._phase.candidate
-        return torch.cat([p.detach().flatten() for p in model.parameters()]) * share
+        parameters_N = torch.cat([p.detach().flatten() for p in model.parameters()])
+        return parameters_N if share == 1 else parameters_N.mul_(share)
+
+    def room(self) -> Tensor:
+        """Memory without values for another worker's `contribution`."""
+        own = list(self.used.parameters())
+        return own[0].new_empty(sum(p.numel() for p in own))
 
     def canary_of(self, parameters_N: Tensor) -> Comparison:
         """These weights against those in use, on what this worker has held back; nothing where it has not trained."""

@@ -6,6 +6,7 @@ publish -> candidates of all workers summed, measured, swapped in between two ro
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,15 +120,15 @@ class Drafting:
         for name in resumed:
             self._tuner.resume(name)
 
-    def publish(self, share: float, version: int, *, measured: Comparison | None) -> DrafterPublished:
+    def publish(self, shares: Sequence[float], version: int, *, measured: Comparison | None) -> DrafterPublished:
         """Sum the workers' candidates, each times its share, and draft with the result from now on.
 
-        A collective: every worker takes part.  measured: what is known of the sum.  None: it is nobody's own candidate,
-        so it is measured on all canaries first, and refused when it is worse than the drafter in use.
+        A collective: every worker takes part.  shares: by rank.  measured: what is known of the sum.  None: it is
+        nobody's own candidate, so it is measured on all canaries first, and refused when it is worse than the drafter
+        in use.
         """
-        spot = self._spot()
-        parameters_N = spot.contribution(share)
-        self._sum(parameters_N)
+        spot, share = self._spot(), shares[self._rank]
+        parameters_N = self._weighted(shares)
         canary = self._measured(parameters_N) if measured is None else measured
         accepted = measured is not None or not canary.is_worse(errors=self._canary_errors)
         if accepted:
@@ -179,6 +180,18 @@ class Drafting:
         self._drafter.load_weights(export_weights(self._spot().adopt(parameters_N, is_mine=is_mine)))
         if (_checksum(decoder.head_weight), _checksum(decoder.embed_tokens.weight)) != target:
             raise RuntimeError(f"publishing drafter {version} changed the target's weights: stop and report this")
+
+    def _weighted(self, shares: Sequence[float]) -> Tensor:
+        """The candidates' parameters, each times its share; where it is one worker's alone, that one's."""
+        spot, share = self._spot(), shares[self._rank]
+        if 1.0 not in shares:
+            parameters_N = spot.contribution(share)
+            self._sum(parameters_N)
+            return parameters_N
+        parameters_N = spot.contribution(1.0) if share == 1 else spot.room()
+        if self._world_size > 1:
+            dist.broadcast(parameters_N, src=list(shares).index(1.0))
+        return parameters_N
 
     def _measured(self, parameters_N: Tensor) -> Comparison:
         sums = torch.tensor(self._spot().canary_of(parameters_N), dtype=torch.float64)

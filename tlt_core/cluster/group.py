@@ -199,7 +199,7 @@ class WorkerGroup:
         self, shares: Sequence[float], *, version: int, measured: Comparison | None
     ) -> list[DrafterPublished]:
         """The workers' candidates, weighted by `shares`, into all drafters.  See `Drafting.publish`."""
-        return self._call_all("publish_drafter", [(share, version, measured) for share in shares])
+        return self._call_all("publish_drafter", [(tuple(shares), version, measured)] * self.num_workers)
 
     def refuse_drafter(self) -> None:
         """The workers' candidates are dropped."""

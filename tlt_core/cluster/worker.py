@@ -341,10 +341,10 @@ class Worker:
             self._drafting.changed()
         return policy_version, digest.value
 
-    def publish_drafter(self, share: float, version: int, measured: Comparison | None) -> DrafterPublished:
+    def publish_drafter(self, shares: Sequence[float], version: int, measured: Comparison | None) -> DrafterPublished:
         """See `Drafting.publish`."""
         assert self._drafting is not None, "load() comes first"
-        return self._drafting.publish(share, version, measured=measured)
+        return self._drafting.publish(shares, version, measured=measured)
 
     def refuse_drafter(self) -> None:
         """No candidate of this phase is published."""

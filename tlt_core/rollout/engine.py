@@ -124,6 +124,7 @@ class RolloutEngine:
             drafters = {} if speculation is None else speculation.drafters
             parts = (decoder, self._cache, self._batch)
             self._static = StaticRounds(*parts, drafters=drafters, menu=menu, taps=self._taps, record=self._record_path)
+        self._recording: Capture | None = None  # the capture, while somebody wants what it keeps
         self._requests_seen = 0
         self._numbers: list[int] = []  # of the live rows, see `RoundTrace`
 
@@ -143,6 +144,7 @@ class RolloutEngine:
         on_captured: gets the hidden states of each response that ends; only where `capture_taps` were given.
         """
         batch = self._batch
+        self._recording = None if on_captured is None else self._capture
         self.prepare(params)
         while True:
             if len(batch) < self.max_live:
@@ -152,8 +154,8 @@ class RolloutEngine:
             finished = self._round(params, on_round)
             for done in reversed(finished):  # from the last row on, so that moves do not touch rows still to go
                 rollout = batch.rollout(done, policy_version=policy_version, worker=worker)
-                if on_captured is not None and self._capture is not None:
-                    on_captured(self._capture.finish(done.row, rollout))
+                if on_captured is not None and self._recording is not None:
+                    on_captured(self._recording.finish(done.row, rollout))
                 self._release(done.row, rollout.tokens)
                 on_finish(rollout)
 
@@ -308,8 +310,8 @@ class RolloutEngine:
         """Verify, and hand tapped hidden states to the drafters."""
         result = self._verify(tree, params)
         self._record(result.tapped_rows_T, result.tapped_positions_T, result.taps_TE)
-        if self._capture is not None:
-            self._capture.record(result)
+        if self._recording is not None:
+            self._recording.record(result)
         return result.emitted
 
     def _verify(self, tree: DraftTree, params: SamplingParams) -> RoundResult:
@@ -322,8 +324,8 @@ class RolloutEngine:
     def _record_path(self, path: Path) -> None:
         """Of a round of fixed shape."""
         self._record(path.tapped_rows_T, path.tapped_positions_T, path.taps_TE)
-        if self._capture is not None:
-            self._capture.record(path)
+        if self._recording is not None:
+            self._recording.record(path)
 
     def _record(self, rows_T: Tensor, positions_T: Tensor, taps_TE: Tensor | None) -> None:
         for drafter in self._drafters:
@@ -361,8 +363,8 @@ class RolloutEngine:
         """A sibling that is live has computed the prompt already."""
         length = self._prefix_len(row)
         self._cache.move(source, row, length)
-        if self._capture is not None:
-            self._capture.share(source, row, length)
+        if self._recording is not None:
+            self._recording.share(source, row, length)
         for drafter in self._drafters:
             if drafter.taps:
                 drafter.share(source, row, length)
@@ -386,8 +388,8 @@ class RolloutEngine:
                 for row in rows:
                     rows_T = torch.full_like(positions_T[part], row)
                     self._record(rows_T, positions_T[part], hidden.taps_TE[part])
-                    if self._capture is not None:
-                        self._capture.record_prompt(rows_T, positions_T[part], hidden.taps_TE[part])
+                    if self._recording is not None:
+                        self._recording.record_prompt(rows_T, positions_T[part], hidden.taps_TE[part])
 
     def _release(self, row: int, tokens: Tensor) -> None:
         last = len(self._batch) - 1
@@ -401,8 +403,8 @@ class RolloutEngine:
             drafter.release(row, tokens)
         if last != row:
             self._cache.move(last, row, length)
-            if self._capture is not None:
-                self._capture.move(last, row)
+            if self._recording is not None:
+                self._recording.move(last, row)
             for drafter in self._drafters:
                 drafter.move(last, row)
 

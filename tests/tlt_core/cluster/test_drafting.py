@@ -136,7 +136,7 @@ def test_a_published_candidate_is_what_the_engine_drafts_with(trained, monkeypat
     monkeypatch.setattr(own._tuner, "notify_change", lambda name, *, change: told.append((name, change)))
     drafter, before = engine.speculation.drafters["eagle3"], own.spot.checksum
     old, candidate = weights_of(drafter), own.spot.contribution(1.0).clone()
-    published = own.publish(1.0, 1, measured=BETTER)
+    published = own.publish([1.0], 1, measured=BETTER)
     assert published.accepted
     assert told == [("eagle3", BETTER.change)]
     assert 0 < BETTER.change < 0.05
@@ -151,7 +151,7 @@ def test_a_sum_that_drafts_worse_changes_nothing(trained, monkeypatch):
     drafter, before = engine.speculation.drafters["eagle3"], own.spot.checksum
     old = weights_of(drafter)
     monkeypatch.setattr(own.spot, "canary_of", lambda _: WORSE)
-    published = own.publish(1.0, 1, measured=None)
+    published = own.publish([1.0], 1, measured=None)
     assert not published.accepted
     assert published.canary == WORSE
     assert published.checksum == before
@@ -172,4 +172,4 @@ def test_a_publish_that_touches_the_policy_stops_the_run(trained, monkeypatch, n
 
     monkeypatch.setattr(drafter, "load_weights", overwrite)
     with pytest.raises(RuntimeError, match="changed the target's weights"):
-        own.publish(1.0, 7, measured=BETTER)
+        own.publish([1.0], 7, measured=BETTER)

@@ -1,0 +1,112 @@
+"""`tlt bench idle`: what training the drafter in idle time costs a step.
+
+A training run whose rollouts are each decoded twice, one after the other, in turns first: as training has them, and
+without it (nothing trained, no hidden states kept).  Both give the same tokens, with the same drafter, so what training
+brings is in both and only its cost is in the difference.  It is in rollouts, where those who decode share memory and
+caches with those who train and the phase ends when the last micro-step does, and in the publish; the rest of the step
+is the same.  Two rollouts of a step are seconds apart, so a busy machine hits both alike.
+
+What it brings over a whole run: `tlt bench spot`, `tlt bench e2e`.
+"""
+
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from prefect import flow
+
+from conf.schema import RunConfig
+from flows._terminal import Terminal
+from flows.benchmark import Bound, judge, write_report
+from flows.benchmark_runs import first_drafter, variants
+from tasks.prepare import prepare_data, prepare_model
+from tlt_core.session import Session
+from tlt_core.types import RolloutBatch
+from tlt_core.verdicts import summarise
+
+_FIGURES = (
+    "with_s",
+    "without_s",
+    "publish_s",
+    "step_s",
+    "rollout_ratio",
+    "step_ratio",
+    "bubble/harvested_s",
+    "bubble/harvested_ratio",
+    "bubble/preempt_ms_p95",
+    "drafter/trained_tokens",
+    "drafter/slowdown",
+)
+
+
+@flow(name="bench-idle")
+def bench_idle(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
+    """`repeats` steps after a first one that warms caches up; returns the report."""
+    first, policy_dir = first_drafter(cfg)
+    run = variants(cfg, first)["tlt"].model_copy(update={"name": f"bench-{cfg.name}-idle", "num_steps": repeats + 1})
+    shutil.rmtree(run.run_dir, ignore_errors=True)
+    steps: list[dict[str, float]] = []
+    with Terminal() as show:
+        dataset = Path(prepare_data(run, prepare_model(run)).path)
+        with Session.resume_or_init(run, data_dir=dataset, start_model=policy_dir, on_progress=show) as session:
+            for step in session.remaining_steps():
+                steps.append(_step(session, step))
+    return write_report(out, command=command, repeats=repeats, rows=_rows(steps[1:]), verdicts=_verdicts(steps[1:]))
+
+
+def _step(session: Session, step: int) -> dict[str, float]:
+    """One RL step with two rollouts; its seconds."""
+    session.begin_step(step)
+    seconds: dict[str, float] = {}
+    batches: dict[str, RolloutBatch] = {}
+    ways: Mapping[str, Callable[[int], RolloutBatch]] = {"with": session.generate, "without": session.rehearse}
+    for way in ("with", "without") if step % 2 else ("without", "with"):
+        began_s = time.perf_counter()
+        batches[way] = ways[way](step)
+        seconds[f"{way}_s"] = time.perf_counter() - began_s
+        if way == "with":
+            session.publish_drafter(step)
+            seconds["publish_s"] = time.perf_counter() - began_s - seconds["with_s"]
+    began_s = time.perf_counter()
+    session.update(step, session.score(step, batches["with"]))
+    session.publish(step)
+    rest_s = time.perf_counter() - began_s
+    with_s = seconds["with_s"] + seconds["publish_s"] + rest_s
+    return {
+        **session.metrics.values(),
+        **seconds,
+        "step_s": with_s,
+        "rollout_ratio": seconds["with_s"] / seconds["without_s"],
+        "step_ratio": with_s / (seconds["without_s"] + rest_s),
+        "same": float(torch.equal(batches["with"].tokens_T, batches["without"].tokens_T)),
+    }
+
+
+def _rows(steps: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+    return [{"configuration": "steps", **summarise(steps, _FIGURES)}, {"configuration": "all steps", **_whole(steps)}]
+
+
+def _whole(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Ratios of sums over the steps, and the standard error of the step's."""
+    with_s, without_s = sum(s["with_s"] for s in steps), sum(s["without_s"] for s in steps)
+    step_s, publish_s = sum(s["step_s"] for s in steps), sum(s["publish_s"] for s in steps)
+    plain_s = step_s - publish_s - with_s + without_s
+    costs = [s["with_s"] + s["publish_s"] - s["without_s"] for s in steps]
+    error_s = statistics.stdev(costs) * len(costs) ** 0.5 if len(costs) > 1 else 0.0
+    return {
+        "same_steps": sum(s["same"] for s in steps) / len(steps),
+        "rollout_ratio": with_s / without_s,
+        "step_ratio": step_s / plain_s,
+        "step_ratio_error": error_s / plain_s,
+    }
+
+
+def _verdicts(steps: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+    whole = _whole(steps)
+    cost = Bound("step time, training in idle time over none, all steps", "step_ratio", 1.01, at_least=False)
+    same = Bound("share of steps with the same tokens with and without", "same_steps", 1.0, at_least=True)
+    return judge([whole], [cost, same])
