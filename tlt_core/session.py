@@ -187,9 +187,10 @@ class Session:
     def rehearse(self, step: int) -> RolloutBatch:
         """The responses that `generate` gives, before it or after it, without training the drafter: nothing is kept of
         them, and nothing learns from them but the tuner.  For benchmarks."""
-        requests = _requests(self._prompts_of(step), self.cfg.rollout.num_samples, seed=self.cfg.seed, step=step)
-        rollouts = self._decode(requests, self._params, phase="evaluate", step=step)
-        self._scorer.collect(_keys(rollouts))
+        count = self.cfg.rollout.num_samples
+        requests = _requests(self._prompts_of(step), count, seed=self.cfg.seed, step=step)
+        rollouts = self._decode(requests, self._params, phase="rehearse", step=step, scored_as=count)
+        self._scorer.collect([(prompt_id, sample + count) for prompt_id, sample in _keys(rollouts)])
         return rollouts
 
     def publish_drafter(self, step: int) -> str:
@@ -426,20 +427,25 @@ class Session:
         *,
         phase: str,
         step: int,
+        scored_as: int = 0,
     ) -> RolloutBatch:
-        """Generate on the worker group; every response goes to the scorer as it ends."""
+        """Generate on the worker group; every response goes to the scorer as it ends.
+
+        scored_as: added to the sample's number in the scorer's keys, where the same responses are scored twice.
+        """
         finished: list[Rollout] = []
         total, started_s = sum(len(g) for g in groups), time.perf_counter()
 
         def on_progress(drained: Drained) -> None:
             for rollout in drained.finished:
                 prompt = self._by_id[rollout.key.prompt_id]
-                self._scorer.submit((prompt.id, rollout.key.sample), prompt, self._text(rollout.completion))
+                key = prompt.id, rollout.key.sample + scored_as
+                self._scorer.submit(key, prompt, self._text(rollout.completion))
             finished.extend(drained.finished)
             rate = drained.tokens / (time.perf_counter() - started_s)
             self._report(phase, len(finished), total, drained, rate)
 
-        is_training = phase != "evaluate"
+        is_training = phase not in ("evaluate", "rehearse")
         reports, workers = self._group.generate(
             groups,
             params,
