@@ -186,10 +186,14 @@ class Session:
 
     def rehearse(self, step: int) -> RolloutBatch:
         """The responses that `generate` gives, before it or after it, without training the drafter: nothing is kept of
-        them, and nothing learns from them but the tuner.  For benchmarks."""
+        them, and nothing learns from them but the tuner.  `timing_s/rehearsal` is what `timing_s/gen` would be.  The
+        n-gram drafter has a memory for rehearsals alone.  For benchmarks."""
         count = self.cfg.rollout.num_samples
-        requests = _requests(self._prompts_of(step), count, seed=self.cfg.seed, step=step)
-        rollouts = self._decode(requests, self._params, phase="rehearse", step=step, scored_as=count)
+        self._group.exchange_ngrams()
+        with self.metrics.timed("rehearsal"):
+            requests = _requests(self._prompts_of(step), count, seed=self.cfg.seed, step=step)
+            rollouts = self._decode(requests, self._params, phase="rehearse", step=step, scored_as=count)
+        self._group.exchange_ngrams()
         self._scorer.collect([(prompt_id, sample + count) for prompt_id, sample in _keys(rollouts)])
         return rollouts
 

@@ -20,6 +20,7 @@ from tlt_core.canary import Canary, CanaryReport
 from tlt_core.doctor import machine
 from tlt_core.drafter.eagle3 import Eagle3Drafter
 from tlt_core.drafter.eagle3_files import export_weights, load_eagle3, save_eagle3
+from tlt_core.drafter.ngram import NgramDrafter
 from tlt_core.rollout.engine import RolloutEngine
 from tlt_core.speculation import RoundReport
 from tlt_core.spot.comparison import Comparison
@@ -141,6 +142,13 @@ class Drafting:
     def refuse(self) -> None:
         """No candidate of this phase is published."""
         self._spot().reject()
+
+    def exchange_ngrams(self) -> None:
+        """See `NgramDrafter.exchange`."""
+        speculation = self._engine.speculation
+        for drafter in () if speculation is None else speculation.drafters.values():
+            if isinstance(drafter, NgramDrafter):
+                drafter.exchange()
 
     def export(self, out_dir: Path, *, dtype: torch.dtype) -> None:
         """Write the drafter in use as a folder that vLLM and SGLang load."""

@@ -205,6 +205,10 @@ class WorkerGroup:
         """The workers' candidates are dropped."""
         self._call_all("refuse_drafter", [()] * self.num_workers)
 
+    def exchange_ngrams(self) -> None:
+        """The n-gram drafters draft from another memory until the next call."""
+        self._call_all("exchange_ngrams", [()] * self.num_workers)
+
     def export_drafter(self, out_dir: Path) -> None:
         """The drafter in use as a folder that vLLM and SGLang load; every worker has the same."""
         self._get([self._workers[0].export_drafter.remote(out_dir)])

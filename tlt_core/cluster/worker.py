@@ -351,6 +351,11 @@ class Worker:
         assert self._drafting is not None, "load() comes first"
         self._drafting.refuse()
 
+    def exchange_ngrams(self) -> None:
+        """See `NgramDrafter.exchange`."""
+        assert self._drafting is not None, "load() comes first"
+        self._drafting.exchange_ngrams()
+
     def export_drafter(self, out_dir: Path) -> None:
         """Write the drafter in use as a folder that vLLM and SGLang load."""
         assert self._drafting is not None, "load() comes first"

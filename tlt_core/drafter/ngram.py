@@ -108,6 +108,15 @@ class NgramDrafter:
         self._groups: dict[tuple[int, bytes], _Group] = {}  # the one admitted to last is the last
         self._rows: dict[int, _Row] = {}
         self._index_tokens = 0
+        self._other: tuple[dict[tuple[int, bytes], _Group], int] = {}, 0  # memory that is not drafted from now
+
+    def exchange(self) -> None:
+        """Draft from another memory, at first an empty one, until the next call.
+
+        For benchmarks that decode everything twice: the second time would find its own responses.
+        """
+        assert not self._rows, "requests are live: exchange between rollouts"
+        (self._groups, self._index_tokens), self._other = self._other, (self._groups, self._index_tokens)
 
     @property
     def index_tokens(self) -> int:
