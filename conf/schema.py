@@ -409,10 +409,10 @@ class SpotConfig(Section):
     after_rollout_s: float = Field(0.0, ge=0)
     """Training after rollout has ended, on every worker: for a single worker, whose only idle time is the waiting for
     rewards.  Costs step time."""
-    micro_step_s: float = Field(0.15, gt=0)
-    """Longest piece of work between two looks at whether rollout has ended."""
+    micro_step_s: float = Field(0.2, gt=0)
+    """Longest piece of work between two questions to the driver's side; when rollout ends it is given up sooner."""
     rows_per_step: int = Field(128, ge=1)
-    """Tokens of one optimizer step, from as many pieces of work as needed."""
+    """Tokens of one optimizer step, from as many pieces of work as needed; a quarter less where windows do not fit."""
     window_rows: int = Field(128, ge=1)
     """Longer responses are trained on in parts of at most so many tokens, each with its whole context."""
     max_slowdown: float = Field(0.01, gt=0)

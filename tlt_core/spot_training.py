@@ -4,7 +4,8 @@
 
 A micro-step is one of: gradients of a few windows, an optimizer step, a part of the canary.  Gradients take
 `micro_step_s` at most, as the ones before were timed, a part of the canary `window_rows` chains.  Gradients, order and
-canary outlive an interruption: nothing is done twice, and nothing is lost but the piece under way.
+canary outlive an interruption: nothing is lost but the piece under way, and gradients under way are given up within a
+fraction of their time.
 
 A candidate is the average of the weights over the optimizer steps (Polyak and Juditsky, 1992; with a decay, because
 the policy moves): a step has few tokens, so the newest weights are noisy.  The canary (`spot_canary`) drafts along
@@ -18,7 +19,7 @@ before, those of other workers too (`spot/peers`), are mixed ("one-step offset",
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from conf.schema import SpotConfig
 from tlt_core.drafter.eagle3_loss import LossKind
 from tlt_core.drafter.eagle3_model import Eagle3Model
 from tlt_core.drafter.eagle3_sequence import HeadProbs, TrainSequence
-from tlt_core.drafter.eagle3_train import Eagle3Trainer, Method, TrainSettings
+from tlt_core.drafter.eagle3_train import Eagle3Trainer, GivenUp, Method, TrainSettings
 from tlt_core.drafter.eagle3_windows import Window
 from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.capture import Captured
@@ -38,7 +39,7 @@ from tlt_core.spot.buffer import SequenceBuffer, StoredSequence
 from tlt_core.spot.checkpoint import SpotCheckpoint, SpotCheckpointError, async_checkpoint, load_checkpoint
 from tlt_core.spot.comparison import Comparison
 from tlt_core.spot.peers import PeerFiles
-from tlt_core.spot.sampling import Candidate, WindowSampler
+from tlt_core.spot.sampling import Candidate, WindowRef, WindowSampler
 from tlt_core.spot.writer import BackgroundWriter, WriteError
 from tlt_core.spot_canary import ChainSettings, HeldWindow, Measurement, compare, held_windows
 from tlt_core.types import SamplingParams
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 _STATE = "training.safetensors"
 _FIRST_ROWS = 16  # of the first micro-step, before anything was timed
 _LEAST_ROWS = 4
+_ENOUGH = 0.75  # of a step's rows: where the next window does not fit, a pass over a piece of it costs almost as much
 _FASTEST = 2.0  # change of a micro-step's size from one to the next
 _CANARY_EVERY = 4.0  # seconds of training for each second that a candidate's trial takes
 
@@ -144,6 +146,7 @@ class SpotTraining:
         self._trainer = Eagle3Trainer(model, decoder.embed_tokens.weight, self._settings)
         self._average = _copy(model)  # of the trainer's weights, over its steps: the candidate
         self._sampler = WindowSampler(window_rows=cfg.window_rows, length_bias=cfg.length_bias, recency=cfg.recency)
+        self._drawn: list[WindowRef] = []  # whose gradients were given up
         self._heads: dict[int, Tensor] = {}  # rows of the target's head for the draft vocabulary, by policy version
         self._stored: dict[str, StoredSequence] | None = None
         self._policy_version = 0
@@ -197,12 +200,16 @@ class SpotTraining:
         """Is there anything to train on?"""
         return bool(self._trainable())
 
-    def micro_step(self) -> None:
-        """One bounded piece of work.  There must be data."""
+    def micro_step(self, given_up: Callable[[], bool] = lambda: False) -> bool:
+        """One bounded piece of work.  There must be data.
+
+        given_up: asked now and then whether the time is wanted back.  If so gradients that are under way are dropped,
+        to be made of the same windows next time, and False is returned.
+        """
         phase, began_s = self._phase, time.perf_counter()
         if self._trial is not None:
             self._continue_trial(self._trial)
-        elif self._trainer.rows >= self._cfg.rows_per_step:
+        elif self._trainer.rows >= _ENOUGH * self._cfg.rows_per_step:
             self._trainer.apply()
             _move(self._average, self._trainer.model, 1 - self._cfg.average_decay)
             phase.steps += 1
@@ -211,8 +218,10 @@ class SpotTraining:
             self._trial = self._next_trial()
             phase.nothing_held = self._trial is None
         else:
-            self._train()
+            done = self._train(given_up)
             self._trained_s += time.perf_counter() - began_s
+            return done
+        return True
 
     def result(self) -> SpotResult:
         """What came of the phase so far."""
@@ -300,6 +309,7 @@ class SpotTraining:
             "wanted_rows": self._wanted_rows,
             "buffer": self._buffer.index(),
             "sampler": self._sampler.state_dict(),
+            "drawn": self._drawn,
         }
         try:
             async_checkpoint(self._writer, self._folder / _STATE, tensors, values)
@@ -333,23 +343,33 @@ class SpotTraining:
         # Absent from older states.  Without them each restart would begin with a trial.
         self._trained_s, self._trial_s = values.get("trained_s", 0.0), values.get("trial_s", 0.0)
         self._sampler.load_state_dict(values["sampler"])
+        self._drawn = [WindowRef(*ref) for ref in values.get("drawn", [])]  # absent from older states
 
     # ------------------------------------------------------------------------------------------ inside
 
-    def _train(self) -> None:
+    def _train(self, given_up: Callable[[], bool]) -> bool:
+        """Gradients of some windows; False: given up."""
         stored = self._trainable()
-        wanted = min(int(self._wanted_rows), self._cfg.rows_per_step - self._trainer.rows)
+        self._drawn = [ref for ref in self._drawn if ref.id in stored]
+        if not self._drawn:
+            wanted = min(int(self._wanted_rows), self._cfg.rows_per_step - self._trainer.rows)
+            self._drawn = self._sampler.next(max(1, wanted))
         windows = []
-        for ref in self._sampler.next(max(1, wanted)):
+        for ref in self._drawn:
             sequence = self._sequence(stored[ref.id])
             windows.append(Window(sequence, sequence.earliest + ref.start, sequence.earliest + ref.end))
         began_s = time.perf_counter()
-        metrics = self._trainer.accumulate(windows)
+        try:
+            metrics = self._trainer.accumulate(windows, given_up=given_up)
+        except GivenUp:
+            return False
+        self._drawn = []
         self._resize(metrics.rows, time.perf_counter() - began_s)
         self._phase.rows += metrics.rows
         self._phase.loss += metrics.loss * metrics.rows
         self._phase.overlap += metrics.overlaps[0] * metrics.rows
         self._phase.top1 += metrics.top1 * metrics.rows
+        return True
 
     def _trainable(self) -> dict[str, StoredSequence]:
         """What the sampler chooses from, by id; gathered anew when something came in."""

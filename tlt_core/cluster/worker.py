@@ -21,6 +21,7 @@ from conf.schema import AlgorithmConfig, DrafterConfig, RolloutConfig, UpdateCon
 from tlt_core import adaptive
 from tlt_core.canary import CanaryReport, WeightDigest
 from tlt_core.cluster.drafting import DrafterPublished, Drafting, newest_drafter
+from tlt_core.cluster.phase_end import PhaseEnd
 from tlt_core.cluster.rendezvous import host_store, join_group
 from tlt_core.cluster.shared_folders import unseen
 from tlt_core.cluster.vllm_replica import VllmSpec, start_vllm
@@ -102,6 +103,7 @@ class Worker:
         self._drafting: Drafting | None = None
         self._policy_version = 0
         self._store: dist.TCPStore | None = None  # of worker 0: where the group meets
+        self._phase_end = PhaseEnd(None)
 
     def alive(self) -> None:
         """Says nothing: the answer is that there is one."""
@@ -125,6 +127,7 @@ class Worker:
             device=self._device,
             store=self._store,
         )
+        self._phase_end = PhaseEnd.at(meeting_point, world_size=self._world_size)
 
     def load(self, checkpoint: Path | None, policy_version: int) -> None:
         """Build replica and trainer from the start model, or from a checkpoint's parts."""
@@ -214,6 +217,7 @@ class Worker:
         pushed: list[Any] = []
         rounds: list[RoundTrace] = []
         exhausted, tokens, reported_s = False, 0, time.monotonic()
+        self._phase_end.begin()
 
         def pull(wanted: int) -> Sequence[GenerationRequest]:
             nonlocal exhausted
@@ -281,6 +285,7 @@ class Worker:
 
         assert self._drafting is not None and self._drafting.spot is not None, "else there is no use for it"  # noqa: PT018
         spot, idle = self._drafting.spot, WorkerIdle(self._rank, time.time())
+        self._phase_end.begin()
         self._use_idle_time(idle, lambda event: ray.get(dispatcher.ask.remote(event)), spot)
         return spot.result()
 
@@ -293,11 +298,11 @@ class Worker:
             has_data = spot is not None and spot.has_data
             if spot is not None and has_data and order.action is Action.TRAIN:
                 with self._second_to_all():
-                    spot.micro_step()
-                done += 1
+                    done += spot.micro_step(self._phase_end.reached)
             else:
                 time.sleep(_POLL_S)
             order = ask(Progress(self._rank, done, time.time(), has_data))
+        self._phase_end.announce()
 
     def _second_to_all(self) -> AbstractContextManager[None]:
         """For a micro-step.  With several threads it is their pool that computes, which would not give way."""

@@ -25,7 +25,7 @@ has in its place: y, regressed on the fused state g of the next position; the he
 vocabulary.  Neither adds noise to features here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -73,6 +73,10 @@ class TrainSettings:
         return 1 if self.method == "eagle" else self.depth
 
 
+class GivenUp(Exception):
+    """A pass was wanted no more; nothing of it is kept."""
+
+
 class TrainMetrics(NamedTuple):
     """Of the rows of some windows, with the weights before any update on them."""
 
@@ -110,12 +114,26 @@ class Eagle3Trainer:
         self.apply()
         return metrics
 
-    def accumulate(self, windows: Sequence[Window]) -> TrainMetrics:
+    def accumulate(self, windows: Sequence[Window], *, given_up: Callable[[], bool] = lambda: False) -> TrainMetrics:
         """Add the gradient of these windows' summed loss, in one pass.  Raises ValueError when nothing in them is
-        trained."""
-        with LateGradients(self.model) as late:
-            loss, metrics = self._losses(windows)
-            loss.backward()
+        trained.
+
+        given_up: asked before every depth, and before every layer of it on the way back.  When it says yes GivenUp is
+        raised, and the trainer is as it was.
+        """
+
+        def ask() -> None:
+            if given_up():
+                raise GivenUp
+
+        parameters = list(self.model.parameters())
+        with LateGradients(self.model, before_each=ask) as late:
+            loss, metrics = self._losses(windows, before_each=ask)
+            # Not `backward`, which would add the first of them before it is known that the pass ends.
+            others = torch.autograd.grad(loss, parameters, allow_unused=True)
+            for parameter, gradient in zip(parameters, others, strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             late.add()
         self.rows += metrics.rows
         return metrics
@@ -154,8 +172,10 @@ class Eagle3Trainer:
         progress = (step - settings.warmup_steps) / max(1, settings.total_steps - settings.warmup_steps)
         return settings.learning_rate * (1 - 0.9 * min(1.0, progress))
 
-    def _losses(self, windows: Sequence[Window]) -> tuple[Tensor, TrainMetrics]:
-        """Summed loss, and metrics."""
+    def _losses(
+        self, windows: Sequence[Window], *, before_each: Callable[[], None] = lambda: None
+    ) -> tuple[Tensor, TrainMetrics]:
+        """Summed loss, and metrics.  before_each: depth."""
         settings = self.settings
         train = TrainPack.of(windows, depth=settings.levels, device=self.model.fc.weight.device)
         pack, probs_TJ, detached = train.pack, train.pack.probs_TJ(), settings.method == "hass"
@@ -166,6 +186,7 @@ class Eagle3Trainer:
             features_TD = None if settings.method == "eagle3" else self._next_features(pack)
             depths = drafted_depths(self.model, embeds_RD, pack, depth=settings.levels, detached=detached)
             for k, y_TD in enumerate(depths):
+                before_each()
                 rows_N = train.counted_N(k)
                 y_ND = y_TD.index_select(0, rows_N)
                 probs_NJ = probs_TJ[rows_N]

@@ -106,7 +106,7 @@ class SpotSettings:
     max_steps: int = 0  # micro-steps of all workers in one phase; 0: no bound
     interval: int = 1  # train in every n-th RL step
     duty: float = 1.0  # share of each cycle in which workers train, all at the same time; they pause in the rest
-    cycle_s: float = 4.0  # long against a micro-step, which a pause waits for
+    cycle_s: float = 6.0  # long against a micro-step, which a pause waits for
 
     def __post_init__(self) -> None:
         if not 0 <= self.duty <= 1 or self.cycle_s <= 0:
