@@ -7,6 +7,7 @@ import pytest
 from conf.load import ConfigError, load
 from conf.schema import RunConfig
 from flows.benchmark_e2e import bench_e2e
+from flows.benchmark_idle import bench_idle
 from flows.benchmark_rollout import _word_problems, bench_rollout
 from flows.benchmark_runs import take_turns, variants
 from flows.benchmark_spot import bench_spot
@@ -109,6 +110,21 @@ def test_spot_takes_the_first_drafter_as_long_as_none_was_published(
     report = bench_spot(cfg, repeats=2, out=home / "spot.json", command="by hand")
     ratios = [row["ratio_by_round"] for row in report["rows"] if "ratio_by_round" in row]
     assert ratios == [1.0] * 4  # two blocks, short and long chains
+
+
+@pytest.mark.slow
+def test_idle_decodes_every_rollout_twice_and_trains_in_one(home: Path) -> None:
+    report = bench_idle(_config(home), repeats=3, out=home / "idle.json", command="by hand")
+    steps, whole = report["rows"]
+    assert whole["same_steps"] == 1.0
+    assert steps["drafter/trained_tokens"]["max"] > 0
+    assert steps["with_s"]["min"] > 0
+    assert steps["without_s"]["min"] > 0
+    assert steps["step_s"]["min"] > steps["with_s"]["min"]
+    ratios = sorted((whole["rollout_ratio"], 1.0))  # the rest of a step takes as long with and without
+    assert ratios[0] * 0.9 < whole["step_ratio"] < ratios[1] * 1.1
+    assert [v["bound"] for v in report["verdicts"]] == [1.01, 1.0]
+    assert report["verdicts"][0]["value"] == whole["step_ratio"]
 
 
 @pytest.mark.slow

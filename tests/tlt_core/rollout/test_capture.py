@@ -154,3 +154,35 @@ def test_nothing_is_captured_unless_asked_for(folders):
         on_captured=seen.append,
     )
     assert seen == []
+
+
+def test_a_phase_that_is_not_kept_records_nothing_and_spoils_nothing(folders):
+    """Validation, and then a rollout; against the rollout alone."""
+
+    def phases(*kept):
+        decoder = load_decoder(folders / "model", dtype=torch.float32)
+        engine = adaptive.make_engine(decoder, SpeculationConfig(), max_live=4, max_len=MAX_LEN, seed=0, capture=True)
+        seen = []
+        for keep in kept:
+            prompts = (torch.tensor([5 + p], dtype=torch.int32) for p in range(9))
+            waiting = [GenerationRequest(NoiseKey(0, 1, p, 0), prompt) for p, prompt in enumerate(prompts)]
+
+            def pull(wanted, waiting=waiting):
+                taken, waiting[:] = waiting[:wanted], waiting[wanted:]
+                return taken
+
+            on_captured = seen.append if keep else None
+            engine.generate(pull, lambda _: None, SamplingParams(max_new_tokens=20), on_captured=on_captured)
+            if not keep:
+                assert not engine._capture._taps_SCE.any()
+                assert not engine._capture._lognorms_SC.any()
+        return {item.key: item for item in seen}
+
+    alone, after = phases(True), phases(False, True)
+    assert alone.keys() == after.keys()
+    assert len(alone) == 9
+    for key, item in alone.items():
+        assert torch.equal(item.tokens_L, after[key].tokens_L)
+        torch.testing.assert_close(item.taps_LE, after[key].taps_LE)
+        torch.testing.assert_close(item.last_PD, after[key].last_PD)
+        torch.testing.assert_close(item.lognorms_P, after[key].lognorms_P)
