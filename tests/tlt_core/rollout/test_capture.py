@@ -161,7 +161,8 @@ def test_a_phase_that_is_not_kept_records_nothing_and_spoils_nothing(folders):
 
     def phases(*kept):
         decoder = load_decoder(folders / "model", dtype=torch.float32)
-        engine = adaptive.make_engine(decoder, SpeculationConfig(), max_live=4, max_len=MAX_LEN, seed=0, capture=True)
+        cfg = SpeculationConfig(drafter_path=str(folders / "d-eagle3"), policy="fixed", menu=(CHAIN,))
+        engine = adaptive.make_engine(decoder, cfg, max_live=4, max_len=MAX_LEN, seed=0, capture=True)
         seen = []
         for keep in kept:
             prompts = (torch.tensor([5 + p], dtype=torch.int32) for p in range(9))
