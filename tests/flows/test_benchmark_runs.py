@@ -114,7 +114,8 @@ def test_spot_takes_the_first_drafter_as_long_as_none_was_published(
 
 @pytest.mark.slow
 def test_idle_decodes_every_rollout_twice_and_trains_in_one(home: Path) -> None:
-    report = bench_idle(_config(home), repeats=3, out=home / "idle.json", command="by hand")
+    cfg = _config(home, "drafter.spot.after_rollout_s=0.3")  # its idle time is too short
+    report = bench_idle(cfg, repeats=3, out=home / "idle.json", command="by hand")
     steps, whole = report["rows"]
     assert whole["same_steps"] == 1.0
     assert steps["drafter/trained_tokens"]["max"] > 0
