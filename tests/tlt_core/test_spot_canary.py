@@ -46,19 +46,22 @@ def test_one_window_of_each_response(held):
     assert held_windows([], rows=10, max_starts=20) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("pass_rows", [1, 24, 1000])
-def test_counts_by_group_are_those_of_the_runs(held, pass_rows):
+def test_counts_by_group_are_those_of_the_runs(held, pass_rows, dtype):
+    """In bfloat16 the measurement casts the weights once; the runs here cast them in every product."""
     decoder, model, responses = held
     embedding = decoder.embed_tokens.weight
     measurement = Measurement(model, held_windows(responses, rows=64, max_starts=1000))
     steps = 0
     while not measurement.done:
-        measurement.step(ChainSettings(embedding, 3, PARAMS, torch.float32, pass_rows))
+        measurement.step(ChainSettings(embedding, 3, PARAMS, dtype, pass_rows))
         steps += 1
     assert steps == {1: 5, 24: 4, 1000: 3}[pass_rows]
     expected: dict[tuple[int, int], tuple[int, int]] = {}
     for group, s in responses:
-        (run_T,) = accepted_runs(model, embedding, [Span(s, s.earliest, s.earliest + s.rows)], depth=3, params=PARAMS)
+        span = Span(s, s.earliest, s.earliest + s.rows)
+        (run_T,) = accepted_runs(model, embedding, [span], depth=3, params=PARAMS, compute_dtype=dtype)
         starts, accepted = expected.get(group, (0, 0))
         expected[group] = starts + len(run_T), accepted + int(run_T.sum())
     assert measurement.counts == expected

@@ -241,7 +241,10 @@ def test_two_workers_publish_their_average_after_measuring_it(decoder, tmp_path)
     spots = [training(decoder, tmp_path / str(worker)) for worker in range(2)]
     for worker, spot in enumerate(spots):
         roll_out(decoder, spot, step=1 + worker)
-        train(spot, until=lambda r: r.steps >= 14 and r.canary is not None)
+        train(spot, until=lambda r: r.rows >= 10 * 128)
+        spot._trained_s = 1e9  # a candidate is due: which one is measured would follow the clock
+        steps = spot._trainer.steps
+        train(spot, until=lambda _, spot=spot, least=steps: spot._measured_steps >= least and spot._trial is None)
     decision = decide([spot.result() for spot in spots], errors=1.0)
     assert decision.measured is None
     assert sum(decision.shares) == pytest.approx(1.0)

@@ -128,12 +128,11 @@ class Drafting:
         nobody's own candidate, so it is measured on all canaries first, and refused when it is worse than the drafter
         in use.
         """
-        spot, share = self._spot(), shares[self._rank]
-        parameters_N = self._weighted(shares)
+        spot, parameters_N = self._spot(), self._weighted(shares)
         canary = self._measured(parameters_N) if measured is None else measured
         accepted = measured is not None or not canary.is_worse(errors=self._canary_errors)
         if accepted:
-            self._swap(parameters_N, version, is_mine=share == 1)
+            self._swap(parameters_N, version, is_mine=shares[self._rank] == 1)
             self.changed("eagle3", change=canary.change)
         else:
             spot.reject()

@@ -2,8 +2,8 @@
 
     the first worker that is told to stop --announce--> store <--reached-- others, between two layers
 
-The dispatcher is asked between pieces only: a call to it takes as long as a layer, a look into the store a tenth of
-that.  Nobody depends on it: where the store is lost, with the worker that hosts it, pieces are finished as they are.
+The dispatcher is asked between pieces only; a look into the store takes 20 us.  Nobody depends on it: where the store
+is lost, with the worker that hosts it, pieces are finished as they are.
 """
 
 import logging
