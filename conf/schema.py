@@ -409,11 +409,15 @@ class SpotConfig(Section):
     after_rollout_s: float = Field(0.0, ge=0)
     """Training after rollout has ended, on every worker: for a single worker, whose only idle time is the waiting for
     rewards.  Costs step time."""
-    micro_step_s: float = Field(0.2, gt=0)
+    micro_step_s: float = Field(0.6, gt=0)
     """Longest piece of work between two questions to the driver's side; when rollout ends it is given up sooner."""
-    rows_per_step: int = Field(128, ge=1)
-    """Tokens of one optimizer step, from as many pieces of work as needed; a quarter less where windows do not fit."""
-    window_rows: int = Field(128, ge=1)
+    rows_per_step: int = Field(256, ge=1)
+    """Tokens of one optimizer step, from as many pieces of work as needed; a quarter less where windows do not fit.
+    Each goes through all weights a dozen times, and those who decode share the memory.  (Tokens a round on the demo's
+    next step, steps 9 to 40, in a replay with 3,800 tokens a step: 4.18, with windows and steps of 384 4.19, with
+    windows of 128 4.10, with a learning rate of 7e-5 4.16; with windows and steps of 128, which take a quarter more
+    time, and so 3,000 tokens: 4.07.)"""
+    window_rows: int = Field(256, ge=1)
     """Longer responses are trained on in parts of at most so many tokens, each with its whole context."""
     max_slowdown: float = Field(0.01, gt=0)
     """Workers that train slow those that still decode on the same machine, by a share that is measured in short pauses.
@@ -424,11 +428,11 @@ class SpotConfig(Section):
     """AdamW; 20 steps of warm-up, then constant.  What the first drafter ended its own training at.  (Tokens a round on
     steps 31-40 of the demo after 12,000 tokens of steps 1-30: 2.86 untrained; 3.58 with 3e-5 and 256 tokens a step,
     3.67 with 1e-4 and with 2e-4 and 128.)"""
-    average_decay: float = Field(0.97, ge=0, lt=1)
+    average_decay: float = Field(0.94, ge=0, lt=1)
     """What is published is an average of the weights over the optimizer steps; each step keeps so much of it.  0: the
     newest weights.  Few tokens make noisy steps: tokens a round on the demo's next five steps, trained on 2,500 tokens
-    of each, mean of steps 5 to 35 (a replay): 3.87 with the newest weights, 3.95 with 0.9, 3.99 with 0.97, 3.96 with
-    0.99."""
+    of each in steps of 128, mean of steps 5 to 35 (a replay): 3.87 with the newest weights, 3.95 with 0.9, 3.99 with
+    0.97, 3.96 with 0.99.  0.94 in steps of 256 is 0.97 in steps of 128."""
     loss: Literal["auto", "soft_ce", "tv", "mixed"] = "auto"
     """As `drafter.loss`.  auto: tv for method eagle3, the others have a loss of their own.  A drafter that agrees with
     the policy on most tokens already gains more by the chance of a miss itself."""

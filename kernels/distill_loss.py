@@ -9,24 +9,32 @@ and m = sum_v w_v, the losses of one position and their gradients with respect t
     mixed     (1 - a) soft_ce + a tv, with a in the weights held fixed
 
 Why these: see tlt_core/drafter/eagle3_loss.  The gradient is made in forward and kept in the logits' dtype, so backward
-is one product; the Triton kernel reads a row three times (normaliser, sums, gradient), the later times from the cache,
-and keeps neither q nor any float32 copy.
+is one product; Triton's and C's kernels read a row three times (normaliser, sums, gradient), the later times from the
+cache, and keep neither q nor any float32 copy.
 
 Shapes: N positions, J draft vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from kernels.dispatch import Impl, jit, tl, uses_triton
+from kernels.dispatch import Impl, jit, native_library, tl, uses_triton
 
 LossKind = Literal["soft_ce", "tv", "mixed"]
+_KINDS: tuple[LossKind, ...] = get_args(LossKind)  # loss.c numbers them so
 
+_NATIVE_DTYPES = (torch.bfloat16, torch.float32)
 _BLOCK = 4096  # logits that a program has in registers
+
+
+_Kernel = Callable[[Tensor, Tensor, Tensor, LossKind, Tensor, Tensor, Tensor], None]  # fills the last three
 
 
 class DistillLoss(NamedTuple):
@@ -44,13 +52,22 @@ def distill_loss(
     weights_NJ: Tensor | None = None,
     impl: Impl = "auto",
 ) -> DistillLoss:
-    """See the module docstring.  Any float dtypes; weights_NJ: w, by default p.
+    """See the module docstring.  Any float dtypes, the kernels compute in float32; weights_NJ: w, by default p.
 
-    A NaN in a row makes the loss NaN.  Raises ValueError where impl="triton" cannot run.
+    A NaN in a row makes the loss NaN.  Raises ValueError where the implementation that is asked for cannot run.
     """
     if uses_triton(impl, logits_NJ, op="distill_loss"):
-        return DistillLoss(*_Fused.apply(logits_NJ, probs_NJ, weights_NJ, kind))
+        return DistillLoss(*_Fused.apply(logits_NJ, probs_NJ, weights_NJ, kind, _triton))
+    if impl == "native" or (impl == "auto" and runs_native(logits_NJ)):
+        library = native_library("native", logits_NJ, op="distill_loss")
+        assert library is not None, "asked for by name"
+        return DistillLoss(*_Fused.apply(logits_NJ, probs_NJ, weights_NJ, kind, functools.partial(_native, library)))
     return distill_loss_reference(logits_NJ, probs_NJ, kind=kind, weights_NJ=weights_NJ)
+
+
+def runs_native(logits_NJ: Tensor) -> bool:
+    """Whether there is C for such logits."""
+    return logits_NJ.dtype in _NATIVE_DTYPES and native_library("auto", logits_NJ, op="distill_loss") is not None
 
 
 def distill_loss_reference(
@@ -68,26 +85,43 @@ def distill_loss_reference(
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_NJ: Tensor, probs_NJ: Tensor, weights_NJ: Tensor | None, kind: LossKind
+        ctx: Any, logits_NJ: Tensor, probs_NJ: Tensor, weights_NJ: Tensor | None, kind: LossKind, kernel: _Kernel
     ) -> tuple[Tensor, Tensor]:
         logits_NJ, probs_NJ = logits_NJ.contiguous(), probs_NJ.contiguous()
         weights_NJ = probs_NJ if weights_NJ is None else weights_NJ.contiguous()
-        count, size = logits_NJ.shape
-        loss_N, overlap_N = torch.empty(2, count, dtype=torch.float32, device=logits_NJ.device)
+        loss_N, overlap_N = torch.empty(2, len(logits_NJ), dtype=torch.float32, device=logits_NJ.device)
         grad_NJ = torch.empty_like(logits_NJ)
-        if count:
-            _loss_and_gradient[(count,)](
-                logits_NJ, probs_NJ, weights_NJ, loss_N, overlap_N, grad_NJ, size, KIND=kind, BLOCK=_BLOCK
-            )
+        if len(logits_NJ):
+            kernel(logits_NJ, probs_NJ, weights_NJ, kind, loss_N, overlap_N, grad_NJ)
         ctx.save_for_backward(grad_NJ)
         overlap = overlap_N.sum()
         ctx.mark_non_differentiable(overlap)
         return loss_N.sum(), overlap
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         (grad_NJ,) = ctx.saved_tensors
-        return grad_NJ * grads[0].to(grad_NJ.dtype), None, None, None
+        return grad_NJ * grads[0].to(grad_NJ.dtype), None, None, None, None
+
+
+def _triton(
+    logits_NJ: Tensor, probs_NJ: Tensor, weights_NJ: Tensor, kind: LossKind,
+    loss_N: Tensor, overlap_N: Tensor, grad_NJ: Tensor,
+) -> None:  # fmt: skip
+    _loss_and_gradient[(len(logits_NJ),)](
+        logits_NJ, probs_NJ, weights_NJ, loss_N, overlap_N, grad_NJ, logits_NJ.shape[1], KIND=kind, BLOCK=_BLOCK
+    )
+
+
+def _native(
+    library: ctypes.CDLL, logits_NJ: Tensor, probs_NJ: Tensor, weights_NJ: Tensor, kind: LossKind,
+    loss_N: Tensor, overlap_N: Tensor, grad_NJ: Tensor,
+) -> None:  # fmt: skip
+    probs_NJ, weights_NJ = probs_NJ.float(), weights_NJ.float()
+    library.tlt_distill_loss(
+        logits_NJ.data_ptr(), logits_NJ.dtype == torch.bfloat16, probs_NJ.data_ptr(), weights_NJ.data_ptr(),
+        *logits_NJ.shape, _KINDS.index(kind), loss_N.data_ptr(), overlap_N.data_ptr(), grad_NJ.data_ptr(),
+    )  # fmt: skip
 
 
 @jit

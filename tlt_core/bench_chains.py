@@ -6,6 +6,8 @@ fewer drafts has min(run, drafts) accepted, so one measurement answers for all l
 """
 
 import itertools
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -74,6 +76,24 @@ def accept_length(runs: Runs, *, drafts: int) -> AcceptLength:
         by_token=1 + sum(int(run_P.sum()) for run_P in cut) / starts,
         by_response=1 + sum(float(run_P.float().mean()) for run_P in cut) / len(cut),
     )
+
+
+def by_round_error(runs: Runs, *, drafts: int) -> float:
+    """Standard error of `AcceptLength.by_round`: by chance alone, had the policy answered the same prompts again.
+
+    Of L = sum_i t_i / R, R = sum_i r_i, tokens over rounds of each response, with a prompt's n responses drawn
+    independently and d_i = t_i - L r_i (linearised):
+
+        error^2 = sum over prompts of n / (n - 1) sum_i (d_i - mean d)^2 / R^2
+
+    A prompt's only response says nothing of chance.
+    """
+    sizes = {name: (len(run_P), _rounds(run_P.clamp_max(drafts).tolist())) for name, run_P in runs.items()}
+    tokens, rounds = (sum(column) for column in zip(*sizes.values(), strict=True))
+    off: dict[str, list[float]] = {}
+    for name, (own_tokens, own_rounds) in sizes.items():
+        off.setdefault(name.split("/")[2], []).append(own_tokens - own_rounds * tokens / rounds)
+    return math.sqrt(sum(len(d) * statistics.variance(d) for d in off.values() if len(d) > 1)) / rounds
 
 
 def _rounds(run: Sequence[int]) -> int:

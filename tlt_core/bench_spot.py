@@ -23,6 +23,7 @@ from tlt_core.drafter.eagle3_windows import Window
 from tlt_core.spot.checkpoint import async_checkpoint
 from tlt_core.spot.sampling import Candidate, WindowSampler
 from tlt_core.spot.writer import BackgroundWriter
+from tlt_core.spot_training import ENOUGH
 from tlt_core.timing import median_s
 
 METHODS: Mapping[str, tuple[Method, LossKind]] = {
@@ -32,7 +33,6 @@ METHODS: Mapping[str, tuple[Method, LossKind]] = {
     "eagle3, total variation": ("eagle3", "tv"),
     "eagle3, mixed": ("eagle3", "mixed"),
 }
-_MICRO_ROWS = 128
 _PACKED_SEQUENCES = 8
 _TRIALS = 3
 
@@ -53,12 +53,12 @@ def trained(
     done, seconds = 0, 0.0
     while done < rows:
         windows = []
-        for ref in sampler.next(min(_MICRO_ROWS, spot.rows_per_step - trainer.rows)):
+        for ref in sampler.next(spot.rows_per_step - trainer.rows):
             sequence = by_id[ref.id]
             windows.append(Window(sequence, sequence.earliest + ref.start, sequence.earliest + ref.end))
         began_s = time.perf_counter()
         done += trainer.accumulate(windows).rows
-        if trainer.rows >= spot.rows_per_step:
+        if trainer.rows >= ENOUGH * spot.rows_per_step:
             trainer.apply()
         seconds += time.perf_counter() - began_s
     return trainer.model.requires_grad_(False), done / seconds

@@ -3,9 +3,9 @@
     collect(captured) -> buffer -> sampler -> micro_step, micro_step, ... (idle time) -> result -> adopt(published)
 
 A micro-step is one of: gradients of a few windows, an optimizer step, a part of the canary.  Gradients take
-`micro_step_s` at most, as the ones before were timed, a part of the canary `window_rows` chains.  Gradients, order and
-canary outlive an interruption: nothing is lost but the piece under way, and gradients under way are given up within a
-fraction of their time.
+`micro_step_s` at most, as the ones before were timed, a part of the canary 128 chains.  Gradients, order and canary
+outlive an interruption: nothing is lost but the piece under way, and gradients under way are given up within a fraction
+of their time.
 
 A candidate is the average of the weights over the optimizer steps (Polyak and Juditsky, 1992; with a decay, because
 the policy moves): a step has few tokens, so the newest weights are noisy.  The canary (`spot_canary`) drafts along
@@ -17,7 +17,9 @@ Hidden states are those of the policy that sampled the response.  This step's re
 before, those of other workers too (`spot/peers`), are mixed ("one-step offset", TLT section 4).
 """
 
+import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,7 +51,8 @@ log = logging.getLogger(__name__)
 _STATE = "training.safetensors"
 _FIRST_ROWS = 16  # of the first micro-step, before anything was timed
 _LEAST_ROWS = 4
-_ENOUGH = 0.75  # of a step's rows: where the next window does not fit, a pass over a piece of it costs almost as much
+ENOUGH = 0.75  # of a step's rows: where the next window does not fit, a pass over a piece of it costs almost as much
+_CANARY_ROWS = 128  # chains of a part of the canary, which is not given up
 _FASTEST = 2.0  # change of a micro-step's size from one to the next
 _CANARY_EVERY = 4.0  # seconds of training for each second that a candidate's trial takes
 
@@ -137,7 +140,7 @@ class SpotTraining:
             depth,
             SamplingParams(temperature=temperature),
             self._settings.compute_dtype,
-            pass_rows=cfg.window_rows,
+            pass_rows=_CANARY_ROWS,
         )
         self._trial: _Trial | None = None  # under way
         self._measured_steps = 0  # the trainer's, when the latest candidate was taken
@@ -147,6 +150,7 @@ class SpotTraining:
         self._average = _copy(model)  # of the trainer's weights, over its steps: the candidate
         self._sampler = WindowSampler(window_rows=cfg.window_rows, length_bias=cfg.length_bias, recency=cfg.recency)
         self._drawn: list[WindowRef] = []  # whose gradients were given up
+        self._given_up = 0  # times in a row
         self._heads: dict[int, Tensor] = {}  # rows of the target's head for the draft vocabulary, by policy version
         self._stored: dict[str, StoredSequence] | None = None
         self._policy_version = 0
@@ -200,16 +204,17 @@ class SpotTraining:
         """Is there anything to train on?"""
         return bool(self._trainable())
 
-    def micro_step(self, given_up: Callable[[], bool] = lambda: False) -> bool:
+    def micro_step(self, given_up: Callable[[], bool] = lambda: False, *, longest_s: float = math.inf) -> bool:
         """One bounded piece of work.  There must be data.
 
         given_up: asked now and then whether the time is wanted back.  If so gradients that are under way are dropped,
-        to be made of the same windows next time, and False is returned.
+        to be made of the same windows next time (of part of them where that has happened before), and False is
+        returned.  longest_s: a bound below `micro_step_s`, where nobody would ask for the time in between.
         """
         phase, began_s = self._phase, time.perf_counter()
         if self._trial is not None:
             self._continue_trial(self._trial)
-        elif self._trainer.rows >= _ENOUGH * self._cfg.rows_per_step:
+        elif self._trainer.rows >= ENOUGH * self._cfg.rows_per_step:
             self._trainer.apply()
             _move(self._average, self._trainer.model, 1 - self._cfg.average_decay)
             phase.steps += 1
@@ -218,7 +223,7 @@ class SpotTraining:
             self._trial = self._next_trial()
             phase.nothing_held = self._trial is None
         else:
-            done = self._train(given_up)
+            done = self._train(given_up, longest_s)
             self._trained_s += time.perf_counter() - began_s
             return done
         return True
@@ -310,6 +315,7 @@ class SpotTraining:
             "buffer": self._buffer.index(),
             "sampler": self._sampler.state_dict(),
             "drawn": self._drawn,
+            "given_up": self._given_up,
         }
         try:
             async_checkpoint(self._writer, self._folder / _STATE, tensors, values)
@@ -344,32 +350,44 @@ class SpotTraining:
         self._trained_s, self._trial_s = values.get("trained_s", 0.0), values.get("trial_s", 0.0)
         self._sampler.load_state_dict(values["sampler"])
         self._drawn = [WindowRef(*ref) for ref in values.get("drawn", [])]  # absent from older states
+        self._given_up = values.get("given_up", 0)
 
     # ------------------------------------------------------------------------------------------ inside
 
-    def _train(self, given_up: Callable[[], bool]) -> bool:
+    def _train(self, given_up: Callable[[], bool], longest_s: float) -> bool:
         """Gradients of some windows; False: given up."""
         stored = self._trainable()
         self._drawn = [ref for ref in self._drawn if ref.id in stored]
         if not self._drawn:
-            wanted = min(int(self._wanted_rows), self._cfg.rows_per_step - self._trainer.rows)
-            self._drawn = self._sampler.next(max(1, wanted))
+            wanted = self._wanted_rows * min(1.0, longest_s / self._cfg.micro_step_s)
+            self._drawn = self._sampler.next(max(1, min(int(wanted), self._cfg.rows_per_step - self._trainer.rows)))
+        chosen = self._drawn[: self._taken()]
         windows = []
-        for ref in self._drawn:
+        for ref in chosen:
             sequence = self._sequence(stored[ref.id])
             windows.append(Window(sequence, sequence.earliest + ref.start, sequence.earliest + ref.end))
         began_s = time.perf_counter()
         try:
             metrics = self._trainer.accumulate(windows, given_up=given_up)
         except GivenUp:
+            self._given_up += 1
             return False
-        self._drawn = []
+        self._drawn, self._given_up = self._drawn[len(chosen) :], 0
         self._resize(metrics.rows, time.perf_counter() - began_s)
         self._phase.rows += metrics.rows
         self._phase.loss += metrics.loss * metrics.rows
         self._phase.overlap += metrics.overlaps[0] * metrics.rows
         self._phase.top1 += metrics.top1 * metrics.rows
         return True
+
+    def _taken(self) -> int:
+        """How many of the windows drawn go into the next pass: all of them, unless they were given up twice and more.
+        Where idle time is always shorter than such a pass, nothing would ever be learnt."""
+        if self._given_up < 2:
+            return len(self._drawn)
+        sizes = [ref.end - ref.start for ref in self._drawn]
+        room = sum(sizes) / 2 ** (self._given_up - 1)
+        return max(1, sum(end <= room for end in itertools.accumulate(sizes)))
 
     def _trainable(self) -> dict[str, StoredSequence]:
         """What the sampler chooses from, by id; gathered anew when something came in."""
@@ -408,7 +426,7 @@ class SpotTraining:
     def _choose_held(self) -> list[HeldWindow]:
         """What trials are measured on."""
         held = (((item.step, item.key.prompt_id), self._sequence(item)) for item in self._buffer.held())
-        return held_windows(held, rows=self._cfg.window_rows, max_starts=self._cfg.canary_tokens)
+        return held_windows(held, rows=_CANARY_ROWS, max_starts=self._cfg.canary_tokens)
 
     def _continue_trial(self, trial: _Trial) -> None:
         trial.step(self._chains)

@@ -42,6 +42,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "tlt_exponential": (_P, _I, _P, _I, _P),
     "tlt_tree_layout": (_P, _I, _P, _P, _P, _I, _I, _P, _P, _P, _P, _P, _P),
     "tlt_accepted_path": (_P, _P, _P, _P, _I, _I, _I, _P, _P),
+    "tlt_distill_loss": (_P, _I, _P, _P, _I, _I, _I, _P, _P, _P),
     "tlt_kv_commit": (_P, _P, _P, _P, _P, _P, _I, _I),
 }
 

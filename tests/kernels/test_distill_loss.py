@@ -1,4 +1,4 @@
-"""The drafter's loss in Triton against its specification and the trainer's own, in value and gradient.
+"""The drafter's loss in Triton and in C against its specification and the trainer's own, in value and gradient.
 
 Tolerances: float32 rounding of sums; in bf16 the gradient is rounded to bf16 (2^-9) once.
 """
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from kernels import distill_loss as module
+from kernels import native
 from kernels.distill_loss import distill_loss
+from tlt_core.drafter import eagle3_loss
 from tlt_core.drafter.eagle3_loss import draft_loss
 
 KINDS = ["soft_ce", "tv", "mixed"]
@@ -26,6 +28,13 @@ CASES = {
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BLOCK", 128)
+
+
+@pytest.fixture(params=["triton", "native"])
+def impl(request: pytest.FixtureRequest, device: str) -> str:
+    if request.param == "native" and (device != "cpu" or native.library() is None):
+        pytest.skip("the C kernels do not run here")
+    return request.param
 
 
 def inputs(*, rows: int, size: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,12 +56,12 @@ def value_and_gradient(loss, logits: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", list(CASES))
-def test_equals_the_specification(device: str, name: str, kind: str, weighted: bool) -> None:
+def test_equals_the_specification(device: str, impl: str, name: str, kind: str, weighted: bool) -> None:
     logits, probs, weights = inputs(**CASES[name])
     chosen = weights if weighted else None
     there = None if chosen is None else chosen.to(device)
     found = value_and_gradient(
-        lambda z: distill_loss(z, probs.to(device), kind=kind, weights_NJ=there, impl="triton"), logits.to(device)
+        lambda z: distill_loss(z, probs.to(device), kind=kind, weights_NJ=there, impl=impl), logits.to(device)
     )
     # in float64, whose logits are the given ones
     wanted = value_and_gradient(lambda z: distill_loss(z, probs, kind=kind, weights_NJ=chosen, impl="torch"), logits)
@@ -66,35 +75,36 @@ def test_equals_the_specification(device: str, name: str, kind: str, weighted: b
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_equals_the_trainers_loss(device: str, kind: str) -> None:
+def test_equals_the_trainers_loss(monkeypatch: pytest.MonkeyPatch, device: str, impl: str, kind: str) -> None:
+    monkeypatch.setattr(eagle3_loss, "runs_native", lambda logits: False)
     logits, probs, _ = inputs(**CASES["odd, several blocks"])
-    found = value_and_gradient(lambda z: distill_loss(z, probs.to(device), kind=kind, impl="triton"), logits.to(device))
+    found = value_and_gradient(lambda z: distill_loss(z, probs.to(device), kind=kind, impl=impl), logits.to(device))
     wanted = value_and_gradient(lambda z: draft_loss(z, probs, kind=kind), logits)
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-6)
 
 
-def test_by_hand(device: str) -> None:
+def test_by_hand(device: str, impl: str) -> None:
     """q = (1/5, 4/5), p = (1/2, 3/10): overlap 1/2, cross-entropy (log 5) / 2 - 0.3 log 0.8, gradient 0.8 q - p."""
     logits = torch.tensor([[1.0, 4.0]]).log()
     probs = torch.tensor([[0.5, 0.3]], device=device)
-    loss, overlap, grad = value_and_gradient(lambda z: distill_loss(z, probs, impl="triton"), logits.to(device))
+    loss, overlap, grad = value_and_gradient(lambda z: distill_loss(z, probs, impl=impl), logits.to(device))
     assert overlap.item() == pytest.approx(0.5)
     assert loss.item() == pytest.approx(0.5 * math.log(5) - 0.3 * math.log(0.8))
     assert grad.flatten().tolist() == pytest.approx([3 * (0.16 - 0.5), 3 * (0.64 - 0.3)])
 
 
-def test_no_rows(device: str) -> None:
+def test_no_rows(device: str, impl: str) -> None:
     logits = torch.zeros(0, 8, device=device)
-    loss, overlap, grad = value_and_gradient(lambda z: distill_loss(z, logits, kind="mixed", impl="triton"), logits)
+    loss, overlap, grad = value_and_gradient(lambda z: distill_loss(z, logits, kind="mixed", impl=impl), logits)
     assert (loss.item(), overlap.item(), grad.shape) == (0.0, 0.0, (0, 8))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nan_is_not_hidden(device: str, kind: str) -> None:
+def test_nan_is_not_hidden(device: str, impl: str, kind: str) -> None:
     logits, probs, _ = inputs(**CASES["odd, several blocks"])
     logits[1, 200] = torch.nan
-    found = value_and_gradient(lambda z: distill_loss(z, probs.to(device), kind=kind, impl="triton"), logits.to(device))
+    found = value_and_gradient(lambda z: distill_loss(z, probs.to(device), kind=kind, impl=impl), logits.to(device))
     assert found[0].isnan()
     assert found[2][1].isnan().all()
     assert found[2][[0, 2, 3]].isfinite().all()

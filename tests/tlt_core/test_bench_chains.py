@@ -8,7 +8,7 @@ import torch
 from conf.load import load
 from tests.tlt_core.drafter.test_eagle3_acceptance import recorded as observed
 from tests.tlt_core.drafter.training_texts import IDS, lively_decoder
-from tlt_core.bench_chains import NgramReplay, Recorded, accept_length, eagle3_runs, longer
+from tlt_core.bench_chains import NgramReplay, Recorded, accept_length, by_round_error, eagle3_runs, longer
 from tlt_core.drafter.eagle3_acceptance import measure_acceptance
 from tlt_core.drafter.eagle3_model import eagle3_from_target
 from tlt_core.drafter.ngram import NgramDrafter
@@ -104,3 +104,23 @@ def test_lengths_by_hand():
     both = longer(runs, {"a": torch.tensor([0, 3, 0, 0, 0]), "b": torch.zeros(6, dtype=torch.int64)})
     assert both["a"].tolist() == [2, 3, 0, 1, 0]
     assert both["b"].tolist() == runs["b"].tolist()
+
+
+def test_error_is_what_chance_does_to_the_length():
+    """Three prompts of their own lengths and acceptance, answered six times each, 300 times over."""
+    generator = torch.Generator().manual_seed(0)
+
+    def answers():
+        return {
+            f"worker_0/1/{prompt}/{sample}": torch.randint(
+                0, most, (int(torch.randint(longest // 2, longest, (), generator=generator)),), generator=generator
+            )
+            for prompt, (longest, most) in enumerate([(20, 9), (40, 5), (300, 2)])
+            for sample in range(6)
+        }
+
+    again = [answers() for _ in range(300)]
+    lengths = torch.tensor([accept_length(runs, drafts=6).by_round for runs in again])
+    told = torch.tensor([by_round_error(runs, drafts=6) for runs in again])
+    assert told.mean().item() == pytest.approx(lengths.std().item(), rel=0.12)  # of 300: 4 %
+    assert lengths.std() > 0.01

@@ -190,6 +190,44 @@ def test_a_restart_goes_on_bit_by_bit(decoder, tmp_path, micro_steps, gives_up):
         spot.close()
 
 
+def test_windows_given_up_again_and_again_are_trained_on_in_part(decoder, tmp_path):
+    """A pass that never fits into idle time would be begun for ever."""
+    spot = training(decoder, tmp_path, cfg=CFG.model_copy(update={"window_rows": 16}))
+    roll_out(decoder, spot, step=1)
+    spot.end()
+    spot._phase.nothing_held = True
+    spot._wanted_rows = 128.0
+    assert not spot.micro_step(lambda: True)
+    drawn = list(spot._drawn)
+    assert len(drawn) > 6
+    rows = [ref.end - ref.start for ref in drawn]
+
+    def taken_when_given_up(times: int) -> int:
+        spot._given_up, spot._drawn, spot._trainer.rows = times, list(drawn), 0
+        before = spot.result().rows
+        assert spot.micro_step()
+        assert spot._drawn == drawn[len(drawn) - len(spot._drawn) :], "the rest is next"
+        assert spot._given_up == 0
+        assert spot.result().rows - before == sum(rows[: len(drawn) - len(spot._drawn)])
+        return spot.result().rows - before
+
+    assert taken_when_given_up(1) == sum(rows), "once: as it would have been"
+    assert sum(rows) / 2 - max(rows) < taken_when_given_up(2) <= sum(rows) / 2
+    assert taken_when_given_up(3) <= sum(rows) / 4
+    assert taken_when_given_up(30) == rows[0], "one window at least"
+    spot.close()
+
+
+def test_a_piece_may_be_shorter_where_nobody_ends_it(decoder, tmp_path):
+    spot = training(decoder, tmp_path, cfg=CFG.model_copy(update={"micro_step_s": 1.0, "window_rows": 16}))
+    roll_out(decoder, spot, step=1)
+    spot.end()
+    spot._wanted_rows = 100.0
+    assert spot.micro_step(longest_s=0.5)
+    assert 34 < spot.result().rows <= 50
+    spot.close()
+
+
 def test_a_restart_does_not_bring_a_trial_forward(decoder, tmp_path):
     spot = training(decoder, tmp_path)
     roll_out(decoder, spot, step=1)

@@ -7,6 +7,7 @@ idle) are made here and in the dispatcher.  States are time-stamped as `WorkerSp
     update:    UPDATING
 """
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -40,6 +41,7 @@ from tlt_core.spot_training import SpotResult, SpotTraining
 from tlt_core.types import GenerationRequest, Rollout, SamplingParams, WorkerSpan, WorkerState
 
 _POLL_S = 0.02  # how often an idle worker asks whether rollout has ended
+_BLIND_S = 0.2  # longest piece of training whose end the driver awaits: no worker announces it
 _PATIENCE = 1.5  # micro-steps' time, after which one that got too little of its core is let through
 _REPORT_S = 0.5  # how often a busy worker reports its token count
 
@@ -265,7 +267,7 @@ class Worker:
         if spot is not None:
             until_s = time.monotonic() + self._spec.drafter.spot.after_rollout_s
             while spot.has_data and time.monotonic() < until_s:
-                spot.micro_step()
+                spot.micro_step(lambda: time.monotonic() >= until_s)
             spot.end()
         if vllm is not None:
             return GenerateReport((), {}, 0, chains=vllm.counters())
@@ -286,19 +288,24 @@ class Worker:
         assert self._drafting is not None and self._drafting.spot is not None, "else there is no use for it"  # noqa: PT018
         spot, idle = self._drafting.spot, WorkerIdle(self._rank, time.time())
         self._phase_end.begin()
-        self._use_idle_time(idle, lambda event: ray.get(dispatcher.ask.remote(event)), spot)
+        self._use_idle_time(idle, lambda event: ray.get(dispatcher.ask.remote(event)), spot, longest_s=_BLIND_S)
         return spot.result()
 
     def _use_idle_time(
-        self, idle: WorkerIdle, ask: Callable[[WorkerIdle | Progress], Order], spot: SpotTraining | None
+        self,
+        idle: WorkerIdle,
+        ask: Callable[[WorkerIdle | Progress], Order],
+        spot: SpotTraining | None,
+        *,
+        longest_s: float = math.inf,
     ) -> None:
-        """Until the order to stop: train piece by piece when told to, else wait."""
+        """Until the order to stop: train piece by piece when told to, else wait.  longest_s: of a piece."""
         order, done = ask(idle), 0
         while order.action is not Action.STOP:
             has_data = spot is not None and spot.has_data
             if spot is not None and has_data and order.action is Action.TRAIN:
                 with self._second_to_all():
-                    done += spot.micro_step(self._phase_end.reached)
+                    done += spot.micro_step(self._phase_end.reached, longest_s=longest_s)
             else:
                 time.sleep(_POLL_S)
             order = ask(Progress(self._rank, done, time.time(), has_data))

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.distill_loss import LossKind as LossKind
-from kernels.distill_loss import distill_loss
+from kernels.distill_loss import distill_loss, runs_native
 
 
 class DraftLoss(NamedTuple):
@@ -47,7 +47,7 @@ def draft_loss(
     top, top_weight: add top_weight times the terms of soft_ce that belong to the `top` likeliest tokens of p (HASS,
     arXiv 2408.15766).  Keeps one tensor of the logits' size and dtype for backward.
     """
-    if logits_NJ.is_cuda and logits_NJ.dtype != torch.float64:  # the kernel works in float32
+    if runs_native(logits_NJ) or (logits_NJ.is_cuda and logits_NJ.dtype != torch.float64):  # kernels of float32
         weights_NJ = _with_top(probs_NJ, top, top_weight) if top else None
         return DraftLoss(*distill_loss(logits_NJ, probs_NJ, kind=kind, weights_NJ=weights_NJ))
     loss, overlap = _DraftLoss.apply(logits_NJ, probs_NJ, kind, top, top_weight)
