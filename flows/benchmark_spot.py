@@ -1,14 +1,17 @@
 """`tlt bench spot`: what training the drafter in idle time brings over a whole training run.
 
 Two runs take turns, a block of steps each: all of TLT, and the same with the first drafter left as it is.  Their
-rollouts are the same, so their step times show what training costs and what it brings, block by block.  After each
-block, on that block's responses under their own noise: what is accepted of the first drafter (static) and of the one
-that each step's rollout drafted with (adaptive), of the n-gram drafter, and of the longer one of its and the static
-chains (`tlt_core/bench_chains`).  Tokens a round, for chains as long as the drafter is trained for, and for long ones:
-a drafter that is nearly always right is worth a longer chain, and a short one hides how right it is.  Blocks are on the
-same prompts when each is of whole epochs; with each length goes its error, which is what chance would make of it if the
-policy answered the same prompts again.  (By it blocks of the demo differ by 1.5 to 2 % when they have 4 steps each, so
-that the worst of ten lies 5 % under the best with a drafter that is as good in all; by about 1 % when they have 8.)
+rollouts are the same, so their step times show what training costs and what it brings, block by block.  Policy updates
+are the same work in both: what these differ by is the machine's doing.  (The cost alone, with less noise:
+`tlt bench idle`.)
+
+After each block, on that block's responses under their own noise: what is accepted of the first drafter (static) and of
+the one that each step's rollout drafted with (adaptive), of the n-gram drafter, and of the longer one of its and the
+static chains (`tlt_core/bench_chains`).  Tokens a round, for chains as long as the drafter is trained for, and for long
+ones: a drafter that is nearly always right is worth a longer chain, and a short one hides how right it is.  Blocks are
+on the same prompts when each is of whole epochs; with each length goes its error, which is what chance would make of it
+if the policy answered the same prompts again.  (By it blocks of the demo differ by 1.5 to 2 % when they have 4 steps
+each, so that the worst of ten lies 5 % under the best with a drafter that is as good in all; by about 1 % with 8.)
 
 Then, on what the run recorded: methods of training compared by acceptance, packing against padding, checkpoints.
 
@@ -51,7 +54,7 @@ from tlt_core.verdicts import summarise
 _METHOD_ROWS = 6144  # that each method is trained on
 _METHOD_RESPONSES = 240  # that each is measured on
 _LONG = 12  # drafts of a long chain
-_TIMES = ("timing_s/step", "timing_s/gen")
+_TIMES = ("timing_s/step", "timing_s/gen", "timing_s/update_actor")
 _FIGURES = (
     "timing_s/step",
     "timing_s/publish_drafter",

@@ -2,8 +2,8 @@
 
 `impl` of every op: "torch" is the specification; "triton" needs a GPU, or Triton's interpreter, which runs the same
 kernels on CPU tensors when TRITON_INTERPRET=1 is set before this module is imported; "native" is C on a CPU, for the
-ops of rollout (`kernels/native`); "auto" takes Triton on a GPU, C on a CPU where both op and machine have it, torch
-elsewhere, and says so once.  Importing the ops needs no Triton: it is packaged for Linux alone.
+ops of rollout and the drafter's loss (`kernels/native`); "auto" takes Triton on a GPU, C on a CPU where both op and
+machine have it, torch elsewhere, and says so once.  Importing the ops needs no Triton: it is packaged for Linux alone.
 """
 
 import ctypes

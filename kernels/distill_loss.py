@@ -56,12 +56,12 @@ def distill_loss(
 
     A NaN in a row makes the loss NaN.  Raises ValueError where the implementation that is asked for cannot run.
     """
-    if uses_triton(impl, logits_NJ, op="distill_loss"):
-        return DistillLoss(*_Fused.apply(logits_NJ, probs_NJ, weights_NJ, kind, _triton))
     if impl == "native" or (impl == "auto" and runs_native(logits_NJ)):
         library = native_library("native", logits_NJ, op="distill_loss")
         assert library is not None, "asked for by name"
         return DistillLoss(*_Fused.apply(logits_NJ, probs_NJ, weights_NJ, kind, functools.partial(_native, library)))
+    if uses_triton(impl, logits_NJ, op="distill_loss"):
+        return DistillLoss(*_Fused.apply(logits_NJ, probs_NJ, weights_NJ, kind, _triton))
     return distill_loss_reference(logits_NJ, probs_NJ, kind=kind, weights_NJ=weights_NJ)
 
 
