@@ -7,6 +7,7 @@ import torch
 
 from conf.schema import SpotConfig
 from tests.tlt_core.drafter.training_texts import lively_decoder
+from tlt_core import spot_training
 from tlt_core.drafter.eagle3 import Eagle3Drafter
 from tlt_core.drafter.eagle3_acceptance import measure_acceptance
 from tlt_core.drafter.eagle3_model import eagle3_from_target
@@ -361,9 +362,10 @@ def test_the_candidate_is_the_average_over_the_steps(decoder, tmp_path):
     spot.close()
 
 
-def test_a_trial_goes_on_where_the_phase_before_has_left_it(decoder, tmp_path):
+def test_a_trial_goes_on_where_the_phase_before_has_left_it(monkeypatch, decoder, tmp_path):
     """Phases of one piece of work each would else never publish anything."""
-    spots = [training(decoder, tmp_path / name, cfg=CFG.model_copy(update={"window_rows": 16})) for name in "ab"]
+    monkeypatch.setattr(spot_training, "_CANARY_ROWS", 16)
+    spots = [training(decoder, tmp_path / name) for name in "ab"]
     for spot in spots:
         roll_out(decoder, spot, step=1)
         train(spot, until=lambda r: r.steps >= 2)
