@@ -415,8 +415,8 @@ class SpotConfig(Section):
     """Tokens of one optimizer step, from as many pieces of work as needed; a quarter less where windows do not fit.
     Each goes through all weights a dozen times, and those who decode share the memory.  (Tokens a round on the demo's
     next step, steps 9 to 40, in a replay with 3,800 tokens a step: 4.18, with windows and steps of 384 4.19, with
-    windows of 128 4.10, with a learning rate of 7e-5 4.16; with windows and steps of 128, which take a quarter more
-    time, and so 3,000 tokens: 4.07.)"""
+    windows of 128 4.10, with a learning rate of 7e-5 and an average_decay of 0.96 4.16; with windows and steps of 128,
+    which take a quarter more time, and so 3,000 tokens: 4.07.)"""
     window_rows: int = Field(256, ge=1)
     """Longer responses are trained on in parts of at most so many tokens, each with its whole context."""
     max_slowdown: float = Field(0.01, gt=0)

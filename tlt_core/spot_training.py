@@ -17,7 +17,6 @@ Hidden states are those of the policy that sampled the response.  This step's re
 before, those of other workers too (`spot/peers`), are mixed ("one-step offset", TLT section 4).
 """
 
-import itertools
 import logging
 import math
 import time
@@ -361,7 +360,7 @@ class SpotTraining:
         if not self._drawn:
             wanted = self._wanted_rows * min(1.0, longest_s / self._cfg.micro_step_s)
             self._drawn = self._sampler.next(max(1, min(int(wanted), self._cfg.rows_per_step - self._trainer.rows)))
-        chosen = self._drawn[: self._taken()]
+        chosen, rest = self._divided()
         windows = []
         for ref in chosen:
             sequence = self._sequence(stored[ref.id])
@@ -372,7 +371,7 @@ class SpotTraining:
         except GivenUp:
             self._given_up += 1
             return False
-        self._drawn, self._given_up = self._drawn[len(chosen) :], 0
+        self._drawn, self._given_up = rest, 0
         self._resize(metrics.rows, time.perf_counter() - began_s)
         self._phase.rows += metrics.rows
         self._phase.loss += metrics.loss * metrics.rows
@@ -380,14 +379,19 @@ class SpotTraining:
         self._phase.top1 += metrics.top1 * metrics.rows
         return True
 
-    def _taken(self) -> int:
-        """How many of the windows drawn go into the next pass: all of them, unless they were given up twice and more.
-        Where idle time is always shorter than such a pass, nothing would ever be learnt."""
-        if self._given_up < 2:
-            return len(self._drawn)
-        sizes = [ref.end - ref.start for ref in self._drawn]
-        room = sum(sizes) / 2 ** (self._given_up - 1)
-        return max(1, sum(end <= room for end in itertools.accumulate(sizes)))
+    def _divided(self) -> tuple[list[WindowRef], list[WindowRef]]:
+        """What of the windows drawn goes into the next pass, and what is left: all of them do, unless they were given
+        up twice and more.  Where idle time is always shorter than such a pass, nothing would ever be learnt."""
+        room = sum(ref.end - ref.start for ref in self._drawn)
+        if self._given_up >= 2:
+            room = max(room >> self._given_up - 1, _LEAST_ROWS)
+        chosen, rest = list[WindowRef](), list[WindowRef]()
+        for ref in self._drawn:
+            cut = min(ref.start + room, ref.end)
+            room -= cut - ref.start
+            chosen += [ref._replace(end=cut)] if cut > ref.start else []
+            rest += [ref._replace(start=cut)] if cut < ref.end else []
+        return chosen, rest
 
     def _trainable(self) -> dict[str, StoredSequence]:
         """What the sampler chooses from, by id; gathered anew when something came in."""

@@ -203,19 +203,22 @@ def test_windows_given_up_again_and_again_are_trained_on_in_part(decoder, tmp_pa
     assert len(drawn) > 6
     rows = [ref.end - ref.start for ref in drawn]
 
+    def tokens(refs):
+        return [(ref.id, row) for ref in refs for row in range(ref.start, ref.end)]
+
     def taken_when_given_up(times: int) -> int:
         spot._given_up, spot._drawn, spot._trainer.rows = times, list(drawn), 0
         before = spot.result().rows
         assert spot.micro_step()
-        assert spot._drawn == drawn[len(drawn) - len(spot._drawn) :], "the rest is next"
+        taken = spot.result().rows - before
+        assert tokens(spot._drawn) == tokens(drawn)[taken:], "the rest is next"
         assert spot._given_up == 0
-        assert spot.result().rows - before == sum(rows[: len(drawn) - len(spot._drawn)])
-        return spot.result().rows - before
+        return taken
 
     assert taken_when_given_up(1) == sum(rows), "once: as it would have been"
-    assert sum(rows) / 2 - max(rows) < taken_when_given_up(2) <= sum(rows) / 2
-    assert taken_when_given_up(3) <= sum(rows) / 4
-    assert taken_when_given_up(30) == rows[0], "one window at least"
+    assert taken_when_given_up(2) == sum(rows) // 2
+    assert taken_when_given_up(3) == sum(rows) // 4
+    assert taken_when_given_up(30) == 4, "a part of one window"
     spot.close()
 
 
