@@ -1,4 +1,4 @@
-"""The CPU's own kernels: C for processors with bfloat16 products (AVX-512), compiled where they run.
+"""The CPU's own kernels: C for processors with bfloat16 products (AVX-512, AMX), compiled where they run.
 
     *.c, *.h  --cc, two seconds, once for each processor-->  ~/.cache/tlt/native-<digest>.so  --ctypes-->  library()
 
@@ -91,8 +91,6 @@ def _lacking() -> str:
         return f"they are for x86-64 under Linux and macOS, this is {platform.machine()} under {platform.system()}"
     if not torch.cpu._is_avx512_bf16_supported():
         return "this processor has no AVX-512 instructions for bfloat16"
-    if torch.cpu._is_amx_tile_supported():
-        return "this processor has matrix tiles (AMX), which oneDNN uses"
     return ""
 
 

@@ -1,4 +1,5 @@
-// What the kernels of this folder share.  Everything is for one processor family: AVX-512 with bfloat16 products.
+// What the kernels of this folder share.  Everything is for one processor family: AVX-512 with bfloat16 products, and
+// matrix tiles where it has them.
 //
 // Shapes: T tokens, D hidden size, H query heads, K key/value heads, G = H / K, d head size, V vocabulary.
 #pragma once

@@ -11,8 +11,18 @@
 //
 // Each output is one sum over the inputs from first to last in a float32 accumulator of its own.  How many tokens come
 // along changes nothing in that order: a token's result is the same, bit for bit, in every batch.
+//
+// Processors with matrix tiles (AMX) take panels as they are: 16 pairs of inputs of 16 outputs are a tile, 16 tokens of
+// 32 inputs another, and one instruction multiplies them.  So 16 tokens cost hardly more than one: what a pass takes is
+// what its weights take to be read, and a guess is verified nearly for nothing.  A tile's sums run in another order than
+// the registers' (even inputs and odd ones of each 32 apart), but in the same one however many tokens it has.  Which of
+// the two is used depends on processor and weight alone, never on the batch.
 #include "common.h"
 #include <unistd.h>
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#define HAS_TILES
+#endif
 
 enum { PANEL = 32, TILE = 14, ALONE = 9, AHEAD = 1024, BLOCK = 24 * TILE };
 enum { ROOMY = 40 << 10 };  // bytes of a first-level cache
@@ -97,9 +107,106 @@ static void panel_times(const bf16 *x, int64_t tokens, const Linear *w, int64_t 
     }
 }
 
+#ifdef HAS_TILES
+enum { ROWS = 16, DEPTH = 32, TILES_AHEAD = 2 };
+enum { SUM = 0, X = 4, W = 6 };  // registers: four of sums, two of tokens, two of weights
+
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} Config;
+
+// of the first and the second group of tokens
+static void configure(int rows, int more) {
+    Config config = {.palette = 1};
+    for (int i = 0; i < 8; i++) config.bytes[i] = 64;
+    for (int i = 0; i < 2; i++) {
+        config.rows[SUM + i] = config.rows[X] = rows;
+        config.rows[SUM + 2 + i] = config.rows[X + 1] = more ? more : 1;
+        config.rows[W + i] = ROWS;
+    }
+    _tile_loadconfig(&config);
+}
+
+// Linux grants a process its tiles when asked, once; a sandbox may not let it ask
+static int has_tiles(void) {
+    enum { REQUEST = 0x1023, TILE_DATA = 18 };
+    static int known = -1;
+    if (known < 0) known = !syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
+    return known;
+}
+
+INLINE void fetch_ahead(const bf16 *panel) {
+    for (int i = 0; i < 2 * DEPTH; i++) _mm_prefetch((const char *)(panel + TILES_AHEAD * DEPTH * PANEL + i * 32), _MM_HINT_T0);
+}
+
+INLINE void finish_tile(const float *sums, int rows, const Linear *w, int64_t first, bf16 *y, int add) {
+    __mmask16 mask = first_lanes(w->out - first);
+    for (int t = 0; t < rows; t++)
+        finish(_mm512_load_ps(sums + 16 * t), w->bias ? w->bias + first : NULL, y + t * w->out + first, add, mask);
+}
+
+static void panel_tiles(const bf16 *x, int rows, int more, const Linear *w, int64_t first, bf16 *y, int add, int fetch) {
+    const bf16 *panel = w->panels + first * w->in;
+    int64_t stride = sizeof(bf16) * w->in;
+    float sums[16 * 16] __attribute__((aligned(64)));
+    _tile_zero(0);
+    _tile_zero(1);
+    if (more) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t k = 0; k < w->in; k += DEPTH, panel += DEPTH * PANEL) {
+        _tile_loadd(6, panel, 128);
+        _tile_loadd(4, x + k, stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_loadd(7, panel + 32, 128);
+        _tile_dpbf16ps(1, 4, 7);
+        if (more) {
+            _tile_loadd(5, x + ROWS * w->in + k, stride);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        if (fetch) fetch_ahead(panel);
+    }
+    _tile_stored(0, sums, 64);
+    finish_tile(sums, rows, w, first, y, add);
+    _tile_stored(1, sums, 64);
+    finish_tile(sums, rows, w, first + 16, y, add);
+    if (!more) return;
+    _tile_stored(2, sums, 64);
+    finish_tile(sums, more, w, first, y + ROWS * w->out, add);
+    _tile_stored(3, sums, 64);
+    finish_tile(sums, more, w, first + 16, y + ROWS * w->out, add);
+}
+
+static void linear_tiles(const bf16 *x, int64_t tokens, const Linear *w, bf16 *y, int add) {
+#pragma omp parallel
+    {
+        int64_t shape = 0;  // a configuration lasts for all panels of up to 32 tokens
+#pragma omp for
+        for (int64_t first = 0; first < w->out; first += PANEL)
+            for (int64_t t = 0; t < tokens; t += 2 * ROWS) {
+                int64_t left = tokens - t, rows = left < ROWS ? left : ROWS, more = left - rows < ROWS ? left - rows : ROWS;
+                if (shape != 100 * rows + more) configure(rows, more);
+                shape = 100 * rows + more;
+                panel_tiles(x + t * w->in, rows, more, w, first, y + t * w->out, add, t == 0);
+            }
+        _tile_release();
+    }
+}
+#endif
+
 void linear(const bf16 *x, int64_t tokens, const Linear *w, bf16 *y, int add) {
     for (int64_t start = 0; start < tokens; start += BLOCK) {  // inputs of a block stay in the second-level cache
         int64_t count = tokens - start < BLOCK ? tokens - start : BLOCK;
+#ifdef HAS_TILES
+        if (w->in % DEPTH == 0 && has_tiles()) {
+            linear_tiles(x + start * w->in, count, w, y + start * w->out, add);
+            continue;
+        }
+#endif
 #pragma omp parallel for
         for (int64_t first = 0; first < w->out; first += PANEL)
             panel_times(x + start * w->in, count, w, first, y + start * w->out, add);

@@ -97,6 +97,16 @@ def test_linear_of_a_token_is_the_same_in_every_batch():
         assert torch.equal(torch.cat([panels(part) for part in x.split(size)]), alone), size
 
 
+def test_linear_and_torch_take_turns():
+    """Both may use the processor's matrix tiles, whose configuration is the thread's: each must set its own."""
+    panels, x = Panels(random(96, 576)), random(40, 576, seed=2).bfloat16()
+    weight = random(200, 576, seed=3).bfloat16()
+    ours, theirs = panels(x), torch.nn.functional.linear(x, weight)
+    for count in (1, 16, 17, 33, 40):
+        assert torch.equal(panels(x[:count]), ours[:count])
+        assert torch.equal(torch.nn.functional.linear(x, weight), theirs)
+
+
 @pytest.mark.parametrize("size", [16, 72, 576])
 def test_rms_norm(size):
     x, weight = random(7, 3, size, scale=5).bfloat16(), random(size, seed=1).bfloat16()
