@@ -8,9 +8,13 @@
 // that know as much; the rest of the known part and the path follow, token by token, as if they lay behind one another.
 // So sums run over the sequence in its own order, wherever a token lies in the cache and whoever else is in the pass:
 // a token's result is the same, bit for bit, in every batch and every draft tree.
+//
+// With matrix tiles the blocks of a sequence have 32 places, scores and weighted values of 16 rows are products of tiles,
+// and tokens whose paths are one chain are taken together to its end: what a token does not see weighs 0.
 #include <math.h>
 
 #include "common.h"
+#include "tiles.h"
 
 enum { KEYS = 16, ROWS = 12, AHEAD = 32 };
 
@@ -53,7 +57,7 @@ INLINE void transpose(const bf16 *const keys[KEYS], int64_t dim, bf16 *out) {
 }
 
 // two sums each, of every other pair: with few queries one alone would wait for itself
-INLINE void dots(const int count, const bf16 *const q[], const bf16 *keys, int64_t dim, __m512 scale, float *const out[]) {
+INLINE void dots(const int count, const bf16 *const q[], const bf16 *keys, int64_t dim, float *const out[]) {
     __m512 even[ROWS], odd[ROWS];
 #pragma GCC unroll 12
     for (int r = 0; r < count; r++) even[r] = odd[r] = _mm512_setzero_ps();
@@ -69,12 +73,12 @@ INLINE void dots(const int count, const bf16 *const q[], const bf16 *keys, int64
         }
     }
 #pragma GCC unroll 12
-    for (int r = 0; r < count; r++) _mm512_storeu_ps(out[r], _mm512_mul_ps(_mm512_add_ps(even[r], odd[r]), scale));
+    for (int r = 0; r < count; r++) _mm512_storeu_ps(out[r], _mm512_add_ps(even[r], odd[r]));
 }
 
-// scores of `rows` queries against one block of keys
+// unscaled scores of `rows` queries against one block of keys
 static void score(const bf16 *const keys[KEYS], const bf16 *const *q, float *const *scores, int64_t rows, int64_t at,
-                  int64_t dim, float scale) {
+                  int64_t dim) {
     bf16 turned[KEYS * 256];
     transpose(keys, dim, turned);
     for (int64_t first = 0; first < rows; first += ROWS) {
@@ -82,21 +86,21 @@ static void score(const bf16 *const keys[KEYS], const bf16 *const *q, float *con
         int64_t count = rows - first < ROWS ? rows - first : ROWS;
         for (int64_t r = 0; r < count; r++) out[r] = scores[first + r] + at;
         switch (count) {
-#define CASE(n) case n: dots(n, q + first, turned, dim, _mm512_set1_ps(scale), out); break;
+#define CASE(n) case n: dots(n, q + first, turned, dim, out); break;
             CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
 #undef CASE
         }
     }
 }
 
-// weights e^(s - max) for scores, in bfloat16, 0 up to the end of a block; returns what they sum up to, unrounded
-static float weigh(const float *scores, int64_t count, bf16 *weights) {
-    __m512 top = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps();
+// weights e^(s - max), s = dots scale, in bfloat16, 0 up to the end of a block; returns what they sum up to, unrounded
+static float weigh(const float *dots, int64_t count, float scale, bf16 *weights) {
+    __m512 top = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps(), factor = _mm512_set1_ps(scale);
     for (int64_t c = 0; c < count; c += KEYS)
-        top = _mm512_mask_max_ps(top, first_lanes(count - c), top, _mm512_loadu_ps(scores + c));
+        top = _mm512_mask_max_ps(top, first_lanes(count - c), top, _mm512_mul_ps(_mm512_loadu_ps(dots + c), factor));
     top = _mm512_set1_ps(_mm512_reduce_max_ps(top));
     for (int64_t c = 0; c < count; c += KEYS) {
-        __m512 p = exp_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + c), top));
+        __m512 p = exp_ps(_mm512_sub_ps(_mm512_mul_ps(_mm512_loadu_ps(dots + c), factor), top));
         p = _mm512_maskz_mov_ps(first_lanes(count - c), p);
         total = _mm512_add_ps(total, p);
         store_bf16(weights + c, p);
@@ -192,7 +196,7 @@ static void attend_together(const bf16 *q, int64_t row_stride, const Layout *lay
             _mm_prefetch((const char *)(keys + (c + AHEAD) * dim + i), _MM_HINT_T0);
             _mm_prefetch((const char *)(values + c * dim + i), _MM_HINT_T1);
         }
-        score(block, queries, scores, rows, c, dim, scale);
+        score(block, queries, scores, rows, c, dim);
     }
     for (int pass = 0; pass < 2; pass++) {  // scores of the tails; then, after the shared part, their values
         if (pass) mix_rows(rows, dim, NULL, values, shared, weights, 0, mixed);
@@ -214,9 +218,9 @@ static void attend_together(const bf16 *q, int64_t row_stride, const Layout *lay
                 continue;
             }
             for (int64_t c = 0; c < tail; c += KEYS)
-                score(tail_keys + c, queries + t * grouped, own, grouped, shared + c, dim, scale);
+                score(tail_keys + c, queries + t * grouped, own, grouped, shared + c, dim);
             for (int64_t g = 0; g < grouped; g++)
-                totals[t * grouped + g] = weigh(own[g], shared + tail, weights[t * grouped + g]);
+                totals[t * grouped + g] = weigh(own[g], shared + tail, scale, weights[t * grouped + g]);
         }
     }
     for (int64_t r = 0; r < rows; r++) {
@@ -225,6 +229,173 @@ static void attend_together(const bf16 *q, int64_t row_stride, const Layout *lay
         for (int64_t j = 0; j < dim; j += 16) store_bf16(to + j, _mm512_mul_ps(_mm512_loadu_ps(mixed[r] + j), over));
     }
 }
+
+#ifdef HAS_TILES
+enum { BLOCK = 32, TILE = 16 };  // places of a block, rows of a tile
+
+// places of one sequence: the known ones as they are, then a path
+typedef struct {
+    const bf16 *base;
+    const int64_t *path;
+    int64_t known, length, dim;
+} Sequence;
+
+INLINE const bf16 *at_place(const Sequence *s, int64_t i) {
+    if (i >= s->length) i = 0;  // weighs nothing
+    return s->base + (i < s->known ? i : s->path[i - s->known]) * s->dim;
+}
+
+// scores of places from .. from + 15 for `rows` queries [rows, dim], a multiple of TILE
+static void score_tiles(const Sequence *keys, int64_t from, const bf16 *queries, int64_t rows, float *scores, int64_t stride) {
+    const bf16 *block[KEYS];
+    bf16 turned[KEYS * 128] __attribute__((aligned(64)));
+    if (from + KEYS <= keys->known)
+        for (int i = 0; i < KEYS; i++) block[i] = keys->base + (from + i) * keys->dim;
+    else
+        for (int i = 0; i < KEYS; i++) block[i] = at_place(keys, from + i);
+    transpose(block, keys->dim, turned);
+    for (int64_t r = 0; r < rows; r += TILE) {
+        _tile_zero(0);
+        for (int64_t i = 0; i < keys->dim; i += 32) {
+            _tile_loadd(4, queries + r * keys->dim + i, sizeof(bf16) * keys->dim);
+            _tile_loadd(6, turned + i * KEYS, 64);
+            _tile_dpbf16ps(0, 4, 6);
+        }
+        _tile_stored(0, scores + r * stride, sizeof(float) * stride);
+    }
+}
+
+// values of places from .. from + 31 as pairs of places, [dim / 16, 16, 16, 2]
+INLINE void pair_up(const Sequence *values, int64_t from, bf16 *pairs) {
+    static const uint16_t LOW[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                     8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+    __m512i low = _mm512_loadu_si512(LOW), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    int plain = from + BLOCK <= values->known;
+    for (int i = 0; i < BLOCK / 2; i++) {
+        const bf16 *one = plain ? values->base + (from + 2 * i) * values->dim : at_place(values, from + 2 * i);
+        const bf16 *two = plain ? one + values->dim : at_place(values, from + 2 * i + 1);
+        for (int64_t j = 0; j < values->dim; j += 32) {
+            __m512i a = _mm512_loadu_si512(one + j), b = _mm512_loadu_si512(two + j);
+            _mm512_store_si512(pairs + j * BLOCK + 32 * i, _mm512_permutex2var_epi16(a, low, b));
+            _mm512_store_si512(pairs + (j + 16) * BLOCK + 32 * i, _mm512_permutex2var_epi16(a, high, b));
+        }
+    }
+}
+
+// sums [TILE, dim] = weights [TILE, count] values, `count` places in whole blocks of pairs; or, to `go_on`, +=
+static void mix_tiles(const bf16 *weights, int64_t stride, const bf16 *pairs, int64_t count, int64_t dim, float *sums, int go_on) {
+    for (int64_t j = 0; j < dim; j += 64, sums += 64, pairs += 64 * BLOCK) {
+        if (go_on) {
+            _tile_loadd(0, sums, sizeof(float) * dim);
+            _tile_loadd(1, sums + 16, sizeof(float) * dim);
+            _tile_loadd(2, sums + 32, sizeof(float) * dim);
+            _tile_loadd(3, sums + 48, sizeof(float) * dim);
+        } else {
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+        }
+        for (int64_t c = 0; c < count; c += BLOCK) {
+            const bf16 *block = pairs + c * dim;
+            _tile_loadd(4, weights + c, sizeof(bf16) * stride);
+            _tile_loadd(6, block, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, block + 16 * BLOCK, 64);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_loadd(6, block + 32 * BLOCK, 64);
+            _tile_dpbf16ps(2, 4, 6);
+            _tile_loadd(7, block + 48 * BLOCK, 64);
+            _tile_dpbf16ps(3, 4, 7);
+        }
+        _tile_stored(0, sums, sizeof(float) * dim);
+        _tile_stored(1, sums + 16, sizeof(float) * dim);
+        _tile_stored(2, sums + 32, sizeof(float) * dim);
+        _tile_stored(3, sums + 48, sizeof(float) * dim);
+    }
+}
+
+// the token whose path all others' are beginnings of, or -1
+static int64_t end_of_chain(const Layout *layout, const int64_t *who, int64_t count) {
+    int64_t longest = who[0];
+    for (int64_t t = 1; t < count; t++)
+        if (layout->length[who[t]] > layout->length[longest]) longest = who[t];
+    const int64_t *path = layout->path + longest * layout->width;
+    for (int64_t t = 0; t < count; t++)
+        if (memcmp(path, layout->path + who[t] * layout->width, sizeof(int64_t) * layout->length[who[t]])) return -1;
+    return longest;
+}
+
+INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// As `attend_together`.  The places of `all` tokens are taken in one go: to the end of their chain, or, of a tree, the
+// whole blocks of the known part; there each token's own tail follows.
+static void attend_tiles(const bf16 *q, int64_t row_stride, const Layout *layout, const Cache *cache, const int64_t *who,
+                         int64_t count, int64_t head, int64_t grouped, int64_t dim, bf16 *out, int64_t out_stride) {
+    int64_t slot = layout->slot[who[0]], known = layout->known[who[0]], rows = count * grouped;
+    int64_t chain = end_of_chain(layout, who, count);
+    int64_t all = chain < 0 ? known / BLOCK * BLOCK : known + layout->length[chain], blocks = round_up(all, BLOCK);
+    int64_t columns = round_up(known + layout->width, BLOCK), room = round_up(rows + (chain < 0 ? TILE : 0), TILE);  // of a tree, tiles begin at any row
+    size_t bytes = sizeof(bf16) * (room * columns + room * dim + columns * dim) + sizeof(float) * (room * columns + room * dim + room);
+    bf16 *pairs = scratch(&kept, &kept_size, bytes), *queries = pairs + columns * dim, *weights = queries + room * dim;
+    float *scores = (float *)(weights + room * columns), *sums = scores + room * columns, *totals = sums + room * dim;
+    int64_t offset = slot * cache->slot_stride + head * cache->head_stride;
+    Sequence keys = {cache->keys + offset, chain < 0 ? NULL : layout->path + chain * layout->width, known, all, dim};
+    Sequence values = keys;
+    values.base = cache->values + offset;
+    float scale = 1.0f / sqrtf((float)dim);
+    memset(queries + rows * dim, 0, sizeof(bf16) * (room - rows) * dim);
+    for (int64_t r = 0; r < rows; r++)
+        memcpy(queries + r * dim, q + who[r / grouped] * row_stride + (head * grouped + r % grouped) * dim, sizeof(bf16) * dim);
+    for (int64_t c = 0; c < blocks; c += KEYS) {
+        for (int64_t i = 0; i < KEYS * dim; i += 32) {
+            _mm_prefetch((const char *)(keys.base + (c + AHEAD) * dim + i), _MM_HINT_T0);
+            _mm_prefetch((const char *)(values.base + c * dim + i), _MM_HINT_T1);
+        }
+        score_tiles(&keys, c, queries, round_up(rows, TILE), scores + c, columns);
+    }
+    for (int64_t t = 0; t < count; t++) {
+        int64_t end = known + layout->length[who[t]], first = t * grouped;
+        keys.path = layout->path + who[t] * layout->width;
+        keys.length = end;
+        float own[TILE * KEYS] __attribute__((aligned(64)));
+        for (int64_t c = blocks; c < end; c += KEYS)  // of a tree
+            for (int64_t g = 0; g < grouped; g += TILE) {
+                score_tiles(&keys, c, queries + (first + g) * dim, TILE, own, KEYS);
+                for (int64_t i = 0; i < TILE && g + i < grouped; i++)
+                    _mm512_storeu_ps(scores + (first + g + i) * columns + c, _mm512_load_ps(own + KEYS * i));
+            }
+        for (int64_t g = first; g < first + grouped; g++) {
+            totals[g] = weigh(scores + g * columns, end, scale, weights + g * columns);
+            int64_t weighed = round_up(end, KEYS), most = end > blocks ? round_up(end, BLOCK) : blocks;
+            memset(weights + g * columns + weighed, 0, sizeof(bf16) * (most - weighed));
+        }
+    }
+    for (int64_t c = 0; c < blocks; c += BLOCK) pair_up(&values, c, pairs + c * dim);
+    for (int64_t r = 0; r < rows; r += TILE)
+        mix_tiles(weights + r * columns, columns, pairs, blocks, dim, sums + r * dim, 0);
+    for (int64_t t = 0; t < count && chain < 0; t++) {
+        int64_t end = known + layout->length[who[t]], first = t * grouped;
+        values.path = layout->path + who[t] * layout->width;
+        values.length = end;
+        for (int64_t c = blocks; c < end; c += BLOCK) {
+            float own[TILE * 128] __attribute__((aligned(64)));
+            pair_up(&values, c, pairs);
+            for (int64_t g = 0; g < grouped; g += TILE) {
+                int64_t mine = grouped - g < TILE ? grouped - g : TILE;
+                memcpy(own, sums + (first + g) * dim, sizeof(float) * mine * dim);
+                mix_tiles(weights + (first + g) * columns + c, columns, pairs, BLOCK, dim, own, 1);
+                memcpy(sums + (first + g) * dim, own, sizeof(float) * mine * dim);
+            }
+        }
+    }
+    for (int64_t r = 0; r < rows; r++) {
+        bf16 *to = out + who[r / grouped] * out_stride + (head * grouped + r % grouped) * dim;
+        __m512 over = _mm512_set1_ps(1.0f / totals[r]);
+        for (int64_t j = 0; j < dim; j += 16) store_bf16(to + j, _mm512_mul_ps(_mm512_loadu_ps(sums + r * dim + j), over));
+    }
+}
+#endif
 
 // tokens by slot, otherwise in their order
 static void by_slot(const Layout *layout, int64_t *order) {
@@ -247,11 +418,26 @@ void attention(const bf16 *q, int64_t row_stride, const Layout *layout, const Ca
         if (!i || layout->slot[t] != layout->slot[before] || layout->known[t] != layout->known[before]) start[groups++] = i;
     }
     start[groups] = layout->tokens;
-#pragma omp parallel for
-    for (int64_t work = 0; work < groups * kv_heads; work++) {
-        int64_t group = work / kv_heads;
-        attend_together(q, row_stride, layout, cache, order + start[group], start[group + 1] - start[group],
-                        work % kv_heads, heads / kv_heads, dim, out, heads * dim);
+#define ATTEND(attend) \
+    for (int64_t work = 0; work < groups * kv_heads; work++) { \
+        int64_t group = work / kv_heads; \
+        attend(q, row_stride, layout, cache, order + start[group], start[group + 1] - start[group], work % kv_heads, \
+               heads / kv_heads, dim, out, heads * dim); \
     }
+#ifdef HAS_TILES
+    if (has_tiles()) {
+#pragma omp parallel
+        {
+            configure_tiles(TILE, TILE);
+#pragma omp for
+            ATTEND(attend_tiles)
+            _tile_release();
+        }
+        free(order);
+        return;
+    }
+#endif
+#pragma omp parallel for
+    ATTEND(attend_together)
     free(order);
 }

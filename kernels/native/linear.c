@@ -17,12 +17,10 @@
 // what its weights take to be read, and a guess is verified nearly for nothing.  A tile's sums run in another order than
 // the registers' (even inputs and odd ones of each 32 apart), but in the same one however many tokens it has.  Which of
 // the two is used depends on processor and weight alone, never on the batch.
-#include "common.h"
 #include <unistd.h>
-#if defined(__AMX_BF16__) && defined(__linux__)
-#include <sys/syscall.h>
-#define HAS_TILES
-#endif
+
+#include "common.h"
+#include "tiles.h"
 
 enum { PANEL = 32, TILE = 14, ALONE = 9, AHEAD = 1024, BLOCK = 24 * TILE };
 enum { ROOMY = 40 << 10 };  // bytes of a first-level cache
@@ -109,37 +107,6 @@ static void panel_times(const bf16 *x, int64_t tokens, const Linear *w, int64_t 
 
 #ifdef HAS_TILES
 enum { ROWS = 16, DEPTH = 32, TILES_AHEAD = 2 };
-enum { SUM = 0, X = 4, W = 6 };  // registers: four of sums, two of tokens, two of weights
-
-typedef struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} Config;
-
-// of the first and the second group of tokens
-static void configure(int rows, int more) {
-    Config config = {.palette = 1};
-    for (int i = 0; i < 8; i++) config.bytes[i] = 64;
-    for (int i = 0; i < 2; i++) {
-        config.rows[SUM + i] = config.rows[X] = rows;
-        config.rows[SUM + 2 + i] = config.rows[X + 1] = more ? more : 1;
-        config.rows[W + i] = ROWS;
-    }
-    _tile_loadconfig(&config);
-}
-
-// Linux grants a process its tiles when asked, once; a sandbox may not let it ask
-static int has_tiles(void) {
-    enum { REQUEST = 0x1023, TILE_DATA = 18 };
-    static int known = -1;
-    if (known < 0) known = !syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
-    return known;
-}
-
-INLINE void fetch_ahead(const bf16 *panel) {
-    for (int i = 0; i < 2 * DEPTH; i++) _mm_prefetch((const char *)(panel + TILES_AHEAD * DEPTH * PANEL + i * 32), _MM_HINT_T0);
-}
 
 INLINE void finish_tile(const float *sums, int rows, const Linear *w, int64_t first, bf16 *y, int add) {
     __mmask16 mask = first_lanes(w->out - first);
@@ -147,7 +114,9 @@ INLINE void finish_tile(const float *sums, int rows, const Linear *w, int64_t fi
         finish(_mm512_load_ps(sums + 16 * t), w->bias ? w->bias + first : NULL, y + t * w->out + first, add, mask);
 }
 
-static void panel_tiles(const bf16 *x, int rows, int more, const Linear *w, int64_t first, bf16 *y, int add, int fetch) {
+// `ahead`: what to fetch meanwhile, `lines` of 64 bytes for every DEPTH inputs, into the first-level cache if `near`
+static void panel_tiles(const bf16 *x, int rows, int more, const Linear *w, int64_t first, bf16 *y, int add,
+                        const bf16 *ahead, int lines, int near) {
     const bf16 *panel = w->panels + first * w->in;
     int64_t stride = sizeof(bf16) * w->in;
     float sums[16 * 16] __attribute__((aligned(64)));
@@ -168,7 +137,11 @@ static void panel_tiles(const bf16 *x, int rows, int more, const Linear *w, int6
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
-        if (fetch) fetch_ahead(panel);
+        for (int i = 0; i < lines; i++) {
+            if (near) _mm_prefetch((const char *)(ahead + 32 * i), _MM_HINT_T0);
+            else _mm_prefetch((const char *)(ahead + 32 * i), _MM_HINT_T1);
+        }
+        ahead += DEPTH * PANEL;
     }
     _tile_stored(0, sums, 64);
     finish_tile(sums, rows, w, first, y, add);
@@ -182,16 +155,21 @@ static void panel_tiles(const bf16 *x, int rows, int more, const Linear *w, int6
 }
 
 static void linear_tiles(const bf16 *x, int64_t tokens, const Linear *w, bf16 *y, int add) {
+    int64_t groups = (tokens + 2 * ROWS - 1) / (2 * ROWS), share = (DEPTH + groups - 1) / groups;
 #pragma omp parallel
     {
         int64_t shape = 0;  // a configuration lasts for all panels of up to 32 tokens
 #pragma omp for
         for (int64_t first = 0; first < w->out; first += PANEL)
-            for (int64_t t = 0; t < tokens; t += 2 * ROWS) {
+            for (int64_t t = 0, group = 0; t < tokens; t += 2 * ROWS, group++) {
                 int64_t left = tokens - t, rows = left < ROWS ? left : ROWS, more = left - rows < ROWS ? left - rows : ROWS;
-                if (shape != 100 * rows + more) configure(rows, more);
+                if (shape != 100 * rows + more) configure_tiles(rows, more);
                 shape = 100 * rows + more;
-                panel_tiles(x + t * w->in, rows, more, w, first, y + t * w->out, add, t == 0);
+                // Of several groups, each fetches its share of the next panel.
+                const bf16 *panel = w->panels + first * w->in;
+                const bf16 *ahead = groups == 1 ? panel + TILES_AHEAD * DEPTH * PANEL : panel + PANEL * w->in + group * share * 32;
+                panel_tiles(x + t * w->in, rows, more, w, first, y + t * w->out, add, ahead,
+                            group * share < DEPTH ? share : 0, tokens <= ROWS);
             }
         _tile_release();
     }
