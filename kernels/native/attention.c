@@ -23,37 +23,7 @@ static __thread size_t kept_size;
 
 // 16 keys of d features -> [d / 2, 16] pairs of features
 INLINE void transpose(const bf16 *const keys[KEYS], int64_t dim, bf16 *out) {
-    for (int64_t from = 0; from < dim; from += 32, out += KEYS * 32) {
-        __m512i a[16], b[16];
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(keys[i] + from);
-#pragma GCC unroll 8
-        for (int i = 0; i < 16; i += 2) {
-            b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-            b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < 16; i += 4) {
-            a[i] = _mm512_unpacklo_epi64(b[i], b[i + 2]);
-            a[i + 1] = _mm512_unpackhi_epi64(b[i], b[i + 2]);
-            a[i + 2] = _mm512_unpacklo_epi64(b[i + 1], b[i + 3]);
-            a[i + 3] = _mm512_unpackhi_epi64(b[i + 1], b[i + 3]);
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
-            b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xDD);
-            b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
-            b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xDD);
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++) {
-            _mm512_storeu_si512(out + 32 * i, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
-            _mm512_storeu_si512(out + 32 * (i + 4), _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0x88));
-            _mm512_storeu_si512(out + 32 * (i + 8), _mm512_shuffle_i32x4(b[i], b[i + 8], 0xDD));
-            _mm512_storeu_si512(out + 32 * (i + 12), _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xDD));
-        }
-    }
+    for (int64_t from = 0; from < dim; from += 32, out += KEYS * 32) transpose_pairs(keys, from, out, 32);
 }
 
 // two sums each, of every other pair: with few queries one alone would wait for itself

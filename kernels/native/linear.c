@@ -34,12 +34,18 @@ static int is_roomy(void) {
 EXPORT int64_t tlt_panel_elements(int64_t out, int64_t in) { return (out + PANEL - 1) / PANEL * PANEL * in; }
 
 EXPORT void tlt_pack(const bf16 *w, int64_t out, int64_t in, bf16 *panels) {
-    memset(panels, 0, sizeof(bf16) * tlt_panel_elements(out, in));
 #pragma omp parallel for
-    for (int64_t first = 0; first < out; first += PANEL) {
-        uint32_t *to = (uint32_t *)(panels + first * in);
-        for (int64_t n = first; n < out && n < first + PANEL; n++)
-            for (int64_t k = 0; k < in / 2; k++) memcpy(to + k * PANEL + n - first, w + n * in + 2 * k, 4);
+    for (int64_t n = 0; n < (out + PANEL - 1) / PANEL * PANEL; n += 16) {
+        bf16 *to = panels + n / PANEL * PANEL * in + n % PANEL * 2;
+        int64_t count = out - n < 0 ? 0 : out - n < 16 ? out - n : 16, k = 0;
+        const bf16 *rows[16];
+        for (int64_t i = 0; i < count; i++) rows[i] = w + (n + i) * in;
+        if (count == 16)
+            for (; k + 32 <= in; k += 32) transpose_pairs(rows, k, to + k * PANEL, 2 * PANEL);
+        for (; k < in; k += 2) {
+            memset(to + k * PANEL, 0, 16 * 4);
+            for (int64_t i = 0; i < count; i++) memcpy(to + k * PANEL + 2 * i, rows[i] + k, 4);
+        }
     }
 }
 

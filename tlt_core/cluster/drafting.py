@@ -183,9 +183,10 @@ class Drafting:
     def _swap(self, parameters_N: Tensor, version: int, *, is_mine: bool) -> None:
         assert isinstance(self._drafter, Eagle3Drafter), "there is training, so there is a drafter"
         decoder = self._engine.decoder
-        target = _checksum(decoder.head_weight), _checksum(decoder.embed_tokens.weight)
+        shared = list({w.data_ptr(): w for w in (decoder.head_weight, decoder.embed_tokens.weight)}.values())
+        target = [_checksum(weight) for weight in shared]
         self._drafter.load_weights(export_weights(self._spot().adopt(parameters_N, is_mine=is_mine)))
-        if (_checksum(decoder.head_weight), _checksum(decoder.embed_tokens.weight)) != target:
+        if [_checksum(weight) for weight in shared] != target:
             raise RuntimeError(f"publishing drafter {version} changed the target's weights: stop and report this")
 
     def _weighted(self, shares: Sequence[float]) -> Tensor:
