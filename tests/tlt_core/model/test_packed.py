@@ -1,5 +1,5 @@
-"""Pre-packed weights give what the plain ones give, before and after an update: oneDNN's layout to the bit, the CPU's own
-panels, which sum in an order of theirs, up to rounding."""
+"""Pre-packed weights give what the plain ones give, before and after an update: oneDNN's layout to the bit, the CPU's
+own panels, which sum in an order of theirs, up to rounding."""
 
 import dataclasses
 
