@@ -5,8 +5,8 @@
 `Panels` is `native/linear.c`'s arrangement.  There a token's result does not depend on the other tokens of the call,
 bit for bit, which no library promises; it also takes 0.6 to 0.8 of oneDNN's time for 1 to 52 tokens (one core of an
 EPYC 9005, all projections of SmolLM2-135M: 7.1 against 10.0 ms for a token, 8.8 against 13.4 for seven).  With matrix
-tiles it takes half of it up to 24 tokens (a Xeon with AMX, the same products and the head's: 18.7 against 36 ms for a
-token, 20.6 against 39 for sixteen; with that processor's registers alone 17.8 and 46).
+tiles it takes 0.6 of it up to 16 tokens (a Xeon with AMX, the same products and the head's: 18.7 against 33 ms for a
+token, 20.6 against 36 for sixteen; with that processor's registers alone 17.8 and 46).
 
 Shapes: T tokens (any leading axes), inputs and outputs of the map.
 """

@@ -1,5 +1,5 @@
 """Pre-packed weights give what the plain ones give, before and after an update: oneDNN's layout to the bit, the CPU's
-own panels, which sum in an order of theirs, up to rounding."""
+own panels too, but for processors with matrix tiles, where the two sum in different orders and agree up to rounding."""
 
 import dataclasses
 
@@ -49,9 +49,9 @@ def test_packed_equals_plain(config, num_tokens, layout, monkeypatch):
     plain, packed = bfloat16_decoder(config, 1), bfloat16_decoder(config, 1)
     pack_linears(packed)
     found, wanted = logits(packed, num_tokens), logits(plain, num_tokens)
-    if layout == "oneDNN":
+    if layout == "oneDNN" or not torch.cpu._is_amx_tile_supported():
         assert torch.equal(found, wanted)
-    else:
+    else:  # oneDNN sums in tiles there, panels of 72 and 80 inputs, no whole tiles, in registers: another order
         torch.testing.assert_close(found, wanted, rtol=2**-6, atol=2**-4)
 
 
