@@ -65,9 +65,9 @@ def _step(session: Session, step: int) -> dict[str, float]:
     if step % 2 == 0:
         rehearsed = session.rehearse(step)
     rollouts = session.generate(step)
-    session.publish_drafter(step)
     if step % 2:
         rehearsed = session.rehearse(step)
+    session.publish_drafter(step)
     session.update(step, session.score(step, rollouts))
     session.publish(step)
     whole_s, metrics = time.perf_counter() - began_s, session.metrics.values()

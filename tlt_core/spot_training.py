@@ -147,6 +147,7 @@ class SpotTraining:
         self._trial_s = 0.0  # that the latest trial took
         self._trainer = Eagle3Trainer(model, decoder.embed_tokens.weight, self._settings)
         self._average = _copy(model)  # of the trainer's weights, over its steps: the candidate
+        self._sent_N = _flat(model)  # memory for what is published: the first touch of it takes ten times the copying
         self._sampler = WindowSampler(window_rows=cfg.window_rows, length_bias=cfg.length_bias, recency=cfg.recency)
         self._drawn: list[WindowRef] = []  # whose gradients were given up
         self._given_up = 0  # times in a row
@@ -244,16 +245,16 @@ class SpotTraining:
     # ------------------------------------------------------------------------------------------ publish
 
     def contribution(self, share: float) -> Tensor:
-        """The measured candidate's parameters, times its share of what is published; one float32 vector."""
+        """The measured candidate's parameters, times its share of what is published; one float32 vector, valid until
+        the next call of this or of `room`."""
         assert share == 0 or self._phase.candidate is not None, "only a measured candidate has a share"
         model = self.used if self._phase.candidate is None else self._phase.candidate
-        parameters_N = torch.cat([p.detach().flatten() for p in model.parameters()])
+        parameters_N = _flat(model, out=self._sent_N)
         return parameters_N if share == 1 else parameters_N.mul_(share)
 
     def room(self) -> Tensor:
-        """Memory without values for another worker's `contribution`."""
-        own = list(self.used.parameters())
-        return own[0].new_empty(sum(p.numel() for p in own))
+        """The same memory, for another worker's `contribution`."""
+        return self._sent_N
 
     def canary_of(self, parameters_N: Tensor) -> Comparison:
         """These weights against those in use, on what this worker has held back; nothing where it has not trained."""
@@ -467,6 +468,12 @@ def _copy(model: Eagle3Model) -> Eagle3Model:
 def _move(model: Eagle3Model, target: Eagle3Model, share: float) -> None:
     """Each weight goes so much of the way to the target's."""
     torch._foreach_lerp_(list(model.parameters()), list(target.parameters()), share)
+
+
+@torch.no_grad()
+def _flat(model: Eagle3Model, *, out: Tensor | None = None) -> Tensor:
+    """All parameters as one vector."""
+    return torch.cat([p.flatten() for p in model.parameters()], out=out)
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ oneDNN builds a kernel for every new shape of a bfloat16 product, which takes as
 rows of passes are ever new numbers.  So rows are padded to a multiple of `ROW_MULTIPLE`, and attention, whose products
 are small, is computed in float32 on a CPU, by kernels that are there.
 
-Shapes: R rows of the pack, of which C context and T query rows (see `eagle3_windows`); N queries of one block, E keys
-that a block sees, D hidden size, H query heads, K key/value heads, G = H / K, d head size, k depths before.
+Shapes: R rows of the pack, of which C context and T query rows (see `eagle3_windows`), D hidden size, H query heads,
+K key/value heads, G = H / K, d head size, k depths before.
 """
 
 from collections.abc import Iterator
@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.draft_attention import Reach, draft_attention
 from kernels.packed_attention import packed_causal_attention
 from tlt_core.drafter.eagle3_model import Eagle3Model, rope_table
 from tlt_core.drafter.eagle3_windows import Pack
 
 ROW_MULTIPLE = 16
-_BLOCK = 256  # queries whose scores are computed at once: what lies above a block's diagonal is computed in vain
 
 
 def drafted_depths(
@@ -94,31 +94,5 @@ class _DepthAttention:
             torch.stack([x.roll(k - j, dims=0) for j, x in enumerate(xs, start=1)], dim=2) for xs in self._own
         )
         q_TKGd = (q_THd * d**-0.5).unflatten(1, (num_kv, -1))
-        ends = [span.end for span in self._pack.spans]
-        # split, not slices: the backward of each slice would fill a gradient of the whole pack.
-        by_query = (x.split(self._pack.queries) for x in (q_TKGd, own_TKkd, own_values_TKkd))
-        by_key = (x.split(ends) for x in shared)
-        out = []
-        for span, *queries, keys, values in zip(self._pack.spans, *by_query, *by_key, strict=True):
-            blocks = zip(*(x.split(_BLOCK) for x in queries), strict=True)
-            for index, (q, own, own_values) in enumerate(blocks):
-                first = span.start + index * _BLOCK
-                seen = slice(0, max(first + len(q) - k, 0))
-                out.append(_block(q, keys[seen], values[seen], own, own_values, first=first - k))
-        return torch.cat(out)
-
-
-def _block(
-    q_NKGd: Tensor, keys_EKd: Tensor, values_EKd: Tensor, own_NKkd: Tensor, own_values_NKkd: Tensor, *, first: int
-) -> Tensor:
-    """Query n sees the keys up to `first` + n, and its own; [N, H, d]."""
-    q_KGNd = q_NKGd.permute(1, 2, 0, 3)
-    shared = torch.matmul(q_KGNd, keys_EKd.permute(1, 2, 0)[:, None])  # [K, G, N, E]
-    hidden_NE = torch.ones(shared.shape[-2:], dtype=torch.bool, device=q_NKGd.device).triu(first + 1)
-    shared = shared.masked_fill(hidden_NE, -torch.inf)
-    own = torch.einsum("kgnd,nkjd->kgnj", q_KGNd, own_NKkd)
-    weights = torch.cat([shared, own], dim=-1).softmax(-1).to(q_NKGd.dtype)
-    seen, recent = weights.split([shared.shape[-1], own.shape[-1]], dim=-1)
-    out = torch.matmul(seen, values_EKd.transpose(0, 1)[:, None])
-    out = out + torch.einsum("kgnj,nkjd->kgnd", recent, own_values_NKkd)
-    return out.permute(2, 0, 1, 3).flatten(1, 2)
+        reaches = [Reach(span.end - span.start, span.end, span.start - k) for span in self._pack.spans]
+        return draft_attention(q_TKGd, *shared, own_TKkd, own_values_TKkd, reaches).flatten(1, 2)

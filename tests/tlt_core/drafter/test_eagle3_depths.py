@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from kernels import draft_attention
 from tests.tlt_core.drafter.eagle3_reference import logits_after
 from tests.tlt_core.drafter.training_texts import LENGTHS, texts
-from tlt_core.drafter import eagle3_depths
 from tlt_core.drafter.eagle3_cache import DraftCache
 from tlt_core.drafter.eagle3_depths import drafted_depths
 from tlt_core.drafter.eagle3_sequence import observe
@@ -25,12 +25,12 @@ def teacher_forced(model, decoder, spans, *, depth):
     return list(zip(*levels, strict=True))
 
 
-@pytest.mark.parametrize("block", [256, 3])
+@pytest.mark.parametrize("block", [32, 3])
 def test_teacher_forced_logits_equal_a_recomputation(decoder, model, monkeypatch, block):
     """Depth k + 1 at row p: what drafting k tokens ahead of p - k gives when the drafts are the true tokens.
 
     With and without context rows, in one block of queries and in several."""
-    monkeypatch.setattr(eagle3_depths, "_BLOCK", block)
+    monkeypatch.setattr(draft_attention, "_BLOCK", block)
     sequences = observe(decoder, texts(), model, firsts=[1] * 4, dtype=torch.float32)
     compared = 0
     for starts in ((0, 0, 0, 0), (4, 0, 5, 1)):
