@@ -22,7 +22,13 @@ _FIXED = StrategyConfig(drafter="eagle3", depth=4, width=1, tokens=4)  # what a 
 
 
 def first_drafter(cfg: RunConfig) -> tuple[Path, Path]:
-    """Folders of the drafter that all begin with (made once, where none is configured), and of its policy."""
+    """Folders of the drafter that all begin with (made once, where none is configured), and of its policy.  Raises
+    ConfigError where rollouts are not our engine's."""
+    if cfg.rollout.engine != "own":
+        raise ConfigError(
+            f"rollout.engine={cfg.rollout.engine!r}: this benchmark trains the drafter on hidden states, which that "
+            "engine keeps to itself; set rollout.engine to own (`tlt bench engines` compares the two)"
+        )
     with Terminal() as show:
         policy = prepare_model(cfg)
         dataset = prepare_data(cfg, policy)

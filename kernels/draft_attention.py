@@ -7,22 +7,21 @@ its own: those of the tokens drafted since.  With first the last key that row 0 
     with g = d loss / d out:    ds_nj = p_nj (g_n . v_j - g_n . out_n)
     dq_n = sum_j ds_nj k_j      dk_j = sum_n ds_nj q_n      dv_j = sum_n p_nj g_n       (own keys: of row n alone)
 
-Scores are quadratic: kept for backward, and gone over by a dozen operations, they were a third of a training pass's
-memory traffic, which on a CPU those who still decode share.  Here they are made for a few rows at a time, in a buffer
-that stays in the second-level cache, and made again in backward.
+Scores are quadratic: kept for backward, and gone over by a dozen operations, they were a quarter of all that a training
+pass writes, and on a CPU those who still decode share the memory.  Here they are made for a few rows at a time, which
+stay in the second-level cache, and made again in backward.
 
 Shapes: T query rows of all sequences, R keys of all sequences, N rows of a block, E keys that a block sees, K key/value
 heads, G query heads for each, M = G N, k own keys, d head size.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.dispatch import Impl
-
+Impl = Literal["auto", "torch", "blocked"]
 _BLOCK = 32  # rows: scores of 9 heads and 300 keys are 350 kB
 _REFERENCE_BLOCK = 256  # what lies above a block's diagonal is computed in vain
 
@@ -47,9 +46,10 @@ def draft_attention(
 ) -> Tensor:
     """Differentiable; returns [T, K, G, d].  q: scaled already.  Float32 or float64.
 
-    reaches: of each sequence, in the order of the rows and keys.  auto: blocks on a CPU, else the reference.
+    reaches: of each sequence, in the order of the rows and keys.  auto: blocked on a CPU, else torch, the
+    specification.
     """
-    if impl == "native" or (impl == "auto" and q_TKGd.device.type == "cpu"):
+    if impl == "blocked" or (impl == "auto" and q_TKGd.device.type == "cpu"):
         out_TKGd: Tensor = _Blocked.apply(q_TKGd, keys_RKd, values_RKd, own_TKkd, own_values_TKkd, reaches)
         return out_TKGd
     return draft_attention_reference(q_TKGd, keys_RKd, values_RKd, own_TKkd, own_values_TKkd, reaches)
@@ -99,7 +99,6 @@ class _Block(NamedTuple):
 
     rows: slice  # of T
     keys: slice  # of R; seen by the last of the rows
-    first: int  # as in `Reach`, of these rows
 
 
 class _Blocked(torch.autograd.Function):
@@ -164,8 +163,8 @@ def _blocks(reaches: Sequence[Reach]) -> Iterator[_Block]:
     for reach in reaches:
         for start in range(0, reach.rows, _BLOCK):
             count = min(_BLOCK, reach.rows - start)
-            first = reach.first + start
-            yield _Block(slice(row + start, row + start + count), slice(key, key + max(first + count, 0)), first)
+            seen = max(reach.first + start + count, 0)
+            yield _Block(slice(row + start, row + start + count), slice(key, key + seen))
         row, key = row + reach.rows, key + reach.keys
 
 

@@ -9,7 +9,7 @@ from conf.schema import RunConfig
 from flows.benchmark_e2e import bench_e2e
 from flows.benchmark_idle import bench_idle
 from flows.benchmark_rollout import _word_problems, bench_rollout
-from flows.benchmark_runs import take_turns, variants
+from flows.benchmark_runs import first_drafter, take_turns, variants
 from flows.benchmark_spot import bench_spot
 from tlt_core.bench_spot import METHODS
 from tlt_core.model.load import load_tokenizer
@@ -28,6 +28,12 @@ def home(prefect_engine: None, embedded_model: Path, tmp_path: Path, monkeypatch
     (tmp_path / "artifacts" / "models" / embedded_model.name).symlink_to(embedded_model)
     monkeypatch.setenv("TLT_HOME", str(tmp_path / "artifacts"))
     return tmp_path
+
+
+def test_an_engine_without_hidden_states_is_refused_at_once(tmp_path: Path) -> None:
+    vllm = ("rollout.engine=vllm", "rollout.speculation.policy=threshold", "drafter.spot.enabled=false")
+    with pytest.raises(ConfigError, match=r"rollout\.engine='vllm'.*set rollout\.engine to own"):
+        first_drafter(_config(tmp_path, *vllm))
 
 
 def test_variants_differ_in_one_switch(tmp_path: Path) -> None:

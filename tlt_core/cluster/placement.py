@@ -26,6 +26,9 @@ _WAIT_S = 30.0  # what a run that has just ended held is free after a second or 
 _CONNECT_S = 5.0
 _STRATEGIES = {"pack": "PACK", "spread": "SPREAD"}
 _PASSED_ON = ("GLOO_", "NCCL_")  # the driver's settings of the network between workers
+# glibc 2.35 and newer; older ones do not know it and go on.  New memory then comes in pages of 2 MB: a first policy
+# update touches 1.2 GB, which were 300,000 page faults (updates take 0.97 of the time, median of eight pairs).
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
 class ClusterError(ValueError):
@@ -116,8 +119,10 @@ def _require_listener(address: str) -> None:
 def worker_environment(cluster: ClusterConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables of every worker process.  They hold on a cluster that somebody else has started, too."""
     threads = str(cluster.threads_per_worker)
+    tunables = filter(None, (_HUGE_PAGES, environment.get("GLIBC_TUNABLES")))  # of two values the last one counts
     return {
         **{name: value for name, value in environment.items() if name.startswith(_PASSED_ON)},
+        "GLIBC_TUNABLES": ":".join(tunables),
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads),
         # Ray would run workers at niceness 15: any other process on the machine, the driver too, would starve them.
         "RAY_worker_niceness": "0",

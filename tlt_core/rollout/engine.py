@@ -79,8 +79,6 @@ class RolloutEngine:
         self.decoder = decoder
         # Pre-arranged weights take a plain step on CPU from 22 to 12 ms (SmolLM2-135M, bf16); logits stay bitwise.
         self._packed = pack_linears(decoder) if can_pack(decoder) else None
-        if self._packed is not None:
-            use_huge_pages()
         self.max_live = max_live
         self.speculation = speculation
         menu = () if speculation is None else speculation.menu
@@ -127,6 +125,8 @@ class RolloutEngine:
         self._recording: Capture | None = None  # the capture, while somebody wants what it keeps
         self._requests_seen = 0
         self._numbers: list[int] = []  # of the live rows, see `RoundTrace`
+        if self._packed is not None:
+            use_huge_pages()  # for the weights, and for keys and values, whose memory is reserved by now
 
     def generate(
         self,
@@ -162,8 +162,8 @@ class RolloutEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite the replica's weights in place; names and shapes as in `Decoder`."""
         if self._packed is not None:
-            self._packed.repack(weights)
-            use_huge_pages()  # the new ones may lie elsewhere
+            if self._packed.repack(weights):
+                use_huge_pages()
         else:
             self.decoder.load_weights(weights)
 

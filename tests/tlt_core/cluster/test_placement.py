@@ -4,8 +4,12 @@ The driver's node has no processors to give, so worker 0 is never beside the dri
 """
 
 import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 import torch
@@ -17,6 +21,7 @@ from tlt_core.cluster import placement
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.placement import ClusterError, check_cluster, reserve, worker_environment
 from tlt_core.cluster.worker import WorkerSpec
+from tlt_core.model import huge_pages
 
 HEAD, FIRST, SECOND, THIRD = (f"127.0.0.{n}" for n in (2, 3, 4, 5))
 
@@ -125,6 +130,28 @@ def test_more_gpus_than_this_machine_has_are_refused():
     found = torch.cuda.device_count()
     with pytest.raises(ClusterError, match=rf"asks for {found + 1} GPUs, this machine has {found}"):
         check_cluster(ClusterConfig(num_workers=found + 1, gpus_per_worker=1))
+
+
+_FAULTS = """
+import resource, torch
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.ones(64 << 20)  # 256 MB
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not huge_pages.are_available(), reason="this system gives no huge pages to those who ask")
+@pytest.mark.skipif(platform.libc_ver() < ("glibc", "2.35"), reason="an older C library does not ask for them")
+def test_new_memory_of_a_worker_comes_in_huge_pages_unless_the_driver_says_otherwise():
+    def faults(environment):
+        variables = os.environ | worker_environment(ClusterConfig(), environment)
+        ran = subprocess.run([sys.executable, "-c", _FAULTS], env=variables, capture_output=True, check=True)
+        return int(ran.stdout)
+
+    if psutil.virtual_memory().free < 2 << 30:
+        pytest.skip("less than 2 GB are free: there may be nothing left to make huge pages of")
+    assert faults({}) < 5_000
+    assert faults({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}) > 50_000
 
 
 def test_only_the_networks_settings_are_passed_on():

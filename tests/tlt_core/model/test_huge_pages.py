@@ -2,6 +2,7 @@
 
 import platform
 import re
+import resource
 from pathlib import Path
 
 import psutil
@@ -45,6 +46,20 @@ def test_memory_moves_and_keeps_its_contents():
     assert use_huge_pages() > 0
     assert _resident_huge_kb() >= before_kb + 6 * _HUGE // 1024
     assert int(values.sum(dtype=torch.int64)) == total
+
+
+def test_reserved_memory_gets_them_when_it_is_touched():
+    """As keys and values, which an engine reserves before it asks and touches as responses grow."""
+    if not huge_pages.are_available():
+        pytest.skip("this system has no transparent huge pages")
+    if psutil.virtual_memory().free < 2 << 30:
+        pytest.skip("less than 2 GB are free: there may be nothing left to make huge pages of")
+    values = torch.empty(32 * _HUGE, dtype=torch.uint8)
+    use_huge_pages()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    values.fill_(1)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert faults < 32 * _HUGE // 4096 // 4, "a page fault for every 4 KiB would be four times as many and more"
 
 
 def test_a_system_that_has_none_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -59,7 +59,8 @@ def test_repack_equals_a_new_model(config):
     packed, other = bfloat16_decoder(config, 1), bfloat16_decoder(config, 2)
     weights = pack_linears(packed)
     before = logits(packed, 5)
-    weights.repack((name, p.detach().float()) for name, p in other.named_parameters())
+    moved = weights.repack((name, p.detach().float()) for name, p in other.named_parameters())
+    assert moved == (native.library() is None), "panels stay in the memory, and in the huge pages, that they have"
     pack_linears(other)
     assert torch.equal(logits(packed, 5), logits(other, 5))
     assert not torch.equal(logits(packed, 5), before)
