@@ -150,8 +150,9 @@ def test_new_memory_of_a_worker_comes_in_huge_pages_unless_the_driver_says_other
 
     if psutil.virtual_memory().free < 2 << 30:
         pytest.skip("less than 2 GB are free: there may be nothing left to make huge pages of")
-    assert faults({}) < 5_000
-    assert faults({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}) > 50_000
+    small = faults({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"})
+    assert small > 50_000, "one for every 4 KiB"
+    assert faults({}) < small // 2  # of large pages alone it would be a hundredth
 
 
 def test_only_the_networks_settings_are_passed_on():
