@@ -7,9 +7,9 @@ its own: those of the tokens drafted since.  With first the last key that row 0 
     with g = d loss / d out:    ds_nj = p_nj (g_n . v_j - g_n . out_n)
     dq_n = sum_j ds_nj k_j      dk_j = sum_n ds_nj q_n      dv_j = sum_n p_nj g_n       (own keys: of row n alone)
 
-Scores are quadratic: kept for backward, and gone over by a dozen operations, they were about a quarter of what a training
-pass writes, and on a CPU those who still decode share the memory.  Here they are made for a few rows at a time, which
-stay in the second-level cache, and made again in backward.
+Scores are quadratic: kept for backward, and gone over by a dozen operations, they were about a quarter of what a
+training pass writes, and on a CPU those who still decode share the memory.  Here they are made for a few rows at a
+time, which stay in the second-level cache, and made again in backward.
 
 Shapes: T query rows of all sequences, R keys of all sequences, N rows of a block, E keys that a block sees, K key/value
 heads, G query heads for each, M = G N, k own keys, d head size.
