@@ -120,9 +120,7 @@ class _Blocked(torch.autograd.Function):
         for block in blocks:
             q_KMd, own_NKGk = _queries(q_TKGd, block), _own_scores(q_TKGd, own_TKkd, block)
             shared_KME = _shared_scores(q_KMd, keys_KRd[:, block.keys], block)
-            lognorms_NKG = own_NKGk.logsumexp(-1)
-            if shared_KME.shape[2]:
-                lognorms_NKG = torch.logaddexp(lognorms_NKG, _by_row(shared_KME.logsumexp(-1), block))
+            lognorms_NKG = torch.logaddexp(own_NKGk.logsumexp(-1), _by_row(shared_KME.logsumexp(-1), block))
             _to_shares(shared_KME, own_NKGk, lognorms_NKG)
             out_NKGd = torch.einsum("nkgj,nkjd->nkgd", own_NKGk, own_values_TKkd[block.rows])
             out_NKGd += _by_row(torch.bmm(shared_KME, values_KRd[:, block.keys]), block)
@@ -132,7 +130,8 @@ class _Blocked(torch.autograd.Function):
         return out_TKGd
 
     @staticmethod
-    def backward(ctx: Any, grad_TKGd: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad_TKGd,) = grads
         q_TKGd, keys_RKd, values_RKd, own_TKkd, own_values_TKkd, out_TKGd, lognorms_TKG = ctx.saved_tensors
         dq_TKGd, down_TKkd, down_values_TKkd = (torch.empty_like(x) for x in (q_TKGd, own_TKkd, own_values_TKkd))
         keys_KRd, values_KRd = (x.transpose(0, 1) for x in (keys_RKd, values_RKd))
@@ -193,11 +192,11 @@ def _own_scores(q_TKGd: Tensor, own_TKkd: Tensor, block: _Block) -> Tensor:
 def _shared_scores(q_KMd: Tensor, keys_KEd: Tensor, block: _Block) -> Tensor:
     """[K, M, E], -inf where a row does not see a key: above the diagonal that ends in the last row's last key."""
     scores_KME = torch.bmm(q_KMd, keys_KEd.mT)
-    rows, width = block.rows.stop - block.rows.start, min(block.rows.stop - block.rows.start, scores_KME.shape[2])
-    if width:
-        corner = scores_KME[..., -width:].unflatten(1, (-1, rows))  # [K, G, N, width]
-        above = torch.full((rows, width), -torch.inf, dtype=corner.dtype, device=corner.device)
-        corner += above.triu_(width - rows + 1)
+    rows = block.rows.stop - block.rows.start
+    width = min(rows, scores_KME.shape[2])
+    corner = scores_KME[..., scores_KME.shape[2] - width :].unflatten(1, (-1, rows))  # [K, G, N, width]
+    above = torch.full((rows, width), -torch.inf, dtype=corner.dtype, device=corner.device)
+    corner += above.triu_(width - rows + 1)
     return scores_KME
 
 

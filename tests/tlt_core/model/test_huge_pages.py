@@ -1,5 +1,6 @@
 """Huge pages hold what was there before, and only whole pages of private anonymous memory are asked for."""
 
+import mmap
 import platform
 import re
 import resource
@@ -34,13 +35,18 @@ def _resident_huge_kb() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
 
 
-def test_memory_moves_and_keeps_its_contents():
-    if not huge_pages._ENABLED.is_file() or "[never]" in huge_pages._ENABLED.read_text():
+@pytest.fixture
+def huge_pages_to_spare() -> None:
+    if not huge_pages.are_available():
         pytest.skip("this system has no transparent huge pages")
-    if tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (6, 1):
-        pytest.skip("a kernel before 6.1 cannot collapse memory that is in use")
     if psutil.virtual_memory().free < 2 << 30:
         pytest.skip("less than 2 GB are free: there may be nothing left to make huge pages of")
+
+
+@pytest.mark.usefixtures("huge_pages_to_spare")
+def test_memory_moves_and_keeps_its_contents():
+    if tuple(map(int, re.findall(r"\d+", platform.release())[:2])) < (6, 1):
+        pytest.skip("a kernel before 6.1 cannot collapse memory that is in use")
     values = torch.arange(8 * _HUGE // 4, dtype=torch.int32)
     before_kb, total = _resident_huge_kb(), int(values.sum(dtype=torch.int64))
     assert use_huge_pages() > 0
@@ -48,13 +54,11 @@ def test_memory_moves_and_keeps_its_contents():
     assert int(values.sum(dtype=torch.int64)) == total
 
 
+@pytest.mark.usefixtures("huge_pages_to_spare")
 def test_reserved_memory_gets_them_when_it_is_touched():
     """As keys and values, which an engine reserves before it asks and touches as responses grow."""
-    if not huge_pages.are_available():
-        pytest.skip("this system has no transparent huge pages")
-    if psutil.virtual_memory().free < 2 << 30:
-        pytest.skip("less than 2 GB are free: there may be nothing left to make huge pages of")
-    values = torch.empty(32 * _HUGE, dtype=torch.uint8)
+    reserved = mmap.mmap(-1, 33 * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # malloc's may have been touched
+    values = torch.frombuffer(reserved, dtype=torch.uint8)
     use_huge_pages()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     values.fill_(1)
