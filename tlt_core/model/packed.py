@@ -88,7 +88,10 @@ class PackedWeights:
 def can_pack(decoder: Decoder) -> bool:
     """Whether `pack_linears` applies: bfloat16 weights on a CPU, for which our kernels or oneDNN's run here."""
     weight = decoder.head_weight
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and (can_pack_panels(weight) or _onednn_packs())
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        return False
+    linears = [m for layer in decoder.layers for m in layer.children() if isinstance(m, nn.Linear)]
+    return _onednn_packs() or all(can_pack_panels(w) for w in (weight, *(linear.weight for linear in linears)))
 
 
 def _onednn_packs() -> bool:
