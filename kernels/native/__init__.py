@@ -107,10 +107,18 @@ def isa() -> str | None:
     return None if found is None else found.tlt_isa().decode()
 
 
+def narrower() -> tuple[str, ...]:
+    """Names of the instructions that this processor has besides its best, for TLT_NATIVE_KERNELS; widest first."""
+    own, names = isa(), list(_X86)
+    return tuple(names[names.index(own) + 1 :]) if own in names else ()
+
+
 def _lacking() -> str:
     """Why the kernels are not for this machine; empty where they are."""
     if platform.machine().lower() not in _MACHINES or os.name != "posix":
-        return f"they are for x86-64 and ARM under Linux and macOS, this is {platform.machine()} under {platform.system()}"
+        return (
+            f"they are for x86-64 and ARM under Linux and macOS, this is {platform.machine()} under {platform.system()}"
+        )
     return ""
 
 
@@ -118,7 +126,9 @@ def _flags() -> tuple[str, ...]:
     machine = platform.machine().lower()
     limits, most = _X86 if machine in ("x86_64", "amd64") else _ARM, os.environ.get(_SWITCH, "")
     if most and most not in limits:
-        raise NativeError(f"{_SWITCH}={most!r} is none of 0, {', '.join(limits)}; unset it for all that this processor has")
+        raise NativeError(
+            f"{_SWITCH}={most!r} is none of 0, {', '.join(limits)}; unset it for all that this processor has"
+        )
     return (*_FLAGS, _MACHINES[machine], *(limits[most] if most else ()))
 
 
