@@ -19,7 +19,7 @@ def test_they_load_where_they_can():
 
 def test_instructions_that_are_none_are_refused(monkeypatch):
     monkeypatch.setenv("TLT_NATIVE_KERNELS", "avx3")
-    with pytest.raises(native.NativeError, match="avx3.* is none of 0, amx, avx512_bf16"):
+    with pytest.raises(native.NativeError, match=r"avx3.* is none of 0, amx, avx512_bf16"):
         native.load()
 
 
