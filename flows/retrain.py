@@ -128,6 +128,7 @@ def inputs_of(cfg: RunConfig, policy: Path, dataset: Ref) -> dict[str, str]:
         include={"seed", "rollout", "drafter", "retrain"},
         exclude={"rollout": {"speculation"}, "drafter": {"spot", "warmup"}},
     )
+    decides["update"] = {"dtype": cfg.update.dtype}  # of the drafter's training
     return {
         "policy_digest": weights_digest(policy),
         "data_digest": dataset.sha256,
