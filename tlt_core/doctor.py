@@ -82,9 +82,10 @@ def _precision(name: str, device: str) -> Finding:
     """What `dtype: auto` is here."""
     here = precision.offers(device)
     auto = precision.resolve(precision.Precision("auto", "auto", "auto"), here)
-    reason = f"dtype: auto; bfloat16 by {here.rollout}" if here.rollout else "dtype: auto"
+    able = list(dict.fromkeys(who for who in (here.rollout, here.update) if who))
+    reason = f"dtype: auto; bfloat16 by {' and '.join(able)}" if able else "dtype: auto"
     if here.lacks:
-        reason += f"; training it would be emulated: {here.lacks}"
+        reason += f"; training in it would be emulated: {here.lacks}"
     found = f"rollout {auto.rollout}, update {auto.update}"
     return Finding(name, found, "used" if here.update else "skipped", reason)
 
