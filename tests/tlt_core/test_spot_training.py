@@ -137,9 +137,11 @@ def test_training_in_float32_beside_rollouts_in_bfloat16(tiny_config, tmp_path):
     drafter.load_weights(export_weights(spot.adopt(spot.contribution(1.0), is_mine=True)))
     assert {w.dtype for w in drafter._net.parameters()} == {torch.bfloat16}
     assert torch.equal(half.embed_tokens.weight, shared)
+    spot.end()
     spot.save()
     spot.close()
     # Resumed in the other type, as when a run goes on elsewhere: what it had learnt stays, heads are cast.
+    half = lively_decoder(tiny_config, dtype=torch.bfloat16)
     again = training(half, tmp_path, resume=True, cfg=cfg, compute_dtype=torch.bfloat16)
     assert again._trainer.steps == spot._trainer.steps
     assert {head.dtype for head in again._heads.values()} == {torch.bfloat16}
