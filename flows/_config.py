@@ -7,14 +7,12 @@ from prefect.runtime import flow_run
 from conf.load import ConfigError, load
 from conf.schema import RunConfig
 from flows import _attempts
-from tlt_core.machine import precision
 
 
 def as_config(config: RunConfig | str, overrides: list[str] | None) -> RunConfig:
-    """With `dtype: auto` settled.  Raises ConfigError, PrecisionError, or GaveUp when this flow run has crashed too
-    often."""
+    """Raises ConfigError, or GaveUp when this flow run has crashed too often."""
     _attempts.check()
-    return precision.settle(config if isinstance(config, RunConfig) else load(config, overrides or ()))
+    return config if isinstance(config, RunConfig) else load(config, overrides or ())
 
 
 def as_policy(folder: str) -> Path:
