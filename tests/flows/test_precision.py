@@ -90,6 +90,9 @@ def test_a_run_moves_to_a_machine_that_would_emulate_its_update(moved: Path, cap
     assert _state(moved).precision == {"rollout": HALF, "update": FULL, "coldstart": HALF}
     assert len(list((moved / "artifacts/coldstart").iterdir())) == 1, "what RL began from is not made again"
 
+    attempts = json.loads((run / "run.json").read_text())["attempts"]
+    assert [attempt["precision"]["update"] for attempt in attempts] == [HALF, FULL]
+
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         written = _train(moved, AVX512, "num_steps=3")
