@@ -128,7 +128,9 @@ def _bench(cfg: RunConfig, args: argparse.Namespace) -> None:
         if args.benchmark not in _BENCH_ONLY[name]:
             option, takers = name.replace("_", "-"), " and ".join(f"'tlt bench {b}'" for b in _BENCH_ONLY[name])
             raise ConfigError(f"--{option}={given[name]}: only {takers} take it; leave it out")
-    report = _run(cfg, BENCHMARKS[args.benchmark], repeats=args.repeats, out=out, command=command, **given)
+    from tlt_core.machine.precision import settle
+
+    report = _run(settle(cfg), BENCHMARKS[args.benchmark], repeats=args.repeats, out=out, command=command, **given)
     for verdict in report["verdicts"]:
         print(f"{'holds' if verdict['holds'] else 'FAILS'}: {verdict['claim']}: {verdict['value']:.3f}")
     _write_metrics(args.metrics, {v["claim"]: v["value"] for v in report["verdicts"]})
@@ -235,8 +237,10 @@ def _run(cfg: RunConfig, flow: str, **arguments: Any) -> Any:
     """Check what can be checked, then run a flow; Prefect's server starts while the flow's modules are imported."""
     from flows._server import PrivateServer
     from tlt_core import preflight
+    from tlt_core.machine import precision
 
     preflight.check_run(cfg)
+    precision.decide(cfg)
     with PrivateServer() as server:
         call = pkgutil.resolve_name(flow)
         server.wait_ready()
@@ -384,7 +388,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="auto: by machine")
     parser.add_argument(
         "--speculation",
         default="auto",

@@ -31,6 +31,7 @@ from tasks.warmup import warm_up_drafter
 from tlt_core import preflight, provenance
 from tlt_core.cluster.placement import check_cluster
 from tlt_core.file_lock import exclusive
+from tlt_core.machine import precision
 from tlt_core.session import Session
 from tlt_core.store import Ref
 
@@ -42,6 +43,7 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
     preflight.check_run(cfg)
     check_cluster(cfg.cluster)
     with exclusive(cfg.run_dir / "lock", wait=True), run_log(cfg.run_dir), Terminal() as show:
+        cfg = precision.settle(cfg)
         provenance.begin_attempt(cfg)
         policy = prepare_model(cfg)
         dataset = prepare_data(cfg, policy)

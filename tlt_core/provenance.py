@@ -15,6 +15,7 @@ import yaml
 
 from conf.schema import RunConfig
 from tlt_core import doctor
+from tlt_core.machine.precision import Precision
 from tlt_core.store import write_atomically
 
 
@@ -38,6 +39,7 @@ def begin_attempt(cfg: RunConfig) -> None:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "argv": sys.argv,
+        "precision": Precision.of(cfg)._asdict(),
         "machine": doctor.machine(),
     }
     _write(cfg.run_dir, {**record, "attempts": [*record.get("attempts", []), attempt]})
