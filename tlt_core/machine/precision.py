@@ -62,7 +62,7 @@ class Offers(NamedTuple):
 
 def kernels_isa() -> str | None:
     """Instructions that the C kernels are compiled for; None where they do not run."""
-    return "avx512_bf16" if native.library() is not None else None
+    return native.isa()
 
 
 def bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
