@@ -12,7 +12,7 @@ from tlt_core.bench_engines import Case, EngineError, EngineSpec, compete, cores
 ENGINE = """
 import os, time
 
-def describe():
+def describe(settings):
     return {"cores": sorted(os.sched_getaffinity(0)), "pid": os.getpid()}
 
 def build(settings):
