@@ -49,8 +49,8 @@ def peers_of(names: Sequence[str], common: Mapping[str, Any], *, environments: P
         OPENVINO.name: _openvino,
     }
     found = Peers([], {})
-    work_dir.mkdir(parents=True, exist_ok=True)
     for name in names:
+        work_dir.mkdir(parents=True, exist_ok=True)
         try:
             found.specs.extend(makers[name](common, environments, work_dir.absolute()))
         except (PeerError, ModelError) as error:
