@@ -211,6 +211,8 @@ _BENCH_ONLY = {
     "device": ("kernels", "sizes"),
     "shape": ("sizes",),
     "planted_acceptance": ("sizes",),
+    "peers": ("engines",),
+    "instructions": ("engines",),
 }
 _ON_CONFIG = {
     "params": _params,
@@ -359,9 +361,10 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         choices=list(BENCHMARKS),
         help="step: the phases of a training step; e2e: whole steps without speculation, with a fixed drafter, and "
         "with all of TLT; rollout: decoding under every speculation policy; tuner: those policies on planted "
-        "workloads; spot: what the drafter gains by training in idle time; engines: our engine beside transformers "
-        "and vLLM; kernels: bytes and operations a second of every op, beside the device's own ceilings; sizes: plain "
-        "beside adaptive decoding at the shapes of large models, with random weights and planted acceptance",
+        "workloads; spot: what the drafter gains by training in idle time; engines: our engine beside transformers, "
+        "vLLM, llama.cpp and OpenVINO; kernels: bytes and operations a second of every op, beside the device's own "
+        "ceilings; sizes: plain beside adaptive decoding at the shapes of large models, with random weights and "
+        "planted acceptance",
     )
     parser.add_argument("config", nargs="?", default=_DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -375,6 +378,16 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="TOKENS",
         help="of 'sizes': what the deepest chain gives (default: 4)",
+    )
+    parser.add_argument(
+        "--peers",
+        metavar="NAMES",
+        help="of 'engines': all, none, or llama.cpp,openvino; each gets an environment of its own, once (default: all)",
+    )
+    parser.add_argument(
+        "--instructions",
+        choices=["all", "avx2"],
+        help="of 'engines': avx2 keeps every engine that can be limited from AVX-512 (default: all)",
     )
     parser.add_argument("--metrics", type=Path, metavar="FILE", help="write the verdicts' values there, as JSON")
 
