@@ -33,13 +33,14 @@ _NOISE_STEP = -(1 << 30)  # RL steps count from 1, validation below 0
 _OBSERVED_TOKENS = 2048  # in one pass of the target
 _HELD_OUT = 8  # one prompt in so many
 
-OnProgress = Callable[[str, int, int, float], None]
+OnProgress = Callable[[str, int, int, float | None], None]
 
 
 def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progress: OnProgress) -> dict[str, float]:
     """Train and write the drafter; returns its metrics.  `on_progress(phase, done, total, loss)`."""
     torch.set_num_threads(cfg.cluster.num_workers * cfg.cluster.threads_per_worker)
     began_s, own = time.perf_counter(), cfg.drafter
+    on_progress("loading the model", 0, 1, None)
     tokenizer = load_tokenizer(policy)
     questions = data.load(data_dir, "train", tokenizer)
     prompts = PromptOrder(questions, seed=cfg.seed).take(own.num_prompts)
@@ -57,8 +58,15 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progr
     counts_V, held_counts_V, prompt_counts_V = (_token_counts(part, plain.config.vocab_size) for part in tokens)
     size = min(own.vocab_size, plain.config.vocab_size)
     ids_J = choose_draft_vocabulary(counts_V, size, always=stops, prompt_counts_V=prompt_counts_V)
-    kept, scales = _observe(plain, rest, ids_J)
-    held, _ = _observe(plain, apart, ids_J)
+    seen = 0
+
+    def on_observed(count: int) -> None:
+        nonlocal seen
+        seen += count
+        on_progress("hidden states", seen, len(rollouts), None)
+
+    kept, scales = _observe(plain, rest, ids_J, on_observed)
+    held, _ = _observe(plain, apart, ids_J, on_observed)
 
     settings = TrainSettings(
         learning_rate=own.learning_rate,
@@ -70,8 +78,10 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progr
     )
     model = eagle3_from_target(plain, ids_J, scales=scales, seed=cfg.seed)
     trainer = Eagle3Trainer(model, plain.embed_tokens.weight, settings)
+    on_progress("drafter before its training", 0, 1, None)
     first = trainer.measure(held)
     last = _train(trainer, kept, cfg, on_progress)
+    on_progress("drafter on held-out responses", 0, 1, None)
     save_eagle3(model, out_dir, dtype=dtype)
     metrics = {
         "drafter/warmup_rollouts": float(len(rollouts)),
@@ -118,7 +128,7 @@ def _sample(
 
     def on_finish(done: Rollout) -> None:
         finished.append(done)
-        on_progress("drafter rollouts", len(finished), total, 0.0)
+        on_progress("drafter rollouts", len(finished), total, None)
 
     params = SamplingParams(
         temperature=rollout.temperature,
@@ -127,6 +137,7 @@ def _sample(
         max_new_tokens=rollout.max_new_tokens,
         stop_token_ids=stops,
     )
+    on_progress("drafter rollouts", 0, total, None)
     engine.generate(pull, on_finish, params)
     return sorted(finished, key=lambda r: r.key)
 
@@ -136,7 +147,7 @@ def _token_counts(sequences: Sequence[torch.Tensor], vocab_size: int) -> torch.T
 
 
 def _observe(
-    plain: Decoder, rollouts: Sequence[Rollout], ids_J: torch.Tensor
+    plain: Decoder, rollouts: Sequence[Rollout], ids_J: torch.Tensor, on_observed: Callable[[int], None]
 ) -> tuple[list[TrainSequence], tuple[float, ...]]:
     """What the target saw and expected over the rollouts, and the scales of its hidden states."""
     probe = eagle3_from_target(plain, ids_J, scales=(1.0, 1.0, 1.0), seed=0)
@@ -151,6 +162,7 @@ def _observe(
             dtype=dtype,
             streams=[stream_key(r.key) for r in part],
         )
+        on_observed(len(part))
     return sequences, tap_scales(torch.cat([s.taps_LE for s in sequences]))
 
 
@@ -159,6 +171,7 @@ def _train(
 ) -> TrainMetrics:
     """`num_steps` steps over shuffled passes of the sequences."""
     own, done, epoch = cfg.drafter, 0, 0
+    on_progress("drafter warm-up", 0, own.num_steps, None)
     while True:
         order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(cfg.seed + epoch)).tolist()
         for rows in fill(order, lambda row, _: len(sequences[row].tokens_L), budget=own.tokens_per_step):
