@@ -1,7 +1,7 @@
 """A line when nothing else has said anything for a while, so that nobody waits in the dark.
 
-    log lines, of whoever --> OutputClock (a handler of the root logger) <-- Heartbeat's thread: how long has it been?
-                                                                               '-> logs one line, the sentence it is given
+    log lines, of whoever --> OutputClock (a handler of the root logger) <-- Heartbeat's thread: how long ago?
+                                                                              '-> logs the sentence it is given
 
 The thread only reads and logs; it never delays a run, and its end is not waited for longer than a line takes.
 """

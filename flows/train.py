@@ -7,7 +7,6 @@ Starting the same configuration again resumes it, so a retry is a restart.  Noth
 """
 
 import logging
-import time
 from pathlib import Path
 
 from prefect import flow
@@ -43,7 +42,7 @@ log = logging.getLogger(__name__)
 @flow(name="train", flow_run_name=run_name)
 def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
     """Train the policy; returns its Hugging Face folder."""
-    took = Took(time.monotonic())
+    took = Took()
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
     check_cluster(cfg.cluster)

@@ -515,9 +515,7 @@ class Session:
         tokens = drained.tokens if drained is not None else 0
         step = self._step or None  # 0: before the first
         unit = "" if drained is None else "responses"
-        self._on_progress(
-            Progress(step, self.cfg.num_steps, phase, done, total, sum(live), tokens, rate, states, unit)
-        )
+        self._on_progress(Progress(step, self.cfg.num_steps, phase, done, total, sum(live), tokens, rate, states, unit))
 
     def _reference_logprobs(self, rollouts: RolloutBatch) -> torch.Tensor:
         """Log-probs under the model RL started from, aligned with the rollouts' tokens, [T]."""
