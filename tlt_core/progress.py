@@ -89,7 +89,7 @@ class PhaseClock:
             return took_s - elapsed_s
         if now.total > 1 and now.finished:
             return elapsed_s * (now.total - now.finished) / now.finished
-        expected_s = self._expected_s.get(now.phase, 0.0)
+        expected_s = self._expected_s.get(now.phase, 0.0) if took_s is None else 0.0
         return expected_s - elapsed_s if expected_s > elapsed_s else None
 
 
