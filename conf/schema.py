@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-Dtype = Literal["bfloat16", "float32"]
+Dtype = Literal["auto", "bfloat16", "float32"]
 
 
 class Section(BaseModel):
@@ -170,6 +170,9 @@ class ColdStartConfig(Section):
     """Packed tokens per optimizer step, over all workers."""
     optimizer: AdamWConfig = AdamWConfig(learning_rate=1e-4)
     """Optimizer of this stage."""
+    dtype: Dtype = "auto"
+    """What its passes compute in, and the type of its folder's weights.  auto: as update.dtype; a run that goes on
+    keeps what it began with."""
 
 
 class TorchBackend(Section):
@@ -221,6 +224,10 @@ class UpdateConfig(Section):
     """Token budget of one forward/backward pass on one worker; a longer sequence gets a pass of its own."""
     activation_checkpointing: bool = False
     """Recompute layer activations in backward: less memory, about a third more compute."""
+    dtype: Dtype = "auto"
+    """What training computes in: the policy's, the drafter's and the cold start's.  Masters are float32 in any case.
+    auto: bfloat16 where torch computes in it (AVX-512 bf16, AMX, GPUs from sm_80 on), float32 where it would emulate it
+    and where rollout.dtype was set to float32.  A run that goes on keeps what it began with."""
     lora: LoraConfig = LoraConfig()
     """Train low-rank adapters in place of all weights."""
 
@@ -365,8 +372,10 @@ class RolloutConfig(Section):
     start."""
     dispatch: Literal["pull", "static"] = "pull"
     """pull: workers take groups as they free up; static: groups are dealt up front (classic data parallel)."""
-    dtype: Dtype = "bfloat16"
-    """Precision of the rollout replica."""
+    dtype: Dtype = "auto"
+    """Type of the rollout replica's weights, activations and cache, and of exported policies and drafters.  auto:
+    bfloat16 on GPUs that compute in it, and on CPUs where our C kernels run (their arithmetic is float32) or torch
+    computes in it; float32 elsewhere.  A run that goes on keeps what it began with.  `tlt doctor` shows the choice."""
     speculation: SpeculationConfig = SpeculationConfig()
     """How rounds are sped up; `policy: off` decodes plainly."""
     engine: Literal["own", "vllm"] = "own"
@@ -692,6 +701,16 @@ class RunConfig(Section):
         """The same run, drafting with that EAGLE-3 drafter at the start."""
         speculation = self.rollout.speculation.model_copy(update={"drafter_path": str(folder)})
         return self.model_copy(update={"rollout": self.rollout.model_copy(update={"speculation": speculation})})
+
+    def with_dtypes(self, *, rollout: str, update: str, coldstart: str) -> "RunConfig":
+        """The same run, computing in these."""
+        return self.model_copy(
+            update={
+                "rollout": self.rollout.model_copy(update={"dtype": rollout}),
+                "update": self.update.model_copy(update={"dtype": update}),
+                "coldstart": self.coldstart.model_copy(update={"dtype": coldstart}),
+            }
+        )
 
     @model_validator(mode="after")
     def _possible_together(self) -> "RunConfig":

@@ -33,7 +33,7 @@ def main() -> int:
     _LOG.write_text("")
     settings = _pip_settings()
     print(
-        "installing torch, Ray, Prefect, MLflow, DVC and about 250 packages more: 3 GB on the disk, a download of 0.9 GB, "
+        "installing torch, Ray, Prefect, MLflow, DVC and about 250 packages more: 3 GB on the disk, a 0.9 GB download, "
         "one to three minutes.  On a machine with a GPU torch brings CUDA: gigabytes more.\n"
         f"what the installers say: {_LOG}",
         flush=True,

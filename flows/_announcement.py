@@ -9,15 +9,15 @@ from pathlib import Path
 
 from conf.schema import RandomModel, RunConfig
 from tlt_core import checkpoint, coldstart, inputs
-from tlt_core.machine import rates
-from tlt_core.machine.forecast import Forecast, ToDo, dtype_of, forecast, isa, sizes_of
+from tlt_core.machine import precision, rates
+from tlt_core.machine.forecast import Forecast, ToDo, forecast, sizes_of
 from tlt_core.model.embedded import EMBEDDED_NAME
 from tlt_core.progress import minutes
 from tlt_core.run_summary import rows_of
 
 log = logging.getLogger(__name__)
 
-_KERNELS = {
+_KERNELS = {  # by `native.isa`
     "amx": "C kernels with matrix tiles (AMX)",
     "avx512_bf16": "C kernels with AVX-512 bf16",
     "avx2": "C kernels with AVX2",
@@ -32,6 +32,7 @@ def announce(cfg: RunConfig) -> Forecast | None:
     None where it is not known how long things take: on GPUs, on other machines, with a model that is not here yet.
     """
     _began_s()
+    cfg = cfg.with_dtypes(**precision.decide(cfg)._asdict())
     todo = to_do(cfg)
     _say(f"{cfg.name}: {plan_in_words(cfg, todo)}")
     _say(kernels_in_words(cfg))
@@ -53,8 +54,8 @@ def predict(cfg: RunConfig, todo: ToDo) -> Forecast | None:
         threads=cluster.threads_per_worker,
         width=model.width,
         inner=model.inner,
-        update_dtype=dtype_of(cfg),
-        rollout_dtype=dtype_of(cfg),
+        update_dtype=cfg.update.dtype,
+        rollout_dtype=cfg.rollout.dtype,
     )
     return forecast(cfg, measured, model, todo, known_s=_known_s(cfg.run_dir) if todo.done_steps else None)
 
@@ -90,12 +91,12 @@ def plan_in_words(cfg: RunConfig, todo: ToDo) -> str:
 
 def kernels_in_words(cfg: RunConfig) -> str:
     """On what it is computed."""
-    cluster, dtype = cfg.cluster, dtype_of(cfg)
+    cluster, rollout, update = cfg.cluster, cfg.rollout.dtype, cfg.update.dtype
     if cluster.gpus_per_worker:
-        return f"{cluster.num_workers} workers with a GPU each, {dtype}"
-    decoding = _KERNELS[isa() if dtype == "bfloat16" else None]
+        return f"{cluster.num_workers} workers with a GPU each: rollout in {rollout}, update in {update}"
+    kernels = _KERNELS[precision.kernels_isa() if rollout == "bfloat16" else None]
     threads = f"{cluster.threads_per_worker} thread{'s' if cluster.threads_per_worker > 1 else ''}"
-    return f"{dtype} on the CPU: decoding on {decoding}, training on torch's; {cluster.num_workers} x {threads}"
+    return f"rollout in {rollout} on {kernels}, update in {update} on torch's; {cluster.num_workers} x {threads}"
 
 
 def stages_in_words(seconds: Mapping[str, float]) -> str:

@@ -82,14 +82,16 @@ def write_report(
     repeats: int,
     rows: Sequence[Mapping[str, Any]],
     verdicts: Sequence[Mapping[str, Any]],
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Write a report atomically, and return it."""
+    """Write a report atomically, and return it.  environment: variables that change what was measured."""
     report = {
         "name": path.stem,
         "commit": provenance.commit(),
         "command": command,
         "machine": doctor.machine(),
         "repeats": repeats,
+        **({} if environment is None else {"environment": dict(environment)}),
         "rows": list(rows),
         "verdicts": list(verdicts),
     }

@@ -91,7 +91,9 @@ def _exact(cfg: RunConfig, drafter: Path) -> list[dict[str, Any]]:
             "max_new_tokens": min(_EXACT_TOKENS, given.max_new_tokens),
         }
     )
-    runs = variants(cfg.model_copy(update={"name": f"{cfg.name}-exact", "rollout": small}), drafter)
+    update = cfg.update.model_copy(update={"dtype": "float32"})
+    own = cfg.model_copy(update={"name": f"{cfg.name}-exact", "rollout": small, "update": update})
+    runs = variants(own, drafter)
     for _ in take_turns(runs, num_steps=_EXACT_STEPS, blocks=1):
         pass
     drop_checkpoints(runs)

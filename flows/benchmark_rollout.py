@@ -36,6 +36,7 @@ from tlt_core import data
 from tlt_core.adaptive import make_engine, menu_of
 from tlt_core.bench_floor import ceilings, linears_s, pass_costs
 from tlt_core.bench_rollout import BANDS, Measured, Workload, compare, differing, fix_lengths
+from tlt_core.machine.precision import as_torch
 from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
 from tlt_core.prompt_order import PromptOrder
 from tlt_core.types import GenerationRequest, NoiseKey, Prompt, SamplingParams
@@ -109,7 +110,7 @@ def _word_problems(cfg: RunConfig, tokenizer: Any) -> list[Prompt]:
 
 
 def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path) -> Sequence[Workload]:
-    tokenizer, dtype = load_tokenizer(policy), getattr(torch, cfg.rollout.dtype)
+    tokenizer, dtype = load_tokenizer(policy), as_torch(cfg.rollout.dtype)
     prompts = PromptOrder(data.load(data_dir, "train", tokenizer), seed=cfg.seed)
     share, *later = (prompts.take(cfg.rollout.num_prompts)[:: cfg.cluster.num_workers] for _ in range(_SHORT_STEPS))
     params = SamplingParams(

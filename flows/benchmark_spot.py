@@ -25,7 +25,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from prefect import flow
 from torch import Tensor
 
@@ -47,6 +46,7 @@ from tlt_core.bench_chains import (
 from tlt_core.drafter.eagle3_files import load_eagle3
 from tlt_core.drafter.eagle3_model import Eagle3Model
 from tlt_core.drafter_release import published_dir
+from tlt_core.machine.precision import as_torch
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import load_decoder
 from tlt_core.verdicts import summarise
@@ -88,7 +88,7 @@ def bench_spot(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
     both = variants(cfg, first)
     run = _keeping_drafters(both["tlt"], steps=-(-cfg.num_steps // repeats))
     turns = {"static": both["static"], "tlt": run}
-    decoder = load_decoder(policy_dir, dtype=getattr(torch, cfg.rollout.dtype))
+    decoder = load_decoder(policy_dir, dtype=as_torch(cfg.rollout.dtype))
     embedding_VD = decoder.embed_tokens.weight.detach()
     acceptance: list[dict[str, Any]] = []
     used, done = first, 0

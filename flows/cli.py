@@ -130,7 +130,9 @@ def _bench(cfg: RunConfig, args: argparse.Namespace) -> None:
         if args.benchmark not in _BENCH_ONLY[name]:
             option, takers = name.replace("_", "-"), " and ".join(f"'tlt bench {b}'" for b in _BENCH_ONLY[name])
             raise ConfigError(f"--{option}={given[name]}: only {takers} take it; leave it out")
-    report = _run(cfg, BENCHMARKS[args.benchmark], repeats=args.repeats, out=out, command=command, **given)
+    from tlt_core.machine.precision import settle
+
+    report = _run(settle(cfg), BENCHMARKS[args.benchmark], repeats=args.repeats, out=out, command=command, **given)
     for verdict in report["verdicts"]:
         print(f"{'holds' if verdict['holds'] else 'FAILS'}: {verdict['claim']}: {verdict['value']:.3f}")
     _write_metrics(args.metrics, {v["claim"]: v["value"] for v in report["verdicts"]})
@@ -174,6 +176,7 @@ def _doctor(args: argparse.Namespace) -> None:
 
     from flows import _announcement
     from tlt_core import doctor
+    from tlt_core.machine import precision
     from tlt_core.machine.forecast import ToDo
     from tlt_core.progress import minutes
 
@@ -185,6 +188,7 @@ def _doctor(args: argparse.Namespace) -> None:
     Console().print(table)
     if cfg is None:
         return
+    cfg = cfg.with_dtypes(**precision.decide(cfg)._asdict())
     # All of it, so that machines can be compared: what is there already would be skipped.
     todo = ToDo(
         model=True, data=True, cold_start=cfg.coldstart.enabled, first_drafter=cfg.needs_first_drafter, done_steps=0
@@ -227,6 +231,8 @@ _BENCH_ONLY = {
     "device": ("kernels", "sizes"),
     "shape": ("sizes",),
     "planted_acceptance": ("sizes",),
+    "peers": ("engines",),
+    "instructions": ("engines",),
 }
 _ON_CONFIG = {
     "params": _params,
@@ -256,9 +262,11 @@ def _run(cfg: RunConfig, flow: str, *, before: str = "", **arguments: Any) -> An
     """
     from flows._server import PrivateServer
     from tlt_core import preflight
+    from tlt_core.machine import precision
 
     began_s = time.monotonic()
     preflight.check_run(cfg)
+    precision.decide(cfg)
     if before:
         pkgutil.resolve_name(before)(cfg)
     with PrivateServer() as server:
@@ -381,9 +389,10 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         choices=list(BENCHMARKS),
         help="step: the phases of a training step; e2e: whole steps without speculation, with a fixed drafter, and "
         "with all of TLT; rollout: decoding under every speculation policy; tuner: those policies on planted "
-        "workloads; spot: what the drafter gains by training in idle time; engines: our engine beside transformers "
-        "and vLLM; kernels: bytes and operations a second of every op, beside the device's own ceilings; sizes: plain "
-        "beside adaptive decoding at the shapes of large models, with random weights and planted acceptance",
+        "workloads; spot: what the drafter gains by training in idle time; engines: our engine beside transformers, "
+        "vLLM, llama.cpp and OpenVINO; kernels: bytes and operations a second of every op, beside the device's own "
+        "ceilings; sizes: plain beside adaptive decoding at the shapes of large models, with random weights and "
+        "planted acceptance",
     )
     parser.add_argument("config", nargs="?", default=_DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -398,6 +407,16 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="of 'sizes': what the deepest chain gives (default: 4)",
     )
+    parser.add_argument(
+        "--peers",
+        metavar="NAMES",
+        help="of 'engines': all, none, or llama.cpp,openvino; each gets an environment of its own, once (default: all)",
+    )
+    parser.add_argument(
+        "--instructions",
+        choices=["all", "avx2"],
+        help="of 'engines': avx2 keeps every engine that can be limited from AVX-512 (default: all)",
+    )
     parser.add_argument("--metrics", type=Path, metavar="FILE", help="write the verdicts' values there, as JSON")
 
 
@@ -410,7 +429,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--max-new-tokens", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="auto: by machine")
     parser.add_argument(
         "--speculation",
         default="auto",

@@ -10,6 +10,7 @@ from tasks.coldstart import ColdStarted, cold_start
 from tasks.prepare import prepare_data, prepare_model
 from tlt_core import preflight
 from tlt_core.cluster.placement import check_cluster
+from tlt_core.machine import precision
 
 
 @flow(name="coldstart", flow_run_name=run_name)
@@ -19,6 +20,7 @@ def coldstart(config: RunConfig | str, overrides: list[str] | None = None) -> Co
     preflight.check_run(cfg)
     check_cluster(cfg.cluster)
     with run_log(cfg.run_dir), Terminal() as show:
+        cfg = precision.settle(cfg)
         model_dir = prepare_model(cfg)
         dataset = prepare_data(cfg, model_dir)
         return cold_start(cfg, model_dir, dataset, show.stage)

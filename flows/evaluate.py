@@ -14,6 +14,7 @@ from tasks.evaluate import evaluate as validate
 from tasks.prepare import prepare_data, prepare_model
 from tlt_core import preflight
 from tlt_core.cluster.placement import check_cluster
+from tlt_core.machine import precision
 from tlt_core.session import Session
 from tlt_core.store import write_atomically
 
@@ -28,6 +29,7 @@ def evaluate(
     preflight.check_run(cfg)
     check_cluster(cfg.cluster)
     with run_log(cfg.run_dir), Terminal() as show:
+        cfg = precision.settle(cfg)
         start = prepare_model(cfg)
         dataset = prepare_data(cfg, start)
         if policy is not None:

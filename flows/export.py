@@ -17,6 +17,7 @@ from tasks.version import project_of, version_folder
 from tlt_core import checkpoint, preflight
 from tlt_core.export.folder import DRAFTER, POLICY
 from tlt_core.export.record import Source
+from tlt_core.machine import precision
 from tlt_core.run_summary import last_step
 from tlt_core.session import Session
 from tlt_core.store import Ref
@@ -51,6 +52,7 @@ def export(
     if track:
         project_of(out_dir)
     with run_log(cfg.run_dir), Terminal() as show:
+        cfg = precision.settle(cfg)
         start = prepare_model(cfg)
         dataset = prepare_data(cfg, start)
         if policy is not None:

@@ -9,6 +9,7 @@ from prefect import flow
 from conf.schema import RunConfig
 from flows._benchmarks import BENCHMARKS, Benchmark
 from flows._config import as_config
+from tlt_core.machine import precision
 
 
 @flow(name="benchmark")
@@ -19,7 +20,7 @@ def measure(
     overrides: list[str] | None = None,
 ) -> dict[str, Any]:
     """Measure, judge, write `reports/BENCHMARK.json`; returns the report."""
-    cfg = as_config(config, overrides)
+    cfg = precision.settle(as_config(config, overrides))
     command = f"prefect deployment run benchmark/benchmark -p benchmark={benchmark} -p repeats={repeats}"
     bench = pkgutil.resolve_name(BENCHMARKS[benchmark])
     report: dict[str, Any] = bench(cfg, repeats=repeats, out=Path("reports") / f"{benchmark}.json", command=command)

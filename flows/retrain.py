@@ -36,6 +36,7 @@ from tlt_core import checkpoint, lineage, preflight, provenance
 from tlt_core.drafter_trial import Trial
 from tlt_core.export.digests import weights_digest
 from tlt_core.file_lock import Locked, exclusive
+from tlt_core.machine import precision
 from tlt_core.promotion import Decision, decide
 from tlt_core.store import Ref
 
@@ -54,7 +55,7 @@ def retrain(config: RunConfig | str, overrides: list[str] | None = None) -> Deci
     try:
         with exclusive(cfg.run_dir / "retrain" / "lock"), run_log(cfg.run_dir), Terminal() as show:
             try:
-                decision = attempt(cfg, journal, show)
+                decision = attempt(precision.settle(cfg), journal, show)
             except Exception as error:
                 journal.append({"outcome": "failed", "reason": f"{type(error).__name__}: {error}"})
                 raise
@@ -128,6 +129,7 @@ def inputs_of(cfg: RunConfig, policy: Path, dataset: Ref) -> dict[str, str]:
         include={"seed", "rollout", "drafter", "retrain"},
         exclude={"rollout": {"speculation"}, "drafter": {"spot", "warmup"}},
     )
+    decides["update"] = {"dtype": cfg.update.dtype}  # of the drafter's training
     return {
         "policy_digest": weights_digest(policy),
         "data_digest": dataset.sha256,

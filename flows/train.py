@@ -33,6 +33,7 @@ from tasks.warmup import warm_up_drafter
 from tlt_core import preflight, provenance
 from tlt_core.cluster.placement import check_cluster
 from tlt_core.file_lock import exclusive
+from tlt_core.machine import precision
 from tlt_core.session import Session
 from tlt_core.store import Ref
 
@@ -47,6 +48,7 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
     preflight.check_run(cfg)
     check_cluster(cfg.cluster)
     with exclusive(cfg.run_dir / "lock", wait=True), run_log(cfg.run_dir), Terminal() as show:
+        cfg = precision.settle(cfg)
         predicted = announce(cfg)
         show.expect({} if predicted is None else predicted.phases)
         provenance.begin_attempt(cfg, forecast_s={} if predicted is None else predicted.stages)

@@ -21,6 +21,7 @@ from flows.train import train
 from tlt_core import coldstart, inputs, run_summary
 from tlt_core.export.digests import weights_digest
 from tlt_core.file_lock import exclusive
+from tlt_core.machine import precision
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +49,10 @@ def train_stage(cfg: RunConfig, *, out: Path, summary: Path) -> Path:
 
 
 def _inputs_digest(cfg: RunConfig) -> str:
-    """Of the configuration, and of the weights that it starts from."""
-    start, drafter = coldstart.output_dir(cfg), cfg.rollout.speculation.drafter_path
+    """Of the configuration, and of the weights that it starts from.  `dtype: auto` counts as that: on a machine of
+    another kind it is the same run, which goes on or is refused."""
+    settled = cfg.with_dtypes(**precision.decide(cfg)._asdict())
+    start, drafter = coldstart.output_dir(settled), cfg.rollout.speculation.drafter_path
     dataset = inputs.data_dir(cfg) / "manifest.json"
     content = {
         "config": cfg.model_dump(mode="json", exclude={"tracking"}),

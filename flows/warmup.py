@@ -13,6 +13,7 @@ from tasks.prepare import prepare_data, prepare_model
 from tasks.register import register_drafter
 from tasks.warmup import warm_up_drafter
 from tlt_core import preflight
+from tlt_core.machine import precision
 
 
 @flow(name="warmup", flow_run_name=run_name)
@@ -23,6 +24,7 @@ def warmup(
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
     with run_log(cfg.run_dir), Terminal() as show:
+        cfg = precision.settle(cfg)
         policy = prepare_model(cfg)
         dataset = prepare_data(cfg, policy)
         trained = cfg.run_dir / "policy"

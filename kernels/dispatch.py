@@ -62,8 +62,8 @@ def native_library(impl: Impl, tensor: Tensor, *, op: str) -> ctypes.CDLL | None
     library = native.library()
     if impl == "native" and (library is None or tensor.device.type != "cpu"):
         raise ValueError(
-            f"{op}: impl='native' on a {tensor.device.type} tensor cannot run: it needs CPU tensors, a C compiler and "
-            "a processor with AVX-512 bfloat16 instructions; take impl='auto'"
+            f"{op}: impl='native' on a {tensor.device.type} tensor cannot run: it needs CPU tensors and a C compiler; "
+            "take impl='auto'"
         )
     return library
 
@@ -73,8 +73,8 @@ def _auto(op: str, device_type: str) -> bool:
     chosen = device_type == "cuda" and triton is not None
     if device_type == "cuda" and triton is None:
         _log.warning("%s: torch on cuda, since Triton is not installed: slower", op)
-    else:
-        _log.info("%s: %s on %s", op, "triton" if chosen else "torch", device_type)
+    elif chosen:
+        _log.info("%s: triton on %s", op, device_type)
     return chosen
 
 

@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import shutil
+from collections.abc import Iterator
 
 # Before transformers is imported: a test that asks the hub for something must fail at once, not wait for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,10 +17,28 @@ if not torch.cuda.is_available():
     # Before a module with a Triton kernel is imported: the kernels then run on CPU tensors.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from kernels import native
 from tlt_core.model.config import DecoderConfig
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.embedded import embedded_model_dir
 from tlt_core.model.load import random_decoder, save_hf
+
+
+@pytest.fixture(params=["own", *native.narrower()])
+def cpu_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The CPU's kernels on all instructions that this processor has, then on fewer: one source for all widths."""
+    if unfit := native._lacking() or not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        pytest.skip(f"the C kernels do not run on this machine: {unfit if unfit is not True else 'no compiler'}")
+    native.load()  # a compiler's error is no reason to skip
+    if request.param == "own":
+        yield str(native.isa())
+        return
+    forget = native.library.cache_clear  # held: a test may put something else in the place of `library`
+    monkeypatch.setenv("TLT_NATIVE_KERNELS", request.param)
+    forget()
+    assert native.isa() == request.param
+    yield request.param
+    forget()
 
 
 @pytest.fixture(scope="session")

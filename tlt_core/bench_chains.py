@@ -21,6 +21,7 @@ from tlt_core.drafter.eagle3_model import Eagle3Model
 from tlt_core.drafter.eagle3_sequence import HeadProbs, TrainSequence
 from tlt_core.drafter.eagle3_windows import Span
 from tlt_core.drafter.ngram import NgramDrafter
+from tlt_core.machine.precision import as_torch
 from tlt_core.speculation import LiveView, Strategy
 from tlt_core.spot.buffer import SequenceBuffer
 from tlt_core.spot.checkpoint import load_checkpoint
@@ -114,7 +115,7 @@ def eagle3_runs(
 ) -> dict[str, Tensor]:
     """Of an EAGLE-3 drafter's chains of so many drafts."""
     params = SamplingParams(temperature=cfg.rollout.temperature, top_p=cfg.rollout.top_p, top_k=cfg.rollout.top_k)
-    dtype = getattr(torch, cfg.rollout.dtype)
+    dtype = as_torch(cfg.update.dtype)
     starts = [Span(r.sequence, r.sequence.earliest, r.sequence.earliest + r.sequence.rows) for r in responses]
     parts: dict[int, list[Tensor]] = {id(r.sequence): [] for r in responses}
     for spans in passes(starts):

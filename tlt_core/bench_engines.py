@@ -1,6 +1,6 @@
 """Decoding engines side by side, each in a process of its own on the same cores, measured in turn.
 
-    start every engine -> warm each one up -> repeat: every case, every engine -> Measured
+    start every engine and warm it up -> repeat: every case, every engine -> Measured
 
 Only one process runs at any time: the others are stopped by a signal, whatever threads they keep.  In: what to start
 and what to decode.  Out: figures by (engine, case), in the order of the repeats.
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 _PROCESS = Path(__file__).parent / "engine_processes" / "process.py"
@@ -30,7 +31,7 @@ class EngineError(Exception):
 
 
 class EngineSpec(NamedTuple):
-    """How an engine is started.  EngineSpec("plain", Path("own.py"), Path("python"), {...}, {"model": ...}, 0)"""
+    """How an engine is started.  EngineSpec("plain", Path("own.py"), Path("python"), {...}, {"model": ...})"""
 
     name: str
     file: Path  # in engine_processes
@@ -38,6 +39,7 @@ class EngineSpec(NamedTuple):
     environment: Mapping[str, str]
     settings: Mapping[str, Any]
     most_live: int = 0  # requests that it takes at once; 0: any number
+    optional: bool = False  # one that fails is left out, with the reason
 
 
 class Case(NamedTuple):
@@ -59,7 +61,8 @@ class Contest(NamedTuple):
     """Everything that was measured."""
 
     measured: dict[tuple[str, Case], list[Measured]]  # by engine and case, a repeat after the other
-    described: dict[str, dict[str, Any]]  # version and threads, by engine
+    described: dict[str, dict[str, Any]]  # version, threads and precision, by engine
+    failed: Mapping[str, str] = MappingProxyType({})  # why an optional engine is not among them
 
 
 class _Engine:
@@ -83,6 +86,10 @@ class _Engine:
         """Load the model.  Raises EngineError."""
         self.described = self._ask(self.spec.settings)["ready"]
         self._signal(signal.SIGSTOP)
+
+    def takes(self, case: Case) -> bool:
+        """Whether so many requests at once."""
+        return not self.spec.most_live or case.live <= self.spec.most_live
 
     def decode(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """See `engine_processes/process.py`."""
@@ -135,23 +142,21 @@ def compete(
 ) -> Contest:
     """Measure every engine on every case that it takes, `repeats` times, in turn from another first one.
 
-    Raises EngineError when an engine fails.
+    Raises EngineError when an engine fails that is not optional, or when an optional one fails after its warm-up.
     """
     measured: dict[tuple[str, Case], list[Measured]] = {}
-    with _running(specs, log_dir) as engines:
-        for case in cases:
-            for engine in _taking(engines, case):
-                engine.decode(_job(case, prompts, new_tokens=min(_WARM_UP_TOKENS, new_tokens), seed=seed))
+    warm_ups = [(case, _job(case, prompts, new_tokens=min(_WARM_UP_TOKENS, new_tokens), seed=seed)) for case in cases]
+    with _running(specs, warm_ups, log_dir) as (engines, failed):
         for repeat in range(repeats):
             for case in cases:
-                able = _taking(engines, case)
+                able = [engine for engine in engines if engine.takes(case)]
                 for engine in able[repeat % len(able) :] + able[: repeat % len(able)]:
                     reply = engine.decode(_job(case, prompts, new_tokens=new_tokens, seed=seed + repeat))
                     result = figures(reply, case, new_tokens=new_tokens)
                     measured.setdefault((engine.spec.name, case), []).append(result)
                     _log.info("repeat %d, %s, %s: %.1f tokens/s", repeat, case, engine.spec.name, result.tokens_per_s)
         described = {engine.spec.name: engine.described for engine in engines}
-    return Contest(measured, described)
+    return Contest(measured, described, failed)
 
 
 def figures(reply: Mapping[str, Any], case: Case, *, new_tokens: int) -> Measured:
@@ -188,22 +193,30 @@ def cores(count: int) -> list[int]:
 
 
 @contextmanager
-def _running(specs: Sequence[EngineSpec], log_dir: Path) -> Iterator[list[_Engine]]:
-    """All engines, started one after the other; ended in any case."""
+def _running(
+    specs: Sequence[EngineSpec], warm_ups: Sequence[tuple[Case, Mapping[str, Any]]], log_dir: Path
+) -> Iterator[tuple[list[_Engine], dict[str, str]]]:
+    """All engines, started and warmed up one after the other, and why others failed; ended in any case."""
     log_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        engines = []
+        engines, failed = [], {}
         for spec in specs:
             engine = _Engine(spec, log_dir / f"{spec.name.replace(' ', '-')}.log")
             stack.callback(engine.close)
-            engine.start()
+            try:
+                engine.start()
+                for case, job in warm_ups:
+                    if engine.takes(case):
+                        engine.decode(job)
+            except EngineError as error:
+                if not spec.optional:
+                    raise
+                _log.warning("left out: %s", error)
+                failed[spec.name] = str(error)
+                continue
             _log.info("engine %s: %s", spec.name, engine.described)
             engines.append(engine)
-        yield engines
-
-
-def _taking(engines: Sequence[_Engine], case: Case) -> list[_Engine]:
-    return [e for e in engines if not e.spec.most_live or case.live <= e.spec.most_live]
+        yield engines, failed
 
 
 def _job(case: Case, prompts: Sequence[Sequence[int]], *, new_tokens: int, seed: int) -> dict[str, Any]:

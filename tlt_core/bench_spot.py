@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from tlt_core.drafter.eagle3_model import Eagle3Model
 from tlt_core.drafter.eagle3_sequence import HeadProbs, TrainSequence
 from tlt_core.drafter.eagle3_train import Eagle3Trainer, Method, TrainSettings
 from tlt_core.drafter.eagle3_windows import Window
+from tlt_core.machine.precision import as_torch
 from tlt_core.spot.checkpoint import async_checkpoint
 from tlt_core.spot.sampling import Candidate, WindowSampler
 from tlt_core.spot.writer import BackgroundWriter
@@ -135,7 +135,7 @@ def _settings(cfg: RunConfig, *, method: Method = "eagle3", loss: LossKind = "so
     return TrainSettings(
         learning_rate=cfg.drafter.spot.learning_rate,
         depth=cfg.drafter.depth,
-        compute_dtype=getattr(torch, cfg.rollout.dtype),
+        compute_dtype=as_torch(cfg.update.dtype),
         method=method,
         loss=loss,
     )

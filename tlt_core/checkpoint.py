@@ -36,6 +36,7 @@ class DriverState:
     resume_attempt: int
     fingerprint: str  # of the parts of the configuration that may not change between attempts
     best_metric: float | None  # value that ranks this checkpoint
+    precision: dict[str, str] = field(default_factory=dict)  # see `machine/precision`; empty in older states
     drafter_version: int = 0  # publishes so far
     drafter_policy_version: int = 0  # whose responses the drafter in use has learnt from last
     payoff: dict[str, Any] = field(default_factory=dict)  # of drafter training, see `spot/payoff`

@@ -32,7 +32,8 @@ class ColdStartError(ValueError):
 def output_dir(cfg: RunConfig) -> Path:
     """Folder of the warmed-up model: named by everything that it depends on, so runs with equal inputs share it."""
     inputs = cfg.model_dump(mode="json", include={"seed", "model", "data", "coldstart"})
-    inputs |= {"dtype": cfg.rollout.dtype, "solutions": solutions.version()}
+    assert cfg.coldstart.dtype != "auto", "what the machine decides is decided before anything is made"
+    inputs |= {"solutions": solutions.version()}
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
     return made_dir() / "coldstart" / digest
 
@@ -93,11 +94,11 @@ def run(
             "coldstart/tokens_per_s": tokens / (time.time() - trained_s),
         }
         on_progress("writing the model", 0, 1, None)
-        group.export(out_dir.resolve(), tokenizer_from=model_dir.resolve(), dtype=cfg.rollout.dtype)
+        group.export(out_dir.resolve(), tokenizer_from=model_dir.resolve(), dtype=cfg.coldstart.dtype)
     metrics["timing_s/coldstart"] = time.time() - started_s
     # Written last: its presence says that the folder is whole.
     partial = report_path.with_suffix(".partial")
-    partial.write_text(json.dumps({"metrics": metrics, "losses": losses}, indent=1))
+    partial.write_text(json.dumps({"dtype": cfg.coldstart.dtype, "metrics": metrics, "losses": losses}, indent=1))
     partial.replace(report_path)
     return metrics
 
@@ -107,11 +108,12 @@ def _spec(cfg: RunConfig, model_dir: Path, num_steps: int) -> WorkerSpec:
         optimizer=cfg.coldstart.optimizer,
         tokens_per_micro_batch=cfg.update.tokens_per_micro_batch,
         activation_checkpointing=cfg.update.activation_checkpointing,
+        dtype=cfg.coldstart.dtype,
     )
     return WorkerSpec(
         model_dir=model_dir.resolve(),
         rollout=RolloutConfig(
-            dtype=cfg.rollout.dtype, max_live_requests=1, speculation=SpeculationConfig(policy="off")
+            dtype=cfg.coldstart.dtype, max_live_requests=1, speculation=SpeculationConfig(policy="off")
         ),
         max_len=1,  # this stage decodes nothing
         trainer=TrainerSpec(update, AlgorithmConfig(), num_steps, max_new_tokens=1, temperature=1.0),

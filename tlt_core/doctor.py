@@ -16,10 +16,11 @@ import torch
 
 from kernels import native
 from tlt_core.giving_way import may_give_way
+from tlt_core.machine import precision
+from tlt_core.machine.precision import bf16_instructions
 
 _PACKAGES = ("torch", "transformers", "ray", "deepspeed", "triton", "prefect", "mlflow", "dvc", "flash-attn", "vllm")
 _DEMO_GB = 17  # measured: 8 for each worker, one for the rest
-_BF16_FLAGS = ("amx_bf16", "avx512_bf16")  # /proc/cpuinfo names of x86 instructions on bf16 matrices and vectors
 
 
 class Finding(NamedTuple):
@@ -52,18 +53,9 @@ def findings() -> list[Finding]:
     return [*_hardware(gpus), *_required(), *_backends(gpus), *_optional(gpus)]
 
 
-def bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """bf16 instruction sets of this CPU, empty where it has none or does not say."""
-    if not cpuinfo.is_file():
-        return ()
-    flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "").split()
-    return tuple(f for f in _BF16_FLAGS if f in flags)
-
-
 def _hardware(gpus: int) -> list[Finding]:
     memory_gb = psutil.virtual_memory().total / 2**30
     python_ok = (3, 11) <= sys.version_info[:2] < (3, 14)
-    bf16 = bf16_instructions()
     return [
         Finding("Python", platform.python_version(), "used" if python_ok else "missing", "3.11 to 3.13 are supported"),
         Finding("CPU", f"{_cores()} cores, {cpu_model()}", "used", "keep workers x threads_per_worker within it"),
@@ -73,12 +65,8 @@ def _hardware(gpus: int) -> list[Finding]:
             "used" if memory_gb >= _DEMO_GB else "missing",
             f"the demo's two workers need about {_DEMO_GB} GB",
         ),
-        Finding(
-            "bf16 on CPU",
-            ", ".join(bf16) or "none",
-            "used" if bf16 else "skipped",
-            "rollout and update in bfloat16" if bf16 else "bfloat16 would be emulated: set rollout.dtype=float32",
-        ),
+        _precision("precision", "cpu"),
+        *([_precision("precision on GPU", "cuda")] if gpus else []),
         _native_kernels(),
         _idle_time(),
         Finding(
@@ -88,6 +76,18 @@ def _hardware(gpus: int) -> list[Finding]:
             "set cluster.gpus_per_worker=1" if gpus else "the CPU path is used: torch.cuda finds no device",
         ),
     ]
+
+
+def _precision(name: str, device: str) -> Finding:
+    """What `dtype: auto` is here."""
+    here = precision.offers(device)
+    auto = precision.resolve(precision.Precision("auto", "auto", "auto"), here)
+    able = list(dict.fromkeys(who for who in (here.rollout, here.update) if who))
+    reason = f"dtype: auto; bfloat16 by {' and '.join(able)}" if able else "dtype: auto"
+    if here.lacks:
+        reason += f"; training in it would be emulated: {here.lacks}"
+    found = f"rollout {auto.rollout}, update {auto.update}"
+    return Finding(name, found, "used" if here.update else "skipped", reason)
 
 
 def _native_kernels() -> Finding:

@@ -19,6 +19,7 @@ from conf.schema import RunConfig, SpeculationConfig, StrategyConfig
 from kernels.coupled_sample import gumbel_noise
 from tlt_core import bench_rollout, data
 from tlt_core.bench_rollout import Workload
+from tlt_core.machine.precision import as_torch
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
 from tlt_core.sampling import policy_scores, row_keys, stream_key
@@ -46,7 +47,7 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, drafters: Mapping[str, 
     once = {name: bench_rollout.run(exact, arm, seed=cfg.seed) for name, arm in arms.items()}
     timed = exact
     if cfg.rollout.dtype != "float32":
-        timed = _workload(cfg, policy, data_dir, dtype=getattr(torch, cfg.rollout.dtype))
+        timed = _workload(cfg, policy, data_dir, dtype=as_torch(cfg.rollout.dtype))
     measured = bench_rollout.compare(timed, arms, repeats=cfg.retrain.repeats, seed=cfg.seed)
     trials = {}
     for name, done in once.items():

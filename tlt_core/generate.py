@@ -19,6 +19,7 @@ from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.worker import WorkerSpec
 from tlt_core.data import DataError, encode_prompt
 from tlt_core.file_questions import jsonl_rows
+from tlt_core.machine.precision import as_torch, for_rollouts
 from tlt_core.model.load import load_decoder, load_tokenizer, resolve, stop_token_ids
 from tlt_core.store import write_atomically
 from tlt_core.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
@@ -66,13 +67,14 @@ def generate_file(
         GenerationRequest(NoiseKey(seed, _OFFLINE_STEP, index, 0), line.tokens) for index, line in enumerate(lines)
     ]
     max_len = max(len(line.tokens) for line in lines) + params.max_new_tokens
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     spec = WorkerSpec(
         model_dir=folder.resolve(),
-        rollout=RolloutConfig(dtype=dtype, max_live_requests=batch_size, speculation=speculation),
+        rollout=RolloutConfig(dtype=for_rollouts(dtype, device), max_live_requests=batch_size, speculation=speculation),
         max_len=max_len,
         trainer=None,
         threads=max(1, torch.get_num_threads() // num_workers),
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=device,
         seed=seed,
     )
     run = _generate_here if num_workers == 1 else _generate_on_group
@@ -106,7 +108,7 @@ def _generate_here(
     num_workers: int,
     on_progress: Callable[[int, int], None],
 ) -> list[Rollout]:
-    decoder = load_decoder(spec.model_dir, dtype=getattr(torch, spec.rollout.dtype), device=spec.device)
+    decoder = load_decoder(spec.model_dir, dtype=as_torch(spec.rollout.dtype), device=spec.device)
     engine = adaptive.make_engine(
         decoder,
         spec.rollout.speculation,

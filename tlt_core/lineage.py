@@ -11,6 +11,7 @@ from pathlib import Path
 from conf.schema import RunConfig
 from tlt_core import checkpoint, provenance
 from tlt_core.export.digests import tokenizer_digest, weights_digest
+from tlt_core.machine.precision import Precision
 from tlt_core.store import Ref
 
 
@@ -22,6 +23,7 @@ def policy_tags(cfg: RunConfig, folder: Path, *, dataset: Ref) -> dict[str, str]
         "run_dir": str(cfg.run_dir.absolute()),
         "export": str(folder.absolute()),
         "git_commit": provenance.commit(),
+        "precision": str(Precision.of(cfg)),
         "data_digest": dataset.sha256,
         "policy_digest": weights_digest(folder),
         "tokenizer_digest": tokenizer_digest(folder),

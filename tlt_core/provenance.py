@@ -17,6 +17,7 @@ import yaml
 
 from conf.schema import RunConfig
 from tlt_core import doctor
+from tlt_core.machine.precision import Precision
 from tlt_core.store import write_atomically
 
 
@@ -40,6 +41,7 @@ def begin_attempt(cfg: RunConfig, *, forecast_s: Mapping[str, float]) -> None:
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "argv": sys.argv,
+        "precision": Precision.of(cfg)._asdict(),
         "machine": doctor.machine(),
         "forecast_s": _rounded(forecast_s),
     }

@@ -38,6 +38,7 @@ from tlt_core.drafter_release import (
 from tlt_core.engine_agreement import require_agreement
 from tlt_core.grpo import advantage, batch
 from tlt_core.grpo.reward import Scorer
+from tlt_core.machine.precision import Precision, recorded_in
 from tlt_core.metrics import StepMetrics, rollout_metrics, score_metrics, validation_metrics
 from tlt_core.model.load import load_tokenizer, stop_token_ids
 from tlt_core.progress import Progress, sample_rows
@@ -82,6 +83,7 @@ class Session:
         start_model: Path,
         on_progress: Callable[[Progress], None],
     ) -> None:
+        assert "auto" not in Precision.of(cfg), "settle() comes first"
         self.cfg = cfg
         self.metrics = StepMetrics()
         self.rounds: list[Sequence[RoundTrace]] = []  # of the latest training rollout, by worker
@@ -134,9 +136,17 @@ class Session:
         newest = checkpoint.newest_valid(cfg.run_dir / "checkpoints") if resume else None
         state = None if newest is None else checkpoint.load_state(newest)
         if state is not None and state.fingerprint != _fingerprint(cfg):
-            raise checkpoint.CheckpointError(
-                f"{newest} belongs to a run with another model, data set, rollout, algorithm or optimizer "
-                f"configuration; choose another name (name={cfg.name!r} now) or remove {cfg.run_dir}"
+            before = recorded_in(state)
+            if before is None or state.fingerprint != _fingerprint(cfg.with_dtypes(**before._asdict())):
+                raise checkpoint.CheckpointError(
+                    f"{newest} belongs to a run with another model, data set, rollout, algorithm or optimizer "
+                    f"configuration; choose another name (name={cfg.name!r} now) or remove {cfg.run_dir}"
+                )
+            log.warning(
+                "going on in another precision, as told (%s; before: %s): results are no longer those of the "
+                "uninterrupted run to the bit, and losses differ slightly",
+                Precision.of(cfg),
+                before,
             )
         session = cls(cfg, data_dir=data_dir, start_model=start_model, on_progress=on_progress)
         if state is not None:
@@ -370,6 +380,7 @@ class Session:
                 resume_attempt=self.resume_attempt,
                 fingerprint=self._fingerprint,
                 best_metric=self._last_best_metric,
+                precision=Precision.of(self.cfg)._asdict(),
                 metrics=self.metrics.values(),
             )
             self._last_best_metric = None
@@ -583,8 +594,9 @@ def _informative_groups(scored: ScoredBatch) -> list[int]:
 
 
 def _fingerprint(cfg: RunConfig) -> str:
-    """Digest of what may not change between attempts.  More steps, workers, another tracker or other speculation
-    (which changes no token of our engine) are fine, as is the size of ZeRO's buckets."""
+    """Digest of what may not change between attempts (of it precision alone may, when told to).  More steps, workers,
+    another tracker or other speculation (which changes no token of our engine) are fine, as is the size of ZeRO's
+    buckets."""
     sections = {"seed", "model", "data", "coldstart", "rollout", "algorithm", "update"}
     fixed = cfg.model_dump(mode="json", include=sections, exclude=_FREE)
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()

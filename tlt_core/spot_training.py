@@ -114,6 +114,7 @@ class SpotTraining:
         decoder: Decoder,
         depth: int,
         temperature: float,
+        compute_dtype: torch.dtype,
         folder: Path,
         resume: bool,
         peers: Sequence[Path] = (),
@@ -121,15 +122,15 @@ class SpotTraining:
         loss: LossKind = "soft_ce",
     ) -> None:
         """model: float32, the drafter in use, which becomes this object's.  depth: of the training-time test, and of
-        the canary's chains.  folder: where hidden states and training state are kept; others may read there.  resume:
-        go on from what is there.  peers: other workers' folders."""
+        the canary's chains.  compute_dtype: of both; the decoder has its own.  folder: where hidden states and training
+        state are kept; others may read there.  resume: go on from what is there.  peers: other workers' folders."""
         self._cfg = cfg
         self._decoder, self._folder = decoder, folder
         self._writer = BackgroundWriter()
         self._settings = TrainSettings(
             learning_rate=cfg.learning_rate,
             depth=depth,
-            compute_dtype=decoder.head_weight.dtype,
+            compute_dtype=compute_dtype,
             method=method,
             loss=loss,
         )
@@ -180,7 +181,7 @@ class SpotTraining:
         """A rollout phase begins, with this policy in the decoder."""
         self._step, self._policy_version = step, policy_version
         if policy_version not in self._heads:
-            self._heads[policy_version] = self._decoder.head_weight[self.used.draft_ids_J].detach().clone()
+            self._heads[policy_version] = self._in_training_type(self._decoder.head_weight[self.used.draft_ids_J])
         self._phase = _Phase()
         self._stored = None
 
@@ -342,7 +343,8 @@ class SpotTraining:
 
     def _resume(self, saved: SpotCheckpoint) -> None:
         tensors, values = saved
-        self._heads = {int(n.removeprefix("head.")): h for n, h in tensors.items() if n.startswith("head.")}
+        heads = {int(n.removeprefix("head.")): h for n, h in tensors.items() if n.startswith("head.")}
+        self._heads = {version: self._in_training_type(head) for version, head in heads.items()}
         average = {n.removeprefix("average."): v for n, v in tensors.items() if n.startswith("average.")}
         self._trainer.load_state_dict({n: v for n, v in tensors.items() if not n.startswith(("head.", "average."))})
         self._average.load_state_dict(average or self._trainer.model.state_dict())  # absent from older states
@@ -442,6 +444,10 @@ class SpotTraining:
         self._trial, self._phase.trial = None, trial
         self._trial_s = trial.used.seconds - trial.known_s + trial.candidate.seconds
         self._phase.candidate, self._phase.comparison = trial.candidate.model, compare(trial.used, trial.candidate)
+
+    def _in_training_type(self, head_JD: Tensor) -> Tensor:
+        """A copy: products with it take as long as training's own."""
+        return head_JD.detach().to(self._settings.compute_dtype, copy=True)
 
     def _sequence(self, item: StoredSequence) -> TrainSequence:
         probs = HeadProbs(item.last_PD, item.lognorms_P, self._heads[item.policy_version])

@@ -22,6 +22,7 @@ from tlt_core.drafter.eagle3_model import choose_draft_vocabulary, eagle3_from_t
 from tlt_core.drafter.eagle3_sequence import TrainSequence, observe
 from tlt_core.drafter.eagle3_train import Eagle3Trainer, TrainMetrics, TrainSettings
 from tlt_core.grpo.batch import fill
+from tlt_core.machine.precision import as_torch
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
 from tlt_core.prompt_order import PromptOrder
@@ -44,7 +45,7 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progr
     tokenizer = load_tokenizer(policy)
     questions = data.load(data_dir, "train", tokenizer)
     prompts = PromptOrder(questions, seed=cfg.seed).take(own.num_prompts)
-    dtype = getattr(torch, cfg.rollout.dtype)
+    dtype, kept_as = as_torch(cfg.update.dtype), as_torch(cfg.rollout.dtype)
     plain = load_decoder(policy, dtype=dtype, device="cpu")
     stops = stop_token_ids(policy, tokenizer)
     rollouts = _sample(cfg, prompts, policy, stops=stops, on_progress=on_progress)
@@ -65,8 +66,8 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progr
         seen += count
         on_progress("hidden states", seen, len(rollouts), None)
 
-    kept, scales = _observe(plain, rest, ids_J, on_observed)
-    held, _ = _observe(plain, apart, ids_J, on_observed)
+    kept, scales = _observe(plain, rest, ids_J, on_observed, kept_as=kept_as)
+    held, _ = _observe(plain, apart, ids_J, on_observed, kept_as=kept_as)
 
     settings = TrainSettings(
         learning_rate=own.learning_rate,
@@ -82,7 +83,7 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progr
     first = trainer.measure(held)
     last = _train(trainer, kept, cfg, on_progress)
     on_progress("drafter on held-out responses", 0, 1, None)
-    save_eagle3(model, out_dir, dtype=dtype)
+    save_eagle3(model, out_dir, dtype=kept_as)
     metrics = {
         "drafter/warmup_rollouts": float(len(rollouts)),
         "drafter/warmup_tokens": float(sum(len(s.tokens_L) for s in kept)),
@@ -96,6 +97,7 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progr
         "policy": str(policy),
         "commit": provenance.commit(),
         "settings": own.model_dump(mode="json"),
+        "dtype": {"rollout": cfg.rollout.dtype, "update": cfg.update.dtype},
         "metrics": metrics,
     }
     write_atomically(out_dir / "drafter.json", lambda partial: partial.write_text(json.dumps(report, indent=1)))
@@ -107,7 +109,7 @@ def _sample(
 ) -> list[Rollout]:
     """Rollouts of the policy under the run's sampling settings, in a fixed order."""
     rollout, own = cfg.rollout, cfg.drafter
-    decoder = load_decoder(policy, dtype=getattr(torch, rollout.dtype), device="cpu")
+    decoder = load_decoder(policy, dtype=as_torch(rollout.dtype), device="cpu")
     engine = adaptive.make_engine(
         decoder,
         SpeculationConfig(),
@@ -147,11 +149,17 @@ def _token_counts(sequences: Sequence[torch.Tensor], vocab_size: int) -> torch.T
 
 
 def _observe(
-    plain: Decoder, rollouts: Sequence[Rollout], ids_J: torch.Tensor, on_observed: Callable[[int], None]
+    plain: Decoder,
+    rollouts: Sequence[Rollout],
+    ids_J: torch.Tensor,
+    on_observed: Callable[[int], None],
+    *,
+    kept_as: torch.dtype,
 ) -> tuple[list[TrainSequence], tuple[float, ...]]:
-    """What the target saw and expected over the rollouts, and the scales of its hidden states."""
+    """What the target saw and expected over the rollouts, and the scales of its hidden states.  kept_as: the type that
+    the engine records in."""
     probe = eagle3_from_target(plain, ids_J, scales=(1.0, 1.0, 1.0), seed=0)
-    dtype, sequences = plain.head_weight.dtype, []
+    sequences: list[TrainSequence] = []
     for rows in fill(range(len(rollouts)), lambda row, _: len(rollouts[row].tokens), budget=_OBSERVED_TOKENS):
         part = [rollouts[row] for row in rows]
         sequences += observe(
@@ -159,7 +167,7 @@ def _observe(
             [r.tokens for r in part],
             probe,
             firsts=[r.prompt_len for r in part],
-            dtype=dtype,
+            dtype=kept_as,
             streams=[stream_key(r.key) for r in part],
         )
         on_observed(len(part))

@@ -1,13 +1,18 @@
-"""The CPU's own kernels: C for processors with bfloat16 products (AVX-512, AMX), compiled where they run.
+"""The CPU's own kernels: C in one source for every width of vectors (`lanes.h`), compiled where they run.
 
-    *.c, *.h  --cc, two seconds, once for each processor-->  ~/.cache/tlt/native-<digest>.so  --ctypes-->  library()
+    *.c, *.h  --cc, three seconds, once for each processor-->  ~/.cache/tlt/native-<digest>.so  --ctypes-->  library()
+
+    amx          matrix tiles beside AVX-512          } products of bfloat16 numbers
+    avx512_bf16  AVX-512 with bfloat16 products       }
+    avx512, avx2, neon                                numbers are bfloat16 in memory, products float32
+    portable     the compiler's vectors of four floats
 
 torch's kernels are made for large tensors.  A decode step of a small model is hundreds of operations on a few rows,
 where calls, copies and re-arrangements cost more than the arithmetic: on one core of an EPYC 9005, SmolLM2-135M with a
 request of 400 tokens takes 17 ms with torch's kernels, of which its weights at memory bandwidth are 7.
 
-Without a compiler, or on another processor, everything runs on torch, and `library` says so once.
-TLT_NATIVE_KERNELS=0 turns them off.
+Without a compiler everything runs on torch, and `library` says so once.  TLT_NATIVE_KERNELS=0 turns them off;
+TLT_NATIVE_KERNELS=avx2 (or another of the names above) uses at most these instructions.
 """
 
 import ctypes
@@ -26,8 +31,17 @@ import torch
 
 _log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent
-_FLAGS = ("-O3", "-march=native", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-std=gnu11")
+_FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-std=gnu11", "-ffp-contract=off", "-Wno-psabi")
 _SWITCH = "TLT_NATIVE_KERNELS"
+_MACHINES = {"x86_64": "-march=native", "amd64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
+_X86 = {  # what the compiler must not use
+    "amx": (),
+    "avx512_bf16": ("-mno-amx-tile",),
+    "avx512": ("-mno-amx-tile", "-mno-avx512bf16"),
+    "avx2": ("-mno-amx-tile", "-mno-avx512f"),
+    "portable": ("-mno-amx-tile", "-mno-avx512f", "-mno-avx"),
+}
+_ARM: dict[str, tuple[str, ...]] = {"neon": ()}
 
 _P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[object, ...]] = {
@@ -68,8 +82,9 @@ def load() -> ctypes.CDLL:
     lacking = _lacking()
     if lacking:
         raise NativeError(lacking)
+    flags = _flags()
     try:
-        path = _compiled()
+        path = _compiled(flags)
     except OSError as error:
         raise NativeError(
             f"they cannot be compiled or kept ({error}); set XDG_CACHE_HOME to a folder with room that can be written"
@@ -82,27 +97,50 @@ def load() -> ctypes.CDLL:
     for name, arguments in _SIGNATURES.items():
         function = getattr(found, name)
         function.argtypes, function.restype = list(arguments), None
+    found.tlt_isa.argtypes, found.tlt_isa.restype = [], ctypes.c_char_p
     return found
+
+
+def isa() -> str | None:
+    """Name of the instructions that the kernels use here, see above; None where they do not run."""
+    found = library()
+    return None if found is None else found.tlt_isa().decode()
+
+
+def narrower() -> tuple[str, ...]:
+    """Names of the instructions that this processor has besides its best, for TLT_NATIVE_KERNELS; widest first."""
+    own, names = isa(), list(_X86)
+    return tuple(names[names.index(own) + 1 :]) if own in names else ()
 
 
 def _lacking() -> str:
     """Why the kernels are not for this machine; empty where they are."""
-    if platform.machine().lower() not in ("x86_64", "amd64") or os.name != "posix":
-        return f"they are for x86-64 under Linux and macOS, this is {platform.machine()} under {platform.system()}"
-    if not torch.cpu._is_avx512_bf16_supported():
-        return "this processor has no AVX-512 instructions for bfloat16"
+    if platform.machine().lower() not in _MACHINES or os.name != "posix":
+        return (
+            f"they are for x86-64 and ARM under Linux and macOS, this is {platform.machine()} under {platform.system()}"
+        )
     return ""
 
 
-def _compiled() -> Path:
+def _flags() -> tuple[str, ...]:
+    machine = platform.machine().lower()
+    limits, most = _X86 if machine in ("x86_64", "amd64") else _ARM, os.environ.get(_SWITCH, "")
+    if most and most not in limits:
+        raise NativeError(
+            f"{_SWITCH}={most!r} is none of 0, {', '.join(limits)}; unset it for all that this processor has"
+        )
+    return (*_FLAGS, _MACHINES[machine], *(limits[most] if most else ()))
+
+
+def _compiled(flags: Sequence[str]) -> Path:
     sources = sorted(_SOURCES.glob("*.c"))
     digest = hashlib.sha256()
     for path in (*sources, *sorted(_SOURCES.glob("*.h"))):
         digest.update(path.read_bytes())
-    digest.update(repr((_FLAGS, _processor())).encode())
+    digest.update(repr((tuple(flags), _processor())).encode())
     target = _cache_folder() / f"native-{digest.hexdigest()[:16]}.so"
     if not target.is_file():
-        _compile(sources, target)
+        _compile(sources, target, flags)
     return target
 
 
@@ -132,7 +170,7 @@ def _cache_folder() -> Path:
     return private
 
 
-def _compile(sources: Sequence[Path], target: Path) -> None:
+def _compile(sources: Sequence[Path], target: Path, flags: Sequence[str]) -> None:
     compiler = next((found for name in ("cc", "gcc", "clang") if (found := shutil.which(name))), None)
     if compiler is None:
         raise NativeError(
@@ -141,7 +179,7 @@ def _compile(sources: Sequence[Path], target: Path) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / "native.so"
         objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
-        commands = [[compiler, *_FLAGS, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
+        commands = [[compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
         # Without -fopenmp: a second OpenMP runtime beside torch's would fight it for the cores.
         commands.append([compiler, "-shared", "-o", str(built), *objects, "-lm"])
         for command in commands:

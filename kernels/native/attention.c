@@ -16,7 +16,18 @@
 #include "common.h"
 #include "tiles.h"
 
-enum { KEYS = 16, ROWS = 12, AHEAD = 32 };
+enum { KEYS = 16, PARTS = KEYS / LANES, AHEAD = 32 };
+
+// Rows that share a block of keys in registers; rows and vectors that share values
+#if defined(HAS_AVX512)
+enum { ROWS = 12, MIXED = 6, VECTORS = 4 };
+#elif defined(HAS_AVX2)
+enum { ROWS = 6, MIXED = 3, VECTORS = 4 };
+#else
+enum { ROWS = 4, MIXED = 3, VECTORS = 4 };
+#endif
+enum { FEATURES = VECTORS * LANES };  // of a head that are mixed at a time
+enum { CHAINS = STEPS == 1 ? 2 : 1 };  // sums of a score
 
 static __thread void *kept;
 static __thread size_t kept_size;
@@ -27,27 +38,40 @@ INLINE void transpose(const bf16 *const keys[KEYS], int64_t dim, bf16 *out) {
 }
 
 // two sums each, of every other pair: with few queries one alone would wait for itself
-INLINE void dots(const int count, const bf16 *const q[], const bf16 *keys, int64_t dim, float *const out[]) {
-    __m512 even[ROWS], odd[ROWS];
+INLINE void dots(const int count, const term *const q[], const bf16 *keys, int64_t dim, float *const out[]) {
+    vf sums[ROWS][CHAINS][PARTS];
 #pragma GCC unroll 12
-    for (int r = 0; r < count; r++) even[r] = odd[r] = _mm512_setzero_ps();
-    for (int64_t i = 0; i < dim; i += 4) {
-        __m512bh first = (__m512bh)_mm512_loadu_si512(keys + i * KEYS);
-        __m512bh second = (__m512bh)_mm512_loadu_si512(keys + (i + 2) * KEYS);
+    for (int r = 0; r < count; r++)
+#pragma GCC unroll 2
+        for (int chain = 0; chain < CHAINS; chain++)
+#pragma GCC unroll 4
+            for (int j = 0; j < PARTS; j++) sums[r][chain][j] = (vf){0};
+    for (int64_t i = 0; i < dim; i += 2 * CHAINS)
+#pragma GCC unroll 2
+        for (int chain = 0; chain < CHAINS; chain++)
+#pragma GCC unroll 2
+            for (int step = 0; step < STEPS; step++) {
+                Pairs pairs[PARTS];
+#pragma GCC unroll 4
+                for (int j = 0; j < PARTS; j++)
+                    pairs[j] = take(load_u(keys + (i + 2 * chain) * KEYS + 2 * LANES * j), step);
 #pragma GCC unroll 12
-        for (int r = 0; r < count; r++) {
-            int pairs[2];
-            memcpy(pairs, q[r] + i, 8);
-            even[r] = _mm512_dpbf16_ps(even[r], first, (__m512bh)_mm512_set1_epi32(pairs[0]));
-            odd[r] = _mm512_dpbf16_ps(odd[r], second, (__m512bh)_mm512_set1_epi32(pairs[1]));
-        }
-    }
+                for (int r = 0; r < count; r++) {
+                    Term by = term_at(q[r] + i + 2 * chain, step);
+#pragma GCC unroll 4
+                    for (int j = 0; j < PARTS; j++)
+                        sums[r][chain][j] = add_products(sums[r][chain][j], pairs[j], by);
+                }
+            }
 #pragma GCC unroll 12
-    for (int r = 0; r < count; r++) _mm512_storeu_ps(out[r], _mm512_add_ps(even[r], odd[r]));
+    for (int r = 0; r < count; r++)
+#pragma GCC unroll 4
+        for (int j = 0; j < PARTS; j++)
+            store(out[r] + j * LANES, CHAINS == 1 ? sums[r][0][j] : sums[r][0][j] + sums[r][CHAINS - 1][j]);
 }
 
 // unscaled scores of `rows` queries against one block of keys
-static void score(const bf16 *const keys[KEYS], const bf16 *const *q, float *const *scores, int64_t rows, int64_t at,
+static void score(const bf16 *const keys[KEYS], const term *const *q, float *const *scores, int64_t rows, int64_t at,
                   int64_t dim) {
     bf16 turned[KEYS * 256];
     transpose(keys, dim, turned);
@@ -57,7 +81,13 @@ static void score(const bf16 *const keys[KEYS], const bf16 *const *q, float *con
         for (int64_t r = 0; r < count; r++) out[r] = scores[first + r] + at;
         switch (count) {
 #define CASE(n) case n: dots(n, q + first, turned, dim, out); break;
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+            CASE(1) CASE(2) CASE(3) CASE(4)
+#if defined(HAS_AVX512) || defined(HAS_AVX2)
+            CASE(5) CASE(6)
+#endif
+#if defined(HAS_AVX512)
+            CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
+#endif
 #undef CASE
         }
     }
@@ -65,74 +95,81 @@ static void score(const bf16 *const keys[KEYS], const bf16 *const *q, float *con
 
 // weights e^(s - max), s = dots scale, in bfloat16, 0 up to the end of a block; returns what they sum up to, unrounded
 static float weigh(const float *dots, int64_t count, float scale, bf16 *weights) {
-    __m512 top = _mm512_set1_ps(-INFINITY), total = _mm512_setzero_ps(), factor = _mm512_set1_ps(scale);
-    for (int64_t c = 0; c < count; c += KEYS)
-        top = _mm512_mask_max_ps(top, first_lanes(count - c), top, _mm512_mul_ps(_mm512_loadu_ps(dots + c), factor));
-    top = _mm512_set1_ps(_mm512_reduce_max_ps(top));
-    for (int64_t c = 0; c < count; c += KEYS) {
-        __m512 p = exp_ps(_mm512_sub_ps(_mm512_mul_ps(_mm512_loadu_ps(dots + c), factor), top));
-        p = _mm512_maskz_mov_ps(first_lanes(count - c), p);
-        total = _mm512_add_ps(total, p);
+    vf top = splat(-INFINITY), total = {0};
+    for (int64_t c = 0; c < count; c += LANES)
+        top = where(first_lanes(count - c), larger(top, load(dots + c) * scale), top);
+    top = splat(largest_of(top));
+    int64_t c = 0;
+    for (; c < count; c += LANES) {
+        vf p = where(first_lanes(count - c), exponential_of(load(dots + c) * scale - top), (vf){0});
+        total += p;
         store_bf16(weights + c, p);
     }
-    return _mm512_reduce_add_ps(total);
+    for (; c % KEYS; c += LANES) store_bf16(weights + c, (vf){0});
+    return sum_of(total);
 }
 
-// out[r] += sum over `count` values, an even number, of weights[r][c] v_c; two values at a time
-INLINE void mix(const int rows, const int parts, const bf16 *const *values, const bf16 *run, int64_t count,
-                const bf16 *const *weights, int64_t at, float *const *out) {
+// LANES features of two values each, vector by vector
+INLINE void take_two(const bf16 *one, const bf16 *two, int step, Pairs pairs[VECTORS]) {
+#if defined(HAS_AVX512) && defined(__AVX512BF16__)
     static const uint16_t LOW[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                      8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
     __m512i low = _mm512_loadu_si512(LOW), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    __m512 sum[6][8];
+#pragma GCC unroll 2
+    for (int j = 0; j < VECTORS; j += 2) {
+        __m512i a = _mm512_loadu_si512(one + LANES * j), b = _mm512_loadu_si512(two + LANES * j);
+        pairs[j] = (__m512bh)_mm512_permutex2var_epi16(a, low, b);
+        pairs[j + 1] = (__m512bh)_mm512_permutex2var_epi16(a, high, b);
+    }
+#else
+#pragma GCC unroll 4
+    for (int j = 0; j < VECTORS; j++) pairs[j] = load_bf16((step ? two : one) + LANES * j);
+#endif
+}
+
+// out[r] += sum over `count` values, an even number, of weights[r][c] v_c, FEATURES of them; two values at a time
+INLINE void mix(const int rows, const bf16 *const *values, const bf16 *run, int64_t dim, int64_t count,
+                const term *const *weights, int64_t at, float *const *out, int64_t feature) {
+    vf sums[MIXED][VECTORS];
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int j = 0; j < parts; j++) sum[r][j] = _mm512_loadu_ps(out[r] + 16 * j);
-    for (int64_t c = 0; c < count; c += 2) {
-        const bf16 *one = values ? values[c] : run + c * 16 * parts, *two = values ? values[c + 1] : one + 16 * parts;
-        __m512bh pairs[8];
 #pragma GCC unroll 4
-        for (int j = 0; j < parts; j += 2) {
-            __m512i a = _mm512_loadu_si512(one + 16 * j), b = _mm512_loadu_si512(two + 16 * j);
-            pairs[j] = (__m512bh)_mm512_permutex2var_epi16(a, low, b);
-            pairs[j + 1] = (__m512bh)_mm512_permutex2var_epi16(a, high, b);
-        }
+        for (int j = 0; j < VECTORS; j++) sums[r][j] = load(out[r] + feature + LANES * j);
+    for (int64_t c = 0; c < count; c += 2) {
+        const bf16 *one = values ? values[c] : run + c * dim, *two = values ? values[c + 1] : one + dim;
+#pragma GCC unroll 2
+        for (int step = 0; step < STEPS; step++) {
+            Pairs pairs[VECTORS];
+            take_two(one + feature, two + feature, step, pairs);
 #pragma GCC unroll 6
-        for (int r = 0; r < rows; r++) {
-            int both;
-            memcpy(&both, weights[r] + at + c, 4);
-            __m512bh p = (__m512bh)_mm512_set1_epi32(both);
-#pragma GCC unroll 8
-            for (int j = 0; j < parts; j++) sum[r][j] = _mm512_dpbf16_ps(sum[r][j], pairs[j], p);
+            for (int r = 0; r < rows; r++) {
+                Term by = term_at(weights[r] + at + c, step);
+#pragma GCC unroll 4
+                for (int j = 0; j < VECTORS; j++) sums[r][j] = add_products(sums[r][j], pairs[j], by);
+            }
         }
     }
 #pragma GCC unroll 6
     for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int j = 0; j < parts; j++) _mm512_storeu_ps(out[r] + 16 * j, sum[r][j]);
+#pragma GCC unroll 4
+        for (int j = 0; j < VECTORS; j++) store(out[r] + feature + LANES * j, sums[r][j]);
 }
 
 static void mix_rows(int64_t rows, int64_t dim, const bf16 *const *values, const bf16 *run, int64_t count,
-                     bf16 *const *weights, int64_t at, float *const *out) {
-    int most = dim == 64 ? 6 : 2;
-    for (int64_t first = 0; first < rows; first += most) {
-        int64_t left = rows - first < most ? rows - first : most;
-        const bf16 *const *w = (const bf16 *const *)weights + first;
-        float *const *o = out + first;
-#define CASE(n, parts) mix(n, parts, values, run, count, w, at, o)
-        switch (dim == 64 ? left : 6 + left) {
-            case 1: CASE(1, 4); break;
-            case 2: CASE(2, 4); break;
-            case 3: CASE(3, 4); break;
-            case 4: CASE(4, 4); break;
-            case 5: CASE(5, 4); break;
-            case 6: CASE(6, 4); break;
-            case 7: CASE(1, 8); break;
-            case 8: CASE(2, 8); break;
-        }
+                     term *const *weights, int64_t at, float *const *out) {
+    for (int64_t first = 0; first < rows; first += MIXED)
+        for (int64_t feature = 0; feature < dim; feature += FEATURES) {
+            int64_t left = rows - first < MIXED ? rows - first : MIXED;
+            const term *const *w = (const term *const *)weights + first;
+            switch (left) {
+#define CASE(n) case n: mix(n, values, run, dim, count, w, at, out + first, feature); break;
+                CASE(1) CASE(2) CASE(3)
+#if defined(HAS_AVX512)
+                CASE(4) CASE(5) CASE(6)
+#endif
 #undef CASE
-    }
+            }
+        }
 }
 
 // `who` [count]: tokens that share slot and known part
@@ -144,27 +181,30 @@ static void attend_together(const bf16 *q, int64_t row_stride, const Layout *lay
     const bf16 *keys = cache->keys + slot * cache->slot_stride + head * cache->head_stride;
     const bf16 *values = cache->values + slot * cache->slot_stride + head * cache->head_stride;
     int64_t columns = (known + layout->width + KEYS - 1) / KEYS * KEYS, tail_most = columns - shared;
-    size_t size = sizeof(float) * rows * (columns + columns / 2 + dim + 2) + sizeof(void *) * (4 * rows + 2 * (tail_most + KEYS));
+    size_t size = sizeof(float) * rows * (columns + dim + 2) + sizeof(term) * rows * (columns + dim) +
+                  sizeof(bf16) * columns + sizeof(void *) * (4 * rows + 2 * (tail_most + KEYS)) + 64;
     float *numbers = scratch(&kept, &kept_size, size), *sums = numbers + rows * columns, *totals = sums + rows * dim;
-    bf16 *rounded = (bf16 *)(totals + 2 * rows);
-    const bf16 **queries = (const bf16 **)(rounded + rows * columns);
+    term *asked = (term *)(totals + 2 * rows), *weighed = asked + rows * dim;
+    const term **queries = (const term **)(weighed + rows * columns);
     float **scores = (float **)(queries + rows), **mixed = scores + rows;
-    bf16 **weights = (bf16 **)(mixed + rows);
+    term **weights = (term **)(mixed + rows);
     const bf16 **tail_keys = (const bf16 **)(weights + rows), **tail_values = tail_keys + tail_most + KEYS;
+    bf16 *rounded_weights = (bf16 *)(tail_values + tail_most + KEYS);
     float scale = 1.0f / sqrtf((float)dim);
     memset(sums, 0, sizeof(float) * rows * dim);
     for (int64_t r = 0; r < rows; r++) {
-        queries[r] = q + who[r / grouped] * row_stride + (head * grouped + r % grouped) * dim;
+        to_terms(q + who[r / grouped] * row_stride + (head * grouped + r % grouped) * dim, dim, asked + r * dim);
+        queries[r] = asked + r * dim;
         scores[r] = numbers + r * columns;
         mixed[r] = sums + r * dim;
-        weights[r] = rounded + r * columns;
+        weights[r] = weighed + r * columns;
     }
     for (int64_t c = 0; c < shared; c += KEYS) {
         const bf16 *block[KEYS];
         for (int i = 0; i < KEYS; i++) block[i] = keys + (c + i) * dim;
         for (int64_t i = 0; i < KEYS * dim; i += 32) {  // short runs of memory: the processor's own guess comes too late
-            _mm_prefetch((const char *)(keys + (c + AHEAD) * dim + i), _MM_HINT_T0);
-            _mm_prefetch((const char *)(values + c * dim + i), _MM_HINT_T1);
+            __builtin_prefetch(keys + (c + AHEAD) * dim + i, 0, 3);
+            __builtin_prefetch(values + c * dim + i, 0, 2);
         }
         score(block, queries, scores, rows, c, dim);
     }
@@ -189,14 +229,16 @@ static void attend_together(const bf16 *q, int64_t row_stride, const Layout *lay
             }
             for (int64_t c = 0; c < tail; c += KEYS)
                 score(tail_keys + c, queries + t * grouped, own, grouped, shared + c, dim);
-            for (int64_t g = 0; g < grouped; g++)
-                totals[t * grouped + g] = weigh(own[g], shared + tail, scale, weights[t * grouped + g]);
+            for (int64_t g = 0; g < grouped; g++) {
+                totals[t * grouped + g] = weigh(own[g], shared + tail, scale, rounded_weights);
+                to_terms(rounded_weights, (shared + tail + KEYS - 1) / KEYS * KEYS, weights[t * grouped + g]);
+            }
         }
     }
     for (int64_t r = 0; r < rows; r++) {
         bf16 *to = out + who[r / grouped] * out_stride + (head * grouped + r % grouped) * dim;
-        __m512 over = _mm512_set1_ps(1.0f / totals[r]);
-        for (int64_t j = 0; j < dim; j += 16) store_bf16(to + j, _mm512_mul_ps(_mm512_loadu_ps(mixed[r] + j), over));
+        float over = 1.0f / totals[r];
+        for (int64_t j = 0; j < dim; j += LANES) store_bf16(to + j, load(mixed[r] + j) * over);
     }
 }
 
@@ -319,8 +361,8 @@ static void attend_tiles(const bf16 *q, int64_t row_stride, const Layout *layout
         memcpy(queries + r * dim, q + who[r / grouped] * row_stride + (head * grouped + r % grouped) * dim, sizeof(bf16) * dim);
     for (int64_t c = 0; c < blocks; c += KEYS) {
         for (int64_t i = 0; i < KEYS * dim; i += 32) {
-            _mm_prefetch((const char *)(keys.base + (c + AHEAD) * dim + i), _MM_HINT_T0);
-            _mm_prefetch((const char *)(values.base + c * dim + i), _MM_HINT_T1);
+            __builtin_prefetch(keys.base + (c + AHEAD) * dim + i, 0, 3);
+            __builtin_prefetch(values.base + c * dim + i, 0, 2);
         }
         score_tiles(&keys, c, queries, round_up(rows, TILE), scores + c, columns);
     }
@@ -333,7 +375,7 @@ static void attend_tiles(const bf16 *q, int64_t row_stride, const Layout *layout
             for (int64_t g = 0; g < grouped; g += TILE) {
                 score_tiles(&keys, c, queries + (first + g) * dim, TILE, own, KEYS);
                 for (int64_t i = 0; i < TILE && g + i < grouped; i++)
-                    _mm512_storeu_ps(scores + (first + g + i) * columns + c, _mm512_load_ps(own + KEYS * i));
+                    store(scores + (first + g + i) * columns + c, load(own + KEYS * i));
             }
         for (int64_t g = first; g < first + grouped; g++) {
             totals[g] = weigh(scores + g * columns, end, scale, weights + g * columns);
@@ -361,8 +403,8 @@ static void attend_tiles(const bf16 *q, int64_t row_stride, const Layout *layout
     }
     for (int64_t r = 0; r < rows; r++) {
         bf16 *to = out + who[r / grouped] * out_stride + (head * grouped + r % grouped) * dim;
-        __m512 over = _mm512_set1_ps(1.0f / totals[r]);
-        for (int64_t j = 0; j < dim; j += 16) store_bf16(to + j, _mm512_mul_ps(_mm512_loadu_ps(sums + r * dim + j), over));
+        float over = 1.0f / totals[r];
+        for (int64_t j = 0; j < dim; j += LANES) store_bf16(to + j, load(sums + r * dim + j) * over);
     }
 }
 #endif

@@ -1,17 +1,14 @@
-// What the kernels of this folder share.  Everything is for one processor family: AVX-512 with bfloat16 products, and
-// matrix tiles where it has them.
+// What the kernels of this folder share.
 //
 // Shapes: T tokens, D hidden size, H query heads, K key/value heads, G = H / K, d head size, V vocabulary.
 #pragma once
-#include <immintrin.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define INLINE static inline __attribute__((always_inline))
-#define EXPORT __attribute__((visibility("default")))
+#include "lanes.h"
 
-typedef uint16_t bf16;
+#define EXPORT __attribute__((visibility("default")))
 
 typedef struct {
     const bf16 *panels;  // see linear.c
@@ -55,33 +52,17 @@ INLINE void *scratch(void **kept, size_t *size, size_t wanted) {
     return *kept;
 }
 
-INLINE __m512 widen(__m256i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16)); }
-INLINE __m512 load_bf16(const bf16 *x) { return widen(_mm256_loadu_si256((const __m256i *)x)); }
-INLINE void store_bf16(bf16 *x, __m512 v) { _mm256_storeu_si256((__m256i *)x, (__m256i)_mm512_cvtneps_pbh(v)); }
-INLINE __m512 load_bf16_some(const bf16 *x, __mmask16 mask) { return widen(_mm256_maskz_loadu_epi16(mask, x)); }
-INLINE void store_bf16_some(bf16 *x, __m512 v, __mmask16 mask) {
-    _mm256_mask_storeu_epi16(x, mask, (__m256i)_mm512_cvtneps_pbh(v));
-}
-INLINE __mmask16 first_lanes(int64_t count) { return count >= 16 ? 0xFFFF : (__mmask16)((1u << (count < 0 ? 0 : count)) - 1); }
-
-// e^x to 2 units in the last place; 0 below -103
-INLINE __m512 exp_ps(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-104.0f), _mm512_min_ps(_mm512_set1_ps(88.7f), x));  // this order lets NaN pass
-    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-    p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-    return _mm512_scalef_ps(p, n);
+// x as what pairs are multiplied by: x itself, or widened
+INLINE const term *as_terms(const bf16 *x, int64_t count, void **kept, size_t *size) {
+    if (sizeof(term) == sizeof(bf16)) return (const term *)x;
+    term *terms = scratch(kept, size, sizeof(term) * count);
+    to_terms(x, count, terms);
+    return terms;
 }
 
 // Numbers from .. from + 31 of 16 rows -> [16 pairs, 16 rows], a pair's row `stride` numbers behind the one before
 INLINE void transpose_pairs(const bf16 *const rows[16], int64_t from, bf16 *out, int64_t stride) {
+#if defined(HAS_AVX512)
     __m512i a[16], b[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + from);
@@ -111,4 +92,33 @@ INLINE void transpose_pairs(const bf16 *const rows[16], int64_t from, bf16 *out,
         _mm512_storeu_si512(out + stride * (i + 8), _mm512_shuffle_i32x4(b[i], b[i + 8], 0xDD));
         _mm512_storeu_si512(out + stride * (i + 12), _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xDD));
     }
+#elif defined(HAS_AVX2)
+    for (int half = 0; half < 4; half++) {  // 8 rows, 8 pairs
+        const bf16 *const *of = rows + half % 2 * 8;
+        __m256i a[8], b[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) a[i] = _mm256_loadu_si256((const __m256i *)(of[i] + from + half / 2 * 16));
+#pragma GCC unroll 4
+        for (int i = 0; i < 8; i += 2) {
+            b[i] = _mm256_unpacklo_epi32(a[i], a[i + 1]);
+            b[i + 1] = _mm256_unpackhi_epi32(a[i], a[i + 1]);
+        }
+#pragma GCC unroll 2
+        for (int i = 0; i < 8; i += 4) {
+            a[i] = _mm256_unpacklo_epi64(b[i], b[i + 2]);
+            a[i + 1] = _mm256_unpackhi_epi64(b[i], b[i + 2]);
+            a[i + 2] = _mm256_unpacklo_epi64(b[i + 1], b[i + 3]);
+            a[i + 3] = _mm256_unpackhi_epi64(b[i + 1], b[i + 3]);
+        }
+        bf16 *to = out + half / 2 * 8 * stride + half % 2 * 16;
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; i++) {
+            _mm256_storeu_si256((__m256i *)(to + stride * i), _mm256_permute2x128_si256(a[i], a[i + 4], 0x20));
+            _mm256_storeu_si256((__m256i *)(to + stride * (i + 4)), _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
+        }
+    }
+#else
+    for (int pair = 0; pair < 16; pair++)
+        for (int r = 0; r < 16; r++) memcpy(out + pair * stride + 2 * r, rows[r] + from + 2 * pair, 4);
+#endif
 }

@@ -22,32 +22,27 @@ static __thread void *kept;
 static __thread size_t kept_size;
 
 INLINE float rms_factor(const bf16 *x, int64_t size, float eps) {
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t i = 0; i < size; i += 16) {
-        __m512 v = load_bf16_some(x + i, first_lanes(size - i));
-        sum = _mm512_fmadd_ps(v, v, sum);
+    vf sum = {0};
+    for (int64_t i = 0; i < size; i += LANES) {
+        vf v = load_bf16_some(x + i, size - i);
+        sum = fused(v, v, sum);
     }
-    return 1.0f / sqrtf(_mm512_reduce_add_ps(sum) / size + eps);
+    return 1.0f / sqrtf(sum_of(sum) / size + eps);
 }
 
 static void rms_norm(const bf16 *x, const bf16 *weight, int64_t size, float eps, bf16 *y) {
-    __m512 factor = _mm512_set1_ps(rms_factor(x, size, eps));
-    for (int64_t i = 0; i < size; i += 16) {
-        __mmask16 mask = first_lanes(size - i);
-        __m512 normed = _mm512_mul_ps(load_bf16_some(x + i, mask), factor);
-        store_bf16_some(y + i, _mm512_mul_ps(normed, load_bf16_some(weight + i, mask)), mask);
-    }
+    float factor = rms_factor(x, size, eps);
+    for (int64_t i = 0; i < size; i += LANES)
+        store_bf16_some(y + i, load_bf16_some(x + i, size - i) * factor * load_bf16_some(weight + i, size - i), size - i);
 }
 
 // (a, b) -> (a cos - b sin, b cos + a sin);  cos [d], signed_sin [d]: the first half negated
 static void rotate(const bf16 *x, const bf16 *cos, const bf16 *signed_sin, int64_t dim, bf16 *y) {
     int64_t half = dim / 2;
-    for (int64_t i = 0; i < half; i += 16) {
-        __m512 a = load_bf16(x + i), b = load_bf16(x + half + i);
-        __m512 new_a = _mm512_fmadd_ps(b, load_bf16(signed_sin + i), _mm512_mul_ps(a, load_bf16(cos + i)));
-        __m512 new_b = _mm512_fmadd_ps(a, load_bf16(signed_sin + half + i), _mm512_mul_ps(b, load_bf16(cos + half + i)));
-        store_bf16(y + i, new_a);
-        store_bf16(y + half + i, new_b);
+    for (int64_t i = 0; i < half; i += LANES) {
+        vf a = load_bf16(x + i), b = load_bf16(x + half + i);
+        store_bf16(y + i, fused(b, load_bf16(signed_sin + i), a * load_bf16(cos + i)));
+        store_bf16(y + half + i, fused(a, load_bf16(signed_sin + half + i), b * load_bf16(cos + half + i)));
     }
 }
 
@@ -69,12 +64,9 @@ static void place_heads(const Shape *s, const Layer *l, const Layout *layout, co
 }
 
 static void swiglu(const bf16 *gate_up, int64_t size, bf16 *y) {
-    __m512 one = _mm512_set1_ps(1.0f);
-    for (int64_t i = 0; i < size; i += 16) {
-        __mmask16 mask = first_lanes(size - i);
-        __m512 gate = load_bf16_some(gate_up + i, mask), up = load_bf16_some(gate_up + size + i, mask);
-        __m512 below = _mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), gate)));
-        store_bf16_some(y + i, _mm512_mul_ps(_mm512_div_ps(gate, below), up), mask);
+    for (int64_t i = 0; i < size; i += LANES) {
+        vf gate = load_bf16_some(gate_up + i, size - i), up = load_bf16_some(gate_up + size + i, size - i);
+        store_bf16_some(y + i, gate / (exponential_of(-gate) + 1.0f) * up, size - i);
     }
 }
 

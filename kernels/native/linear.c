@@ -22,7 +22,20 @@
 #include "common.h"
 #include "tiles.h"
 
-enum { PANEL = 32, TILE = 14, ALONE = 9, AHEAD = 1024, BLOCK = 24 * TILE };
+enum { PANEL = 32, WHOLE = PANEL / LANES, AHEAD = 1024 };
+
+// Up to TILE tokens meet PART vectors of a panel in registers, FEW of them all WHOLE; up to ALONE are one tile
+#if defined(HAS_AVX512)
+enum { TILE = 14, PART = WHOLE, FEW = 0, ALONE = 9 };
+#define COUNTS CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14)
+#elif defined(HAS_AVX2)
+enum { TILE = 6, PART = 2, FEW = 2, ALONE = TILE };
+#define COUNTS CASE_OF_FEW(1) CASE_OF_FEW(2) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#else
+enum { TILE = 6, PART = 4, FEW = 2, ALONE = TILE };
+#define COUNTS CASE_OF_FEW(1) CASE_OF_FEW(2) CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
+#endif
+enum { BLOCK = 24 * TILE };
 enum { ROOMY = 40 << 10 };  // bytes of a first-level cache
 
 static int is_roomy(void) {
@@ -49,75 +62,92 @@ EXPORT void tlt_pack(const bf16 *w, int64_t out, int64_t in, bf16 *panels) {
     }
 }
 
-INLINE __m512bh both(const bf16 *x) {
-    int pair;
-    memcpy(&pair, x, 4);
-    return (__m512bh)_mm512_set1_epi32(pair);
+INLINE vf plus(vf sum, vf y) { return y + widen(rounded(sum)); }
+
+static __attribute__((noinline)) void finish_some(const float *sums, int64_t size, const bf16 *bias, bf16 *y, int add) {
+    for (int64_t i = 0; i < size; i += LANES) {
+        vf sum = load_some(sums + i, size - i);
+        if (bias) sum += load_bf16_some(bias + i, size - i);
+        if (add) sum = plus(sum, load_bf16_some(y + i, size - i));
+        store_bf16_some(y + i, sum, size - i);
+    }
 }
 
-INLINE void finish(__m512 sum, const bf16 *bias, bf16 *y, int add, __mmask16 mask) {
-    if (bias) sum = _mm512_add_ps(sum, load_bf16_some(bias, mask));
-    if (add) sum = _mm512_add_ps(load_bf16_some(y, mask), widen((__m256i)_mm512_cvtneps_pbh(sum)));
-    store_bf16_some(y, sum, mask);
-}
-
-// `ahead`: what to fetch meanwhile, `lines` of 64 bytes for every two inputs, into the first-level cache if `near`
-INLINE void tile(const int count, const bf16 *x, const bf16 *panel, const Linear *w, int64_t first, bf16 *y, int add,
-                 const bf16 *ahead, const int lines, const int near) {
-    __m512 left[TILE], right[TILE];
+// `count` tokens and the outputs of `vectors` vectors.  `ahead`: what to fetch meanwhile, `lines` of 64 bytes for every
+// two inputs, into the first-level cache if `near`
+INLINE void tile(const int count, const int vectors, const term *x, const bf16 *panel, const Linear *w, int64_t first,
+                 bf16 *y, int add, const bf16 *ahead, const int lines, const int near) {
+    vf sums[TILE][WHOLE];
 #pragma GCC unroll 14
-    for (int t = 0; t < count; t++) left[t] = right[t] = _mm512_setzero_ps();
+    for (int t = 0; t < count; t++)
+#pragma GCC unroll 8
+        for (int j = 0; j < vectors; j++) sums[t][j] = (vf){0};
     for (int64_t k = 0; k < w->in; k += 2, panel += 2 * PANEL) {
-        __m512bh w_left = (__m512bh)_mm512_loadu_si512(panel), w_right = (__m512bh)_mm512_loadu_si512(panel + PANEL);
-        for (int i = 0; i < lines; i++, ahead += PANEL) {
-            if (near) _mm_prefetch((const char *)ahead, _MM_HINT_T0);
-            else _mm_prefetch((const char *)ahead, _MM_HINT_T1);
-        }
+#pragma GCC unroll 2
+        for (int step = 0; step < STEPS; step++) {
+            Pairs weights[WHOLE];
+#pragma GCC unroll 8
+            for (int j = 0; j < vectors; j++) weights[j] = take(load_u(panel + 2 * LANES * j), step);
+            for (int i = 0; i < lines && !step; i++, ahead += 32) {
+                if (near) __builtin_prefetch(ahead, 0, 3);
+                else __builtin_prefetch(ahead, 0, 2);
+            }
 #pragma GCC unroll 14
-        for (int t = 0; t < count; t++) {
-            __m512bh pair = both(x + t * w->in + k);
-            left[t] = _mm512_dpbf16_ps(left[t], w_left, pair);
-            right[t] = _mm512_dpbf16_ps(right[t], w_right, pair);
+            for (int t = 0; t < count; t++) {
+                Term by = term_at(x + t * w->in + k, step);
+#pragma GCC unroll 8
+                for (int j = 0; j < vectors; j++) sums[t][j] = add_products(sums[t][j], weights[j], by);
+            }
         }
     }
-    const bf16 *bias = w->bias ? w->bias + first : NULL;
-    __mmask16 in_left = first_lanes(w->out - first), in_right = first_lanes(w->out - first - 16);
+    int64_t size = w->out - first < vectors * LANES ? w->out - first : vectors * LANES;
+    int plain = !w->bias && size == vectors * LANES;
+    float out[PANEL];
 #pragma GCC unroll 14
-    for (int t = 0; t < count; t++) {
-        finish(left[t], bias, y + t * w->out + first, add, in_left);
-        finish(right[t], bias ? bias + 16 : NULL, y + t * w->out + first + 16, add, in_right);
+    for (int t = 0; t < count; t++, y += w->out) {
+#pragma GCC unroll 8
+        for (int j = 0; j < vectors; j++) {
+            vf sum = sums[t][j];
+            if (plain) store_bf16(y + j * LANES, add ? plus(sum, load_bf16(y + j * LANES)) : sum);
+            else store(out + j * LANES, sum);
+        }
+        if (!plain) finish_some(out, size, w->bias ? w->bias + first : NULL, y, add);
     }
 }
 
-static void panel_times(const bf16 *x, int64_t tokens, const Linear *w, int64_t first, bf16 *y, int add) {
+static void panel_times(const term *x, int64_t tokens, const Linear *w, int64_t first, bf16 *y, int add) {
     const bf16 *panel = w->panels + first * w->in;
-    int64_t tiles = tokens > ALONE && tokens <= TILE ? 2 : (tokens + TILE - 1) / TILE;
-    for (int64_t i = 0, t = 0; i < tiles; i++) {
-        int64_t count = (tokens - t + tiles - i - 1) / (tiles - i);  // even shares
-        const bf16 *x_t = x + t * w->in;
-        bf16 *y_t = y + t * w->out;
-        // Up to ALONE tokens a tile works at memory speed.  Of several, the first two fetch the next panel by halves.
-        const bf16 *ahead = tiles == 1 ? panel + AHEAD : panel + (PANEL + (i ? PANEL / 2 : 0)) * w->in;
-        switch (tiles == 1 ? count : i >= 2 ? count + TILE : is_roomy() ? count + 2 * TILE : count + 3 * TILE) {
+    int64_t tiles = tokens > ALONE && tokens <= TILE ? 2 : (tokens + TILE - 1) / TILE, calls = 0;
+    int vectors = tokens <= FEW ? WHOLE : PART;
+    for (int column = 0; column < WHOLE; column += vectors)
+        for (int64_t i = 0, t = 0; i < tiles; i++, calls++) {
+            int64_t count = (tokens - t + tiles - i - 1) / (tiles - i), out = first + LANES * column;  // even shares
+            const term *x_t = x + t * w->in;
+            const bf16 *from = panel + 2 * LANES * column;
+            bf16 *y_t = y + t * w->out + out;
+            // A tile that is alone works at memory speed.  Of several, the first two fetch the next panel by halves.
+            int alone = tiles == 1 && vectors == WHOLE;
+            const bf16 *ahead = alone ? panel + AHEAD : panel + (PANEL + (calls ? PANEL / 2 : 0)) * w->in;
+            switch (alone && FEW ? -count : alone ? count : calls >= 2 ? count + TILE : is_roomy() ? count + 2 * TILE : count + 3 * TILE) {
 #define CASE(n) \
-    case n: tile(n, x_t, panel, w, first, y_t, add, ahead, 2, 1); break; \
-    case n + TILE: tile(n, x_t, panel, w, first, y_t, add, ahead, 0, 1); break; \
-    case n + 2 * TILE: tile(n, x_t, panel, w, first, y_t, add, ahead, 1, 1); break; \
-    case n + 3 * TILE: tile(n, x_t, panel, w, first, y_t, add, ahead, 1, 0); break;
-            CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7)
-            CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14)
+    case n: tile(n, PART, x_t, from, w, out, y_t, add, ahead, 2, 1); break; \
+    case n + TILE: tile(n, PART, x_t, from, w, out, y_t, add, ahead, 0, 1); break; \
+    case n + 2 * TILE: tile(n, PART, x_t, from, w, out, y_t, add, ahead, 1, 1); break; \
+    case n + 3 * TILE: tile(n, PART, x_t, from, w, out, y_t, add, ahead, 1, 0); break;
+#define CASE_OF_FEW(n) case -n: tile(n, WHOLE, x_t, from, w, out, y_t, add, ahead, 2, 1); break;
+                COUNTS
+            }
+            t += count;
         }
-        t += count;
-    }
 }
 
 #ifdef HAS_TILES
 enum { ROWS = 16, DEPTH = 32, TILES_AHEAD = 2 };
 
 INLINE void finish_tile(const float *sums, int rows, const Linear *w, int64_t first, bf16 *y, int add) {
-    __mmask16 mask = first_lanes(w->out - first);
+    int64_t size = w->out - first < 16 ? w->out - first : 16;
     for (int t = 0; t < rows; t++)
-        finish(_mm512_load_ps(sums + 16 * t), w->bias ? w->bias + first : NULL, y + t * w->out + first, add, mask);
+        finish_some(sums + 16 * t, size, w->bias ? w->bias + first : NULL, y + t * w->out + first, add);
 }
 
 // `ahead`: what to fetch meanwhile, `lines` of 64 bytes for every DEPTH inputs, into the first-level cache if `near`
@@ -144,8 +174,8 @@ static void panel_tiles(const bf16 *x, int rows, int more, const Linear *w, int6
             _tile_dpbf16ps(3, 5, 7);
         }
         for (int i = 0; i < lines; i++) {
-            if (near) _mm_prefetch((const char *)(ahead + 32 * i), _MM_HINT_T0);
-            else _mm_prefetch((const char *)(ahead + 32 * i), _MM_HINT_T1);
+            if (near) __builtin_prefetch(ahead + 32 * i, 0, 3);
+            else __builtin_prefetch(ahead + 32 * i, 0, 2);
         }
         ahead += DEPTH * PANEL;
     }
@@ -182,19 +212,42 @@ static void linear_tiles(const bf16 *x, int64_t tokens, const Linear *w, bf16 *y
 }
 #endif
 
+static __thread void *kept;
+static __thread size_t kept_size;
+
 void linear(const bf16 *x, int64_t tokens, const Linear *w, bf16 *y, int add) {
     for (int64_t start = 0; start < tokens; start += BLOCK) {  // inputs of a block stay in the second-level cache
         int64_t count = tokens - start < BLOCK ? tokens - start : BLOCK;
+        const bf16 *x_s = x + start * w->in;
+        bf16 *y_s = y + start * w->out;
 #ifdef HAS_TILES
         if (w->in % DEPTH == 0 && has_tiles()) {
-            linear_tiles(x + start * w->in, count, w, y + start * w->out, add);
+            linear_tiles(x_s, count, w, y_s, add);
             continue;
         }
 #endif
+        const term *terms = as_terms(x_s, count * w->in, &kept, &kept_size);
 #pragma omp parallel for
-        for (int64_t first = 0; first < w->out; first += PANEL)
-            panel_times(x + start * w->in, count, w, first, y + start * w->out, add);
+        for (int64_t first = 0; first < w->out; first += PANEL) panel_times(terms, count, w, first, y_s, add);
     }
 }
 
 EXPORT void tlt_linear(const bf16 *x, int64_t tokens, const Linear *w, bf16 *y) { linear(x, tokens, w, y, 0); }
+
+// Which instructions products run on here
+EXPORT const char *tlt_isa(void) {
+#ifdef HAS_TILES
+    if (has_tiles()) return "amx";
+#endif
+#if defined(HAS_AVX512) && defined(__AVX512BF16__)
+    return "avx512_bf16";
+#elif defined(HAS_AVX512)
+    return "avx512";
+#elif defined(HAS_AVX2)
+    return "avx2";
+#elif defined(HAS_NEON)
+    return "neon";
+#else
+    return "portable";
+#endif
+}

@@ -4,10 +4,21 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from conf.load import load
-from flows.benchmark_engines import engines, rows_of, verdicts_of
-from tlt_core.bench_engines import Case, Contest, Measured
+from conf.load import ConfigError, load
+from flows import benchmark_engines
+from flows.benchmark_engines import (
+    agreement_verdicts,
+    agreements_of,
+    bench_engines,
+    engines,
+    limited,
+    rows_of,
+    verdicts_of,
+)
+from tlt_core.bench_engines import Case, Contest, EngineSpec, Measured
+from tlt_core.peers.engines import Peers
 
 ONE = Case(1, 0.0)
 
@@ -92,3 +103,70 @@ def test_all_engines_get_the_same_threads_cores_and_model(tmp_path, monkeypatch)
     assert all(s.environment["OMP_NUM_THREADS"] == "1" for s in specs)
     assert specs[-1].settings["speculative"]["model"] == str(Path("drafters/eagle3").absolute())
     assert specs[1].settings["speculation"]["drafter_path"] == str(Path("drafters/eagle3").absolute())
+
+
+def test_peers_are_judged_by_their_faster_variant():
+    found = contest(plain={ONE: runs(60.0)}, **{"llama.cpp": {ONE: runs(40.0)}, "llama.cpp fp16": {ONE: runs(50.0)}})
+    (verdict,) = verdicts_of(found)
+    assert (verdict["claim"], verdict["value"]) == ("plain over llama.cpp, 1 live, temperature 0", 1.2)
+
+
+def test_a_peer_that_cannot_be_had_is_a_row(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_PYTHON", sys.executable)
+    asked = {}
+
+    def peers_of(names, common, *, environments, work_dir):
+        asked.update(names=names, common=common)
+        return Peers([EngineSpec("openvino", tmp_path, tmp_path, {}, {})], {"llama.cpp": "left out: no index"})
+
+    monkeypatch.setattr(benchmark_engines, "peers_of", peers_of)
+    cfg = load("conf/demo.yaml", [])
+    specs, missing = engines(cfg, tmp_path, max_live=4, max_len=64, peer_names=("llama.cpp", "openvino"))
+    assert missing == [{"configuration": "llama.cpp", "reason": "left out: no index"}]
+    assert specs[4].name == "openvino"
+    assert asked["names"] == ("llama.cpp", "openvino")
+    assert asked["common"] == {name: specs[0].settings[name] for name in asked["common"]}
+
+
+def test_limits_reach_every_engine_and_the_users_own_stay():
+    specs = [EngineSpec(name, Path(), Path(), {"ONEDNN_MAX_CPU_ISA": "AVX"}, {}) for name in ("plain", "openvino")]
+    limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    found = limited(specs, limits)
+    assert [s.environment for s in found] == [{"ONEDNN_MAX_CPU_ISA": "AVX", "ATEN_CPU_CAPABILITY": "avx2"}] * 2
+    assert [s.optional for s in found] == [False, True]  # what has no such kernels is left out
+    assert limited(specs, {}) == specs
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"peers": "vulkan"}, r"--peers=vulkan: no peer is called 'vulkan'"),
+        ({"instructions": "sse"}, r"--instructions=sse: say all or avx2"),
+    ],
+)
+def test_unknown_choices_are_refused_before_anything_is_made(tmp_path, given, text):
+    cfg = load("conf/demo.yaml", [])
+    with pytest.raises(ConfigError, match=text):
+        bench_engines.fn(cfg, repeats=1, out=tmp_path / "report.json", command="", **given)
+    assert not (tmp_path / "report.json").exists()
+
+
+def test_greedy_tokens_are_compared_with_those_of_transformers_on_the_largest_batch():
+    two = Case(2, 0.0)
+    found = contest(
+        transformers={ONE: runs(1.0), two: runs(1.0, tokens=((1, 2), (3, 4)))},
+        openvino={ONE: runs(1.0, tokens=((9,),)), two: runs(1.0, tokens=((1, 2), (5, 4)))},
+        plain={two: runs(1.0, tokens=((1, 2), (3, 4))), Case(2, 1.0): runs(1.0, tokens=((7, 7), (7, 7)))},
+    )
+    rows = agreements_of(
+        found, [[8], [8, 8], [8, 8, 8]], enders=(), log_probs=lambda tokens: -torch.arange(10.0) * len(tokens)
+    )
+    about = {"compared_with": "transformers", "live": 2}
+    assert rows == [
+        {"configuration": "openvino", **about, "equal_tokens": 0.5, "parted": 1, "largest_gap": 4.0},
+        {"configuration": "plain", **about, "equal_tokens": 1.0, "parted": 0, "largest_gap": 0.0},
+    ]
+    assert [(v["claim"], v["holds"]) for v in agreement_verdicts(rows)] == [
+        ("openvino parts from transformers at near-ties", False),
+        ("plain parts from transformers at near-ties", True),
+    ]

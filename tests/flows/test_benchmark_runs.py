@@ -12,6 +12,7 @@ from flows.benchmark_rollout import _word_problems, bench_rollout
 from flows.benchmark_runs import first_drafter, take_turns, variants
 from flows.benchmark_spot import bench_spot
 from tlt_core.bench_spot import METHODS
+from tlt_core.machine.precision import settle
 from tlt_core.model.load import load_tokenizer
 
 pytestmark = pytest.mark.prefect
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.prefect
 
 def _config(folder: Path, *settings: str) -> RunConfig:
     own = [f"output_dir={folder}/runs", f"tracking.uri=sqlite:///{folder}/mlflow.db", "num_steps=4"]
-    return load("conf/smoke.yaml", [*own, *settings])
+    return settle(load("conf/smoke.yaml", [*own, *settings]))
 
 
 @pytest.fixture

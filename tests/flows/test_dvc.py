@@ -28,6 +28,7 @@ _DEPEND = {  # a changed value, and the stages that name it; others follow where
     "update.optimizer.learning_rate=0.001": {"train"},
     "reward.timeout_s=4.0": {"train", "evaluate"},
     "evaluation.num_samples=1": {"train", "evaluate"},
+    "update.dtype=float32": {"coldstart", "warmup", "train"},
     "rollout.speculation.policy=fixed": {"train", "benchmark"},
     "rollout.temperature=0.9": {"warmup", "train", "evaluate", "export", "benchmark"},
     "name=other": {"export"},

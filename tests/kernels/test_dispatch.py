@@ -19,12 +19,12 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_auto_is_torch_on_the_cpu_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_is_no_triton_on_the_cpu_and_claims_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Whether torch or C runs there is decided op by op; the run's first lines tell which kernels there are."""
     dispatch._auto.cache_clear()
     with caplog.at_level(logging.INFO, logger="kernels.dispatch"):
         assert not dispatch.uses_triton("auto", torch.zeros(1), op="an_op")
-        assert not dispatch.uses_triton("auto", torch.zeros(1), op="an_op")
-    assert [record.getMessage() for record in caplog.records] == ["an_op: torch on cpu"]
+    assert not caplog.records
 
 
 def test_triton_on_a_cpu_without_the_interpreter_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """The CPU's own kernels against their specifications, and the claim that no token's result depends on the others'."""
 
-import shutil
-
 import pytest
 import torch
 
@@ -13,39 +11,11 @@ from kernels.rms_norm import rms_norm
 from kernels.spec_verify import accepted_path
 from kernels.tree_layout import prompt_layout, tree_layout
 
-UNFIT = native._lacking() or ("" if shutil.which("cc") or shutil.which("gcc") else "there is no C compiler")
-pytestmark = pytest.mark.skipif(bool(UNFIT), reason=UNFIT)
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 
 def random(*shape, seed=0, scale=1.0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
-
-
-def test_they_load_where_they_can():
-    """Not `library`, which would turn a compiler's error into a skip of everything here."""
-    assert native.load() is not None
-    assert native.library() is not None
-
-
-def test_switched_off_they_say_so(monkeypatch):
-    monkeypatch.setenv("TLT_NATIVE_KERNELS", "0")
-    with pytest.raises(native.NativeError, match="TLT_NATIVE_KERNELS=0"):
-        native.load()
-
-
-def test_without_a_compiler_they_say_what_helps(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
-    with pytest.raises(native.NativeError, match="apt install gcc"):
-        native.load()
-
-
-def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "_FLAGS", ("--no-such-flag",))
-    with pytest.raises(native.NativeError, match="no-such-flag"):
-        native.load()
-    assert not list((tmp_path / "tlt").iterdir()), "nothing half made is left behind"
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(32, 64), (33, 2), (15, 130), (96, 576), (70, 1536)])
@@ -74,20 +44,6 @@ def test_linear_refuses_what_does_not_fit():
     for wrong in (random(3, 128).bfloat16(), random(3, 64)):
         with pytest.raises(ValueError, match="does not fit"):
             panels(wrong)
-
-
-def test_a_full_disk_or_no_home_is_no_crash(monkeypatch, tmp_path):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", full)
-    with pytest.raises(native.NativeError, match="XDG_CACHE_HOME"):
-        native.load()
-    monkeypatch.undo()
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(native.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
-    assert native._cache_folder().is_dir()
 
 
 def test_linear_of_a_token_is_the_same_in_every_batch():

@@ -12,6 +12,7 @@ from tlt_core.bench_chains import NgramReplay, Recorded, accept_length, by_round
 from tlt_core.drafter.eagle3_acceptance import measure_acceptance
 from tlt_core.drafter.eagle3_model import eagle3_from_target
 from tlt_core.drafter.ngram import NgramDrafter
+from tlt_core.machine.precision import settle
 from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.speculation import Strategy
 from tlt_core.tuner.policies import make_tuner
@@ -28,7 +29,7 @@ def decoder(tiny_config):
 
 @pytest.fixture(scope="module")
 def cfg():
-    return load(Path("conf/smoke.yaml"), ["rollout.temperature=0.4"])
+    return settle(load(Path("conf/smoke.yaml"), ["rollout.temperature=0.4"]))
 
 
 def rounds_of(decoder, steps):

@@ -12,7 +12,7 @@ from tlt_core.bench_engines import Case, EngineError, EngineSpec, compete, cores
 ENGINE = """
 import os, time
 
-def describe():
+def describe(settings):
     return {"cores": sorted(os.sched_getaffinity(0)), "pid": os.getpid()}
 
 def build(settings):
@@ -81,6 +81,18 @@ def test_a_missing_engine_is_an_error_of_the_engine(tmp_path):
     broken.file.write_text("import no_such_module")
     with pytest.raises(EngineError, match="no_such_module"):
         run(tmp_path, [broken])
+
+
+@pytest.mark.parametrize("broken", ["import no_such_module", None], ids=["start", "warm-up"])
+def test_an_optional_engine_that_fails_is_left_out(tmp_path, broken):
+    other = spec(tmp_path, "b", extra=-1)._replace(optional=True)
+    if broken:
+        other = other._replace(file=tmp_path / "broken.py")
+        other.file.write_text(broken)
+    contest = run(tmp_path, [spec(tmp_path, "a"), other])
+    assert {name for name, _ in contest.measured} == {"a"} == contest.described.keys()
+    assert contest.failed.keys() == {"b"}
+    assert ("no_such_module" if broken else "tokens were wanted") in contest.failed["b"]
 
 
 def test_more_threads_than_cores_are_refused():

@@ -7,15 +7,6 @@ import pytest
 from tlt_core import doctor
 
 
-def test_bf16_instructions_are_read_from_the_flags_of_the_first_core(tmp_path: Path) -> None:
-    path = tmp_path / "cpuinfo"
-    path.write_text("processor: 0\nflags\t\t: fpu avx512_bf16 amx_bf16_not amx_bf16 amx_tile\nprocessor: 1\n")
-    assert doctor.bf16_instructions(path) == ("amx_bf16", "avx512_bf16")
-    path.write_text("processor: 0\nFeatures: asimd\n")
-    assert doctor.bf16_instructions(path) == ()
-    assert doctor.bf16_instructions(tmp_path / "absent") == ()
-
-
 def test_processors_of_one_name_are_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text("processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\nmodel name\t: other\n")
@@ -28,7 +19,8 @@ def test_processors_of_one_name_are_told_apart(tmp_path: Path) -> None:
 def test_the_table_has_a_line_and_a_reason_for_everything() -> None:
     rows = doctor.findings()
     named = {row.name for row in rows}
-    assert {"CPU", "memory", "GPU", "ray", "deepspeed", "flash-attn", "vllm", "triton", "prefect", "mlflow"} <= named
+    assert {"CPU", "memory", "precision", "GPU", "ray", "deepspeed", "flash-attn"} <= named
+    assert {"vllm", "triton", "prefect", "mlflow"} <= named
     assert all(row.found and row.reason and row.verdict in ("used", "skipped", "missing") for row in rows)
 
 

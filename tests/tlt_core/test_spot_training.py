@@ -10,6 +10,7 @@ from tests.tlt_core.drafter.training_texts import lively_decoder
 from tlt_core import spot_training
 from tlt_core.drafter.eagle3 import Eagle3Drafter
 from tlt_core.drafter.eagle3_acceptance import measure_acceptance
+from tlt_core.drafter.eagle3_files import export_weights
 from tlt_core.drafter.eagle3_model import eagle3_from_target
 from tlt_core.drafter_release import decide
 from tlt_core.rollout.engine import RolloutEngine, Speculation
@@ -36,13 +37,14 @@ def first_drafter(decoder):
     return eagle3_from_target(decoder, torch.arange(64), scales=(1.0,) * 3, seed=1)
 
 
-def training(decoder, folder, *, resume=False, cfg=CFG, peers=()):
+def training(decoder, folder, *, resume=False, cfg=CFG, peers=(), compute_dtype=torch.float32):
     return SpotTraining(
         cfg,
         model=first_drafter(decoder),
         decoder=decoder,
         depth=DEPTH,
         temperature=1.0,
+        compute_dtype=compute_dtype,
         folder=folder,
         resume=resume,
         peers=peers,
@@ -108,6 +110,44 @@ def test_training_in_idle_time_raises_acceptance_and_says_by_how_much(decoder, t
     assert not torch.equal(candidate, before)
     del drafter
     spot.close()
+
+
+def test_training_in_float32_beside_rollouts_in_bfloat16(tiny_config, tmp_path):
+    """As on a processor whose decoding kernels read bfloat16 and whose training would emulate it."""
+    half = lively_decoder(tiny_config, dtype=torch.bfloat16)
+    shared = half.embed_tokens.weight.detach().clone()
+    cfg = CFG.model_copy(update={"learning_rate": 1.5e-3})
+    spot = training(half, tmp_path, cfg=cfg, compute_dtype=torch.float32)
+    drafter = roll_out(half, spot, step=1, prompts=64)
+    assert {w.dtype for w in drafter._net.parameters()} == {torch.bfloat16}, "the engine drafts in the rollout's type"
+    item = spot._buffer.trainable()[0]
+    assert (item.taps_LE.dtype, item.last_PD.dtype) == (torch.bfloat16, torch.bfloat16)
+    probs_PJ = spot._sequence(item).probs_PJ
+    assert probs_PJ.head_JD.dtype == torch.float32
+    # The product is in float32, its logits are those of the rollout: of every rounding that may differ, 2^-8 of them.
+    logits_PJ = half.logits(item.last_PD).detach().float()[:, spot.used.draft_ids_J]
+    expected_PJ = (logits_PJ - item.lognorms_P[:, None]).exp()
+    torch.testing.assert_close(probs_PJ[:], expected_PJ, rtol=float(logits_PJ.abs().max()) * 2**-8, atol=1e-6)
+    torch.testing.assert_close(probs_PJ[:].sum(-1), torch.ones(len(item.last_PD)), rtol=0, atol=1e-2)
+    train(spot, until=lambda r: r.steps >= 20)
+    spot._trained_s = 1e9  # a candidate is due
+    result = train(spot, until=lambda _: spot._measured_steps >= 20 and spot._trial is None)
+    assert result.canary.gain > max(0.1, 2 * result.canary.error)
+    assert {p.dtype for p in spot._trainer.model.parameters()} == {torch.float32}
+    drafter.load_weights(export_weights(spot.adopt(spot.contribution(1.0), is_mine=True)))
+    assert {w.dtype for w in drafter._net.parameters()} == {torch.bfloat16}
+    assert torch.equal(half.embed_tokens.weight, shared)
+    spot.end()
+    spot.save()
+    spot.close()
+    # Resumed in the other type, as when a run goes on elsewhere: what it had learnt stays, heads are cast.
+    half = lively_decoder(tiny_config, dtype=torch.bfloat16)
+    again = training(half, tmp_path, resume=True, cfg=cfg, compute_dtype=torch.bfloat16)
+    assert again._trainer.steps == spot._trainer.steps
+    assert {head.dtype for head in again._heads.values()} == {torch.bfloat16}
+    again.begin(2, policy_version=2)
+    train(again, until=lambda r: r.steps >= 1)
+    again.close()
 
 
 def test_a_worker_learns_from_what_another_has_decoded(decoder, tmp_path):

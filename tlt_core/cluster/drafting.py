@@ -80,10 +80,18 @@ class Drafting:
                 self._tuner.suspend(drafter)
 
     def train_in_idle_time(
-        self, cfg: DrafterConfig, speculation: SpeculationConfig, *, temperature: float, folder: Path, resume: bool
+        self,
+        cfg: DrafterConfig,
+        speculation: SpeculationConfig,
+        *,
+        temperature: float,
+        compute_dtype: torch.dtype,
+        folder: Path,
+        resume: bool,
     ) -> None:
-        """Make the drafter trainable.  speculation: names the folder that the engine's drafter came from.  folder: in
-        which each worker has one of its own."""
+        """Make the drafter trainable.  speculation: names the folder that the engine's drafter came from.
+        compute_dtype: of the training; the engine drafts in its own.  folder: in which each worker has one of its
+        own."""
         if speculation.drafter_path is None or self._drafter is None:
             return
         decoder = self._engine.decoder
@@ -93,6 +101,7 @@ class Drafting:
             decoder=decoder,
             depth=cfg.depth,
             temperature=temperature,
+            compute_dtype=compute_dtype,
             folder=folder / _FOLDER.format(self._rank),
             resume=resume,
             peers=[folder / _FOLDER.format(rank) for rank in _followers(self._rank, self._world_size)],

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from conf.schema import RolloutConfig
 from tlt_core import adaptive
+from tlt_core.machine.precision import as_torch
 from tlt_core.model.load import load_config, save_hf
 from tlt_core.serving.vllm_rollout import VllmRollout, vllm_speculation
 
@@ -38,7 +38,7 @@ def start_vllm(
     model, speculation = load_config(model_dir), cfg.speculation
 
     def write_policy(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
-        save_hf(weights, model, folder, tokenizer_from=model_dir, dtype=getattr(torch, cfg.dtype))
+        save_hf(weights, model, folder, tokenizer_from=model_dir, dtype=as_torch(cfg.dtype))
 
     engine = VllmRollout(
         spec.python,

@@ -31,6 +31,7 @@ from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.policy import FrozenPolicy
 from tlt_core.grpo.update import PolicyTrainer
 from tlt_core.host_memory import keep_freed_memory
+from tlt_core.machine.precision import as_torch
 from tlt_core.model.load import load_decoder, save_hf
 from tlt_core.rollout.engine import RolloutEngine, RoundTrace
 from tlt_core.serving.vllm_rollout import VllmRollout
@@ -134,10 +135,9 @@ class Worker:
     def load(self, checkpoint: Path | None, policy_version: int) -> None:
         """Build replica and trainer from the start model, or from a checkpoint's parts."""
         spec = self._spec
-        dtype = getattr(torch, spec.rollout.dtype)
         self._policy_version = policy_version
         if spec.vllm is None:
-            self._load_own_engine(checkpoint, dtype)
+            self._load_own_engine(checkpoint)
         else:
             self._vllm = start_vllm(
                 spec.vllm,
@@ -151,21 +151,21 @@ class Worker:
             )
         if spec.trainer is None:
             return
-        self._trainer = self._make_trainer(spec.trainer, dtype)
+        self._trainer = self._make_trainer(spec.trainer)
         if checkpoint is not None:
             self._trainer.load(checkpoint)
             self._load_weights(self._trainer.weights(), policy_version)
         if spec.trainer.algorithm.kl.coef > 0:
             self._reference = FrozenPolicy(
-                load_decoder(spec.model_dir, dtype=dtype, device=spec.device),
+                load_decoder(spec.model_dir, dtype=as_torch(spec.trainer.update.dtype), device=spec.device),
                 temperature=spec.trainer.temperature,
                 token_budget=spec.trainer.update.tokens_per_micro_batch,
                 device=self._device,
             )
 
-    def _load_own_engine(self, checkpoint: Path | None, dtype: torch.dtype) -> None:
+    def _load_own_engine(self, checkpoint: Path | None) -> None:
         spec = self._spec
-        replica = load_decoder(spec.model_dir, dtype=dtype, device=spec.device)
+        replica = load_decoder(spec.model_dir, dtype=as_torch(spec.rollout.dtype), device=spec.device)
         speculation = newest_drafter(spec.rollout.speculation, checkpoint)
         self._engine = adaptive.make_engine(
             replica,
@@ -183,6 +183,7 @@ class Worker:
                 spec.drafter,
                 speculation,
                 temperature=spec.rollout.temperature,
+                compute_dtype=as_torch(spec.rollout.dtype if spec.trainer is None else spec.trainer.update.dtype),
                 folder=spec.spot_dir,
                 resume=checkpoint is not None,
             )
@@ -194,9 +195,9 @@ class Worker:
             assert self._engine is not None, "load() comes first"
             self._engine.load_weights(weights)
 
-    def _make_trainer(self, spec: TrainerSpec, dtype: torch.dtype) -> PolicyTrainer:
+    def _make_trainer(self, spec: TrainerSpec) -> PolicyTrainer:
         return PolicyTrainer(
-            load_decoder(self._spec.model_dir, dtype=dtype, device=self._spec.device),
+            load_decoder(self._spec.model_dir, dtype=as_torch(spec.update.dtype), device=self._spec.device),
             spec.update,
             algorithm=spec.algorithm,
             total_steps=spec.total_steps,
@@ -371,21 +372,21 @@ class Worker:
     def export_drafter(self, out_dir: Path) -> None:
         """Write the drafter in use as a folder that vLLM and SGLang load."""
         assert self._drafting is not None, "load() comes first"
-        self._drafting.export(out_dir, dtype=getattr(torch, self._spec.rollout.dtype))
+        self._drafting.export(out_dir, dtype=as_torch(self._spec.rollout.dtype))
 
     def save(self, folder: Path) -> None:
         """Write this worker's part of a checkpoint."""
         assert self._trainer is not None, "load() comes first"
         self._trainer.save(folder)
         if self._drafting is not None:
-            self._drafting.save(folder, dtype=getattr(torch, self._spec.rollout.dtype))
+            self._drafting.save(folder, dtype=as_torch(self._spec.rollout.dtype))
 
     def export(self, out_dir: Path, tokenizer_from: Path, dtype: str) -> None:
         """Write the policy as a plain Hugging Face folder (rank 0 writes, all take part in gathering)."""
         assert self._trainer is not None, "load() comes first"
         weights = self._trainer.weights()
         if self._rank == 0:
-            save_hf(weights, self._trainer.config, out_dir, tokenizer_from=tokenizer_from, dtype=getattr(torch, dtype))
+            save_hf(weights, self._trainer.config, out_dir, tokenizer_from=tokenizer_from, dtype=as_torch(dtype))
         else:
             for _ in weights:
                 pass

@@ -30,9 +30,9 @@ class HeadProbs:
     What rollout leaves behind is D + 1 numbers a token where the probabilities are J: log p(v) = W_v h - lognorm.
     """
 
-    last_PD: Tensor  # h, hidden states after the final norm
+    last_PD: Tensor  # h, hidden states after the final norm, in the type of the target's logits
     lognorms_P: Tensor  # float32, over the whole vocabulary
-    head_JD: Tensor  # rows of the LM head that those hidden states met, in its dtype
+    head_JD: Tensor  # rows of the LM head that those hidden states met, in the type to compute in
 
     def __post_init__(self) -> None:
         assert len(self.last_PD) == len(self.lognorms_P), "a log-normaliser for each position"
@@ -41,9 +41,10 @@ class HeadProbs:
         return len(self.last_PD)
 
     def __getitem__(self, rows: slice) -> Tensor:
-        """Float32, on the head's device.  Logits are rounded to the head's dtype, as they were when sampled from."""
+        """Float32, on the head's device.  Logits are rounded as they were when sampled from."""
         head_JD = self.head_JD
-        logits_NJ = F.linear(self.last_PD[rows].to(head_JD.device, head_JD.dtype), head_JD).float()
+        logits_NJ = F.linear(self.last_PD[rows].to(head_JD.device, head_JD.dtype), head_JD)
+        logits_NJ = logits_NJ.to(self.last_PD.dtype).float()
         return logits_NJ.sub_(self.lognorms_P[rows, None].to(head_JD.device)).exp_()
 
     @property

@@ -10,9 +10,14 @@ import torch
 import transformers
 
 
-def describe() -> dict[str, Any]:
+def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
     """For the report."""
-    return {"version": f"transformers {transformers.__version__}", "threads": torch.get_num_threads()}
+    return {
+        "version": f"transformers {transformers.__version__}",
+        "threads": torch.get_num_threads(),
+        "precision": f"{settings['dtype']} weights and products",
+        "instructions": f"{torch.backends.cpu.get_cpu_capability()} in torch's kernels",
+    }
 
 
 def build(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Callable[[], list[list[int]]]]:

@@ -1,5 +1,6 @@
 """Our rollout engine for `process.py`; settings: model, dtype, threads, max_live, max_len, speculation."""
 
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -7,15 +8,28 @@ from typing import Any
 import torch
 
 from conf.schema import SpeculationConfig
+from kernels import native
 from tlt_core import adaptive
 from tlt_core.host_memory import keep_freed_memory
 from tlt_core.model.load import load_decoder
 from tlt_core.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 
 
-def describe() -> dict[str, Any]:
+def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
     """For the report."""
-    return {"version": f"torch {torch.__version__}", "threads": torch.get_num_threads()}
+    return {
+        "version": f"torch {torch.__version__}",
+        "threads": torch.get_num_threads(),
+        "precision": f"{settings['dtype']} weights and products",
+        "instructions": _instructions(),
+    }
+
+
+def _instructions() -> str:
+    if native.library() is None:
+        return f"{torch.backends.cpu.get_cpu_capability()} in torch's kernels"
+    chosen = os.environ.get("TLT_NATIVE_KERNELS")
+    return f"our own kernels, {f'TLT_NATIVE_KERNELS={chosen}' if chosen else 'as the processor has them'}"
 
 
 def build(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Callable[[], list[list[int]]]]:

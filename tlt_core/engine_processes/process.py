@@ -1,9 +1,10 @@
 """One decoding engine in a process of its own, to be measured: a line of JSON in, a line of JSON out.
 
-    python -P process.py ENGINE_FILE      ENGINE_FILE defines `build(settings)`, which returns `decode(job)`
+    python -P process.py ENGINE_FILE      ENGINE_FILE defines `describe(settings)`, and `build(settings)`, which returns
+                                          `decode(job)`
 
     stdin   {"model": ..., "threads": ..., "cores": [...], ...}                                  settings, once
-    stdout  {"ready": {"version": ..., "threads": ...}}
+    stdout  {"ready": {"version": ..., "threads": ..., "precision": ..., "instructions": ...}}
     stdin   {"prompts": [[...], ...], "new_tokens": 64, "temperature": 0.0, "seed": 1}            a job, again and again
     stdout  {"seconds": ..., "first_seconds": ..., "tokens": [[...], ...]}
 
@@ -28,7 +29,7 @@ def main() -> None:
         os.sched_setaffinity(0, settings["cores"])  # before any thread exists: all of them inherit it
     engine = runpy.run_path(sys.argv[1])
     decode = engine["build"](settings)
-    _reply(replies, {"ready": engine["describe"]()})
+    _reply(replies, {"ready": engine["describe"](settings)})
     for line in sys.stdin:
         job = json.loads(line)
         _, first_seconds = _timed(decode, job | {"new_tokens": 1})

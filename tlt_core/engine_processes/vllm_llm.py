@@ -10,9 +10,14 @@ import torch
 import vllm
 
 
-def describe():  # type: ignore[no-untyped-def]  # this file is run by another interpreter than the checker's
+def describe(settings):  # type: ignore[no-untyped-def]  # this file is run by another interpreter than the checker's
     """For the report."""
-    return {"version": f"vllm {vllm.__version__}", "threads": torch.get_num_threads()}
+    return {
+        "version": f"vllm {vllm.__version__}",
+        "threads": torch.get_num_threads(),
+        "precision": f"{settings['dtype']} weights and products",
+        "instructions": f"{torch.backends.cpu.get_cpu_capability()} in torch's kernels",
+    }
 
 
 def build(settings):  # type: ignore[no-untyped-def]

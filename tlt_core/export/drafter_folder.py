@@ -25,6 +25,7 @@ from tlt_core.export.hybrid import with_speculators
 from tlt_core.export.measure import Measured, measure
 from tlt_core.export.record import Source, identity, write_json, write_record
 from tlt_core.export.schedule import depth_table, expected_rates
+from tlt_core.machine.precision import as_torch
 from tlt_core.model.load import load_config, load_decoder, load_tokenizer, stop_token_ids
 from tlt_core.types import SamplingParams
 
@@ -96,7 +97,7 @@ def _measure(cfg: RunConfig, source: Source, model: Eagle3Model, *, num_prompts:
         stop_token_ids=stop_token_ids(source.policy, tokenizer),
     )
     return measure(
-        load_decoder(source.policy, dtype=getattr(torch, rollout.dtype), device=device),
+        load_decoder(source.policy, dtype=as_torch(rollout.dtype), device=device),
         model,
         data.load(source.data_dir, "validation", tokenizer)[:num_prompts],
         temperatures=sorted({0.0, rollout.temperature}),

@@ -48,7 +48,9 @@ def origin(cfg: RunConfig, source: Source) -> dict[str, Any]:
             "seed": cfg.seed,
             "mlflow_run_id": provenance.tracker_run_id(run_dir),
             "attempts": [
-                {"started": a["started"], "commit": a["commit"], "argv": _without_secrets(a["argv"])} for a in attempts
+                {name: a[name] for name in ("started", "commit", "precision") if name in a}
+                | {"argv": _without_secrets(a["argv"])}
+                for a in attempts
             ],
         },
         "dataset": {

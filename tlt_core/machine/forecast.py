@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from conf.schema import ModelConfig, RandomModel, RunConfig
-from kernels import native
-from tlt_core.doctor import bf16_instructions
 from tlt_core.machine.rates import Rates
 from tlt_core.model.embedded import EMBEDDED_NAME
 from tlt_core.model.load import load_config
@@ -39,9 +37,9 @@ _FIXED_S = {
     "end": 5.0,  # policy, drafter, the registry
 }
 # What a run computes, as the demo does.
-_PROMPT_TOKENS = 36  # mean, with the chat template
-_SOLUTION_TOKENS = 90  # mean of worked solutions
-_MEAN_SHARE = 0.12  # mean response / max_new_tokens: 115 of 960
+_PROMPT_TOKENS = 34  # mean, with the chat template
+_SOLUTION_TOKENS = 66  # mean of worked solutions
+_MEAN_SHARE = 0.14  # mean response / max_new_tokens: 72 of 512
 _VALIDATION_TOKENS = 45  # mean response there, where the very long ones are cut
 _LONGEST_SHARE = 1.0  # longest response of a worker / max_new_tokens: the tail goes to the end
 _LEARNT_SHARE = 0.65  # of the responses have an advantage; the others are only measured, a third of the work
@@ -124,13 +122,6 @@ def sizes_of(model: ModelConfig) -> Sizes | None:
     )
 
 
-def isa() -> str | None:
-    """Instruction set of the CPU's own kernels; None: torch's are used."""
-    if native.library() is None:
-        return None
-    return "amx" if "amx_bf16" in bf16_instructions() else "avx512_bf16"
-
-
 def forecast(
     cfg: RunConfig, rates: Rates, model: Sizes, todo: ToDo, *, known_s: Mapping[str, float] | None = None
 ) -> Forecast:
@@ -202,7 +193,7 @@ def _update_s(cfg: RunConfig, rates: Rates, model: Sizes) -> float:
 
 def _decode_s(rates: Rates, model: Sizes, cfg: RunConfig, *, passes: float, tokens: float, drafter: str) -> float:
     """`passes` of a request that is not sped up, one after the other, in which `tokens` are made."""
-    item = 2 if dtype_of(cfg) == "bfloat16" else 4
+    item = 2 if cfg.rollout.dtype == "bfloat16" else 4
     pass_s = model.all * item / (rates.read_bytes * _EFFICIENCY["decode pass"])
     token_s = 2 * model.all / (rates.decode_flops * _EFFICIENCY["decode tokens"])
     return passes / _SPEEDUP[drafter] * pass_s + tokens * _VERIFIED[drafter] * token_s
@@ -250,8 +241,3 @@ def _first_drafter_s(cfg: RunConfig, rates: Rates, model: Sizes) -> float:
     trained = own.num_steps * own.tokens_per_step
     trained_s = 6 * a_row * trained / (together.train_flops * _EFFICIENCY["first drafter"])
     return _FIXED_S["drafter"] + sampled_s + observed_s + trained_s
-
-
-def dtype_of(cfg: RunConfig) -> str:
-    """In which the run computes."""
-    return cfg.rollout.dtype

@@ -98,7 +98,7 @@ def load_decoder(folder: Path, *, dtype: torch.dtype, device: str | torch.device
     """Build the decoder and fill it from the folder's safetensors.  Raises ModelError."""
     config = load_config(folder)
     decoder = _blank(config, dtype=dtype, device=device)
-    raw = _read_tensors(folder)
+    raw = read_tensors(folder)
     wanted = {name: tuple(p.shape) for name, p in decoder.named_parameters()}
     decoder.load_weights(_from_hf(raw, config, folder, wanted))
     if raw:
@@ -182,7 +182,8 @@ def save_hf(
     write_folder_atomically(out_dir, write)
 
 
-def _read_tensors(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by their names in it.  Raises ModelError."""
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():

@@ -86,14 +86,16 @@ class PackedWeights:
 
 
 def can_pack(decoder: Decoder) -> bool:
-    """Whether `pack_linears` applies: bfloat16 weights on a CPU for which oneDNN has bfloat16 kernels."""
+    """Whether `pack_linears` applies: bfloat16 weights on a CPU, for which our kernels or oneDNN's run here."""
     weight = decoder.head_weight
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.bfloat16
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # absent where torch was built without oneDNN
-        and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    )
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        return False
+    linears = [m for layer in decoder.layers for m in layer.children() if isinstance(m, nn.Linear)]
+    return _onednn_packs() or all(can_pack_panels(w) for w in (weight, *(linear.weight for linear in linears)))
+
+
+def _onednn_packs() -> bool:
+    return hasattr(torch.ops.mkldnn, "_linear_pointwise") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def pack_linears(decoder: Decoder) -> PackedWeights:
@@ -105,8 +107,8 @@ def pack_linears(decoder: Decoder) -> PackedWeights:
     if not can_pack(decoder):
         weight = decoder.head_weight
         raise ValueError(
-            f"weights in {weight.dtype} on {weight.device} cannot be packed: pre-packing needs bfloat16 on a CPU with "
-            "AVX-512; use the plain decoder"
+            f"weights in {weight.dtype} on {weight.device} cannot be packed: pre-packing needs bfloat16 on a CPU and "
+            "our kernels (a C compiler) or oneDNN's; use the plain decoder"
         )
     linears = {}
     for index, layer in enumerate(decoder.layers):

@@ -111,6 +111,7 @@ def trained(decoder, folder, tmp_path):
         DrafterConfig(spot=spot, depth=3),
         SpeculationConfig(policy="fixed", drafter_path=str(folder)),
         temperature=1.0,
+        compute_dtype=torch.float32,
         folder=tmp_path / "spot",
         resume=False,
     )

@@ -34,14 +34,14 @@ def memory_bytes(group: WorkerGroup) -> int:
 
 def test_memory_is_released_in_the_update_and_taken_again(tiny_folder):
     scored, held, responses = tiny_scored(seed=0, num_groups=3), {}, {}
-    algorithm = AlgorithmConfig()
-    shares = make_train_batches(scored, UpdateConfig(), algorithm, num_workers=1, seed=0, step=0)
+    update, algorithm = UpdateConfig(dtype="float32"), AlgorithmConfig()
+    shares = make_train_batches(scored, update, algorithm, num_workers=1, seed=0, step=0)
     for release in (False, True):
         spec = WorkerSpec(
             model_dir=tiny_folder,
             rollout=RolloutConfig(dtype="float32", max_live_requests=3, speculation=SpeculationConfig(policy="off")),
             max_len=32,
-            trainer=TrainerSpec(UpdateConfig(), algorithm, total_steps=1, max_new_tokens=20, temperature=1.0),
+            trainer=TrainerSpec(update, algorithm, total_steps=1, max_new_tokens=20, temperature=1.0),
             threads=1,
             device="cpu",
             release_memory=release,

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-from kernels import native
 from tests.tlt_core.drafter.eagle3_reference import paths
 from tests.tlt_core.drafter.test_eagle3 import IDS, Bench, ready, same
 from tlt_core.drafter.eagle3_model import Eagle3Config, random_eagle3
@@ -13,7 +12,7 @@ from tlt_core.model.load import random_decoder
 from tlt_core.speculation import Floors, Strategy
 from tlt_core.types import SamplingParams
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the C kernels do not run on this machine")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 CHAIN, TREE = Strategy("eagle3", 5, 1, 5), Strategy("eagle3", 4, 3, 10)
 LENGTHS = [40, 9, 17, 3, 33, 16, 15]

@@ -6,13 +6,12 @@ import dataclasses
 import pytest
 import torch
 
-from kernels import native
 from kernels.packed_attention import packed_causal_attention
 from tlt_core.model.load import random_decoder
 from tlt_core.model.packed import pack_linears
 from tlt_core.rollout.kv_cache import SlotCache
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the C kernels do not run on this machine")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 TAPS = (0, 2, 3)
 LENGTHS = (37, 5, 16)

@@ -6,14 +6,13 @@ import dataclasses
 import pytest
 import torch
 
-from kernels import native
 from tests.tlt_core.rollout.playing import Knows
 from tlt_core.model.load import random_decoder
 from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.speculation import NO_FLOORS, OFF, Strategy
 from tlt_core.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="the C kernels do not run on this machine")
+pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=70, stop_token_ids=(2,))
 SHAPES = (Strategy("knows", 1, 1, 1), Strategy("knows", 5, 1, 5), Strategy("knows", 4, 3, 12), OFF)

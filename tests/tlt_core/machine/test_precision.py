@@ -1,0 +1,240 @@
+"""What `dtype: auto` stands for: by planted machines, and in a fresh process that is told to be a smaller one."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.load import load
+from conf.schema import RunConfig
+from tlt_core import checkpoint, coldstart, doctor
+from tlt_core.machine import precision
+from tlt_core.machine.precision import Offers, Precision, PrecisionError
+
+HALF, FULL, AUTO = "bfloat16", "float32", "auto"
+ALL_AUTO = Precision(AUTO, AUTO, AUTO)
+NO_BF16 = "this processor has no bfloat16 instructions"
+AVX512 = Offers("C kernels (avx512_bf16)", "torch (avx512_bf16)", "")
+AVX2 = Offers("C kernels (avx2)", "", NO_BF16)
+NO_COMPILER = Offers("", "", NO_BF16)
+GPU = Offers("GPU", "GPU", "")
+
+
+@pytest.mark.parametrize(
+    ("here", "asked", "expected"),
+    [
+        (AVX512, ALL_AUTO, (HALF, HALF, HALF)),
+        (GPU, ALL_AUTO, (HALF, HALF, HALF)),
+        (AVX2, ALL_AUTO, (HALF, FULL, FULL)),
+        (NO_COMPILER, ALL_AUTO, (FULL, FULL, FULL)),
+        # what is set is not argued with, and float32 rollouts mean float32 everywhere
+        (AVX512, Precision(FULL, AUTO, AUTO), (FULL, FULL, FULL)),
+        (AVX512, Precision(FULL, HALF, AUTO), (FULL, HALF, HALF)),
+        (AVX512, Precision(AUTO, FULL, AUTO), (HALF, FULL, FULL)),
+        (AVX512, Precision(AUTO, FULL, HALF), (HALF, FULL, HALF)),
+        (AVX2, Precision(HALF, HALF, AUTO), (HALF, HALF, HALF)),
+        (NO_COMPILER, Precision(HALF, AUTO, AUTO), (HALF, FULL, FULL)),
+    ],
+)
+def test_a_new_run_computes_in_what_the_machine_does(
+    here: Offers, asked: Precision, expected: tuple[str, str, str]
+) -> None:
+    assert precision.resolve(asked, here) == expected
+
+
+@pytest.mark.parametrize(
+    ("here", "asked", "recorded", "expected"),
+    [
+        (AVX512, ALL_AUTO, (HALF, FULL, FULL), (HALF, FULL, FULL)),  # float32 runs anywhere
+        (AVX512, ALL_AUTO, (FULL, FULL, FULL), (FULL, FULL, FULL)),
+        (GPU, ALL_AUTO, (HALF, HALF, FULL), (HALF, HALF, FULL)),
+        # told to change: the cold start is made already
+        (AVX2, Precision(AUTO, FULL, AUTO), (HALF, HALF, HALF), (HALF, FULL, HALF)),
+        (NO_COMPILER, Precision(FULL, AUTO, AUTO), (HALF, HALF, HALF), (FULL, FULL, HALF)),
+        (AVX512, Precision(HALF, AUTO, AUTO), (FULL, FULL, FULL), (HALF, FULL, FULL)),
+        # the same as before is no change
+        (AVX512, Precision(FULL, AUTO, AUTO), (FULL, HALF, HALF), (FULL, HALF, HALF)),
+        (AVX2, Precision(AUTO, HALF, AUTO), (HALF, HALF, HALF), (HALF, HALF, HALF)),  # slow, but asked for
+    ],
+)
+def test_a_run_that_goes_on_keeps_its_precision(
+    here: Offers, asked: Precision, recorded: tuple[str, str, str], expected: tuple[str, str, str]
+) -> None:
+    assert precision.resolve(asked, here, recorded=Precision(*recorded)) == expected
+
+
+@pytest.mark.parametrize(
+    ("here", "asked", "override"),
+    [
+        (AVX2, ALL_AUTO, "update.dtype=float32"),
+        (AVX2, Precision(HALF, AUTO, AUTO), "update.dtype=float32"),
+        (NO_COMPILER, ALL_AUTO, "rollout.dtype=float32"),
+    ],
+)
+def test_emulation_is_refused_with_an_override_that_helps(here: Offers, asked: Precision, override: str) -> None:
+    recorded = Precision(HALF, HALF, HALF)
+    with pytest.raises(PrecisionError) as refused:
+        precision.resolve(asked, here, recorded=recorded)
+    said = str(refused.value)
+    now = precision.resolve(ALL_AUTO, here)
+    for part in (str(recorded), str(now), NO_BF16, "to the bit", "losses differ", override):
+        assert part in said
+    key = override.partition(".")[0]
+    told = precision.resolve(asked._replace(**{key: FULL}), here, recorded=recorded)
+    assert getattr(told, key) == FULL
+
+
+@pytest.mark.parametrize(
+    ("flags", "capability", "limit", "lacks"),
+    [
+        (("avx512_bf16",), "AVX512", "", ""),
+        (("amx_bf16", "avx512_bf16"), "AVX512", "AVX512_CORE_BF16", ""),
+        (("amx_bf16",), "AVX512", "avx512_core_amx", ""),
+        (("amx_bf16",), "AVX512", "ALL", ""),
+        ((), "AVX2", "", NO_BF16),
+        (("avx512_bf16",), "AVX2", "", "torch is limited to AVX2 (ATEN_CPU_CAPABILITY)"),
+        (("avx512_bf16",), "AVX512", "AVX2", "torch's products are limited to AVX2 (ONEDNN_MAX_CPU_ISA)"),
+        (("avx512_bf16",), "AVX512", "AVX512_CORE_VNNI", "limited to AVX512_CORE_VNNI"),
+    ],
+)
+def test_what_torch_computes_in_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], capability: str, limit: str, lacks: str
+) -> None:
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+    if limit:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    monkeypatch.setattr(precision, "bf16_instructions", lambda: flags)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(precision, "kernels_isa", lambda: "avx2")
+    here = precision.offers("cpu")
+    assert here.rollout == "C kernels (avx2)"
+    assert bool(here.update) == (not lacks)
+    assert lacks in here.lacks
+    assert precision.offers("cpu", own_engine=False).rollout == here.update, "vLLM has no C kernels"
+
+
+@pytest.mark.parametrize("supported", [True, False])
+def test_an_old_gpu_has_no_bf16(monkeypatch: pytest.MonkeyPatch, supported: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Old GPU")
+
+    def is_bf16_supported(including_emulation: bool = True) -> bool:
+        return including_emulation or supported  # without the argument torch says yes to every GPU
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    here = precision.offers("cuda")
+    assert (here.rollout, here.update) == (("GPU", "GPU") if supported else ("", ""))
+    assert ("Old GPU has no bfloat16" in here.lacks) == (not supported)
+
+
+def test_bf16_instructions_are_read_from_the_flags_of_the_first_core(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor: 0\nflags\t\t: fpu avx512_bf16 amx_bf16_not amx_bf16 amx_tile\nprocessor: 1\n")
+    assert precision.bf16_instructions(path) == ("amx_bf16", "avx512_bf16")
+    path.write_text("processor: 0\nFeatures: asimd\n")
+    assert precision.bf16_instructions(path) == ()
+    assert precision.bf16_instructions(tmp_path / "absent") == ()
+
+
+def test_a_smaller_machine_can_be_rehearsed() -> None:
+    """In a process of its own: torch reads these once."""
+    code = (
+        "import json\nfrom conf.load import load\nfrom tlt_core import doctor\nfrom tlt_core.machine import precision\n"
+        "cfg = precision.settle(load('conf/demo.yaml', []))\n"
+        "print(json.dumps([precision.Precision.of(cfg), doctor._precision('precision', 'cpu')]))"
+    )
+    env = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    settled, line = json.loads(done.stdout)
+    assert settled == [HALF if precision.kernels_isa() else FULL, FULL, FULL]
+    assert line[1:3] == [f"rollout {settled[0]}, update float32", "skipped"]
+    assert "torch is limited to AVX2" in line[3] or NO_BF16 in line[3]
+
+
+# ------------------------------------------------------------------------------------------------ a run
+
+
+def config(folder: Path, *settings: str) -> RunConfig:
+    return load("conf/smoke.yaml", [f"output_dir={folder}", "rollout.dtype=auto", *settings])
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, here: Offers) -> None:
+    monkeypatch.setattr(precision, "offers", lambda device, own_engine=True: here)
+
+
+def test_a_run_is_settled_once_and_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plant(monkeypatch, AVX2)
+    with caplog.at_level(logging.INFO):
+        cfg = precision.settle(config(tmp_path))
+    assert Precision.of(cfg) == (HALF, FULL, FULL)
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line == (
+        "precision: rollout bfloat16, update float32, cold start float32; bfloat16 by C kernels (avx2); torch would "
+        f"emulate bfloat16, {NO_BF16}"
+    )
+    plant(monkeypatch, AVX512)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert precision.settle(cfg) == cfg, "nothing is left to decide"
+    assert not caplog.records
+
+
+def test_what_was_asked_for_and_is_slow_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    plant(monkeypatch, AVX2)
+    precision.settle(config(tmp_path, "update.dtype=bfloat16"))
+    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
+        f"update.dtype=bfloat16 is emulated here, several times slower: {NO_BF16}"
+    ]
+
+
+def save(cfg: RunConfig, recorded: dict[str, str]) -> None:
+    state = checkpoint.DriverState(1, 8, 1, "r", 0, "f", None, recorded)
+    checkpoint.save(cfg.run_dir / "checkpoints", state, lambda _: None)
+
+
+def test_the_newest_checkpoint_says_what_a_run_computes_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config(tmp_path)
+    save(cfg, Precision(HALF, FULL, FULL)._asdict())
+    plant(monkeypatch, AVX512)
+    assert Precision.of(precision.settle(cfg)) == (HALF, FULL, FULL)
+    save(cfg, {})  # from before there was a choice
+    assert Precision.of(precision.settle(cfg)) == (HALF, HALF, HALF)
+
+
+def test_a_cold_start_that_another_machine_s_stage_made_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = tmp_path / "pipeline" / "coldstart" / "abc" / "coldstart.json"
+    report.parent.mkdir(parents=True)
+    report.write_text(json.dumps({"dtype": HALF, "metrics": {}}))
+    plant(monkeypatch, AVX2)
+    cfg = config(tmp_path)
+    assert precision.settle(cfg).coldstart.dtype == FULL, "its folder is another's"
+    monkeypatch.setenv("TLT_STAGES", str(tmp_path / "pipeline"))
+    assert Precision.of(precision.settle(cfg)) == (HALF, FULL, HALF)
+    assert coldstart.output_dir(precision.settle(cfg)).is_relative_to(tmp_path / "pipeline")
+
+
+def test_the_doctor_says_what_auto_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch, AVX2)
+    found = {row.name: row for row in doctor.findings()}["precision"]
+    assert found == (
+        "precision",
+        "rollout bfloat16, update float32",
+        "skipped",
+        f"dtype: auto; bfloat16 by C kernels (avx2); training in it would be emulated: {NO_BF16}",
+    )
+    plant(monkeypatch, AVX512)
+    found = {row.name: row for row in doctor.findings()}["precision"]
+    assert found.verdict == "used"
+    assert found.reason == "dtype: auto; bfloat16 by C kernels (avx512_bf16) and torch (avx512_bf16)"
