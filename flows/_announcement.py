@@ -17,11 +17,9 @@ from tlt_core.run_summary import rows_of
 
 log = logging.getLogger(__name__)
 
-_KERNELS = {  # by `native.isa`
+_KERNELS = {  # by `native.isa`, where there is more to say than its word
     "amx": "C kernels with matrix tiles (AMX)",
     "avx512_bf16": "C kernels with AVX-512 bf16",
-    "avx2": "C kernels with AVX2",
-    "portable": "portable C kernels",
     None: "torch's kernels",
 }
 
@@ -94,7 +92,8 @@ def kernels_in_words(cfg: RunConfig) -> str:
     cluster, rollout, update = cfg.cluster, cfg.rollout.dtype, cfg.update.dtype
     if cluster.gpus_per_worker:
         return f"{cluster.num_workers} workers with a GPU each: rollout in {rollout}, update in {update}"
-    kernels = _KERNELS[precision.kernels_isa() if rollout == "bfloat16" else None]
+    isa = precision.kernels_isa() if rollout == "bfloat16" else None
+    kernels = _KERNELS.get(isa, f"C kernels ({isa})")
     threads = f"{cluster.threads_per_worker} thread{'s' if cluster.threads_per_worker > 1 else ''}"
     return f"rollout in {rollout} on {kernels}, update in {update} on torch's; {cluster.num_workers} x {threads}"
 

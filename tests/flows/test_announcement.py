@@ -18,19 +18,20 @@ from tlt_core.machine.forecast import Forecast, ToDo
 def test_the_plan_names_what_is_to_do_and_what_is_there() -> None:
     cfg = load("conf/demo.yaml")
     assert plan_in_words(cfg, ToDo(True, True, True, True, 0)) == (
-        "to do: model, data, cold start, first drafter, 12 steps, export"
+        "to do: model, data, cold start, first drafter, 10 steps, export"
     )
     assert plan_in_words(cfg, ToDo(False, False, False, True, 0)) == (
-        "to do: first drafter, 12 steps, export (already there: model, data, cold start)"
+        "to do: first drafter, 10 steps, export (already there: model, data, cold start)"
     )
-    assert "to do: steps 7 to 12, export" in plan_in_words(cfg, ToDo(False, False, False, False, 6))
+    assert "to do: steps 6 to 10, export" in plan_in_words(cfg, ToDo(False, False, False, False, 5))
     plain = load("conf/demo.yaml", ["coldstart.enabled=false", "rollout.speculation.policy=off"])
-    assert plan_in_words(plain, ToDo(True, True, False, False, 0)) == "to do: model, data, 12 steps, export"
+    assert plan_in_words(plain, ToDo(True, True, False, False, 0)) == "to do: model, data, 10 steps, export"
 
 
 def test_what_exists_is_not_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TLT_HOME", str(tmp_path))
     cfg = load("conf/demo.yaml", [f"output_dir={tmp_path}/runs"])
+    cfg = cfg.with_dtypes(rollout="float32", update="float32", coldstart="float32")
     assert to_do(cfg) == ToDo(True, True, True, True, 0)
     inputs.data_dir(cfg).mkdir(parents=True)
     (inputs.data_dir(cfg) / "manifest.json").write_text("{}")
@@ -41,21 +42,20 @@ def test_what_exists_is_not_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("isa", "said"),
     [
-        (
-            "amx",
-            "bfloat16 on the CPU: decoding on C kernels with matrix tiles (AMX), training on torch's; 2 x 1 thread",
-        ),
-        (None, "bfloat16 on the CPU: decoding on torch's kernels, training on torch's; 2 x 1 thread"),
+        ("amx", "rollout in bfloat16 on C kernels with matrix tiles (AMX), update in float32 on torch's; 2 x 1 thread"),
+        ("neon", "rollout in bfloat16 on C kernels (neon), update in float32 on torch's; 2 x 1 thread"),
+        (None, "rollout in bfloat16 on torch's kernels, update in float32 on torch's; 2 x 1 thread"),
     ],
 )
 def test_the_kernels_are_named(isa: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_announcement, "isa", lambda: isa)
-    assert kernels_in_words(load("conf/demo.yaml", ["rollout.dtype=bfloat16"])) == said
+    monkeypatch.setattr(_announcement.precision, "kernels_isa", lambda: isa)
+    cfg = load("conf/demo.yaml", ["rollout.dtype=bfloat16", "update.dtype=float32"])
+    assert kernels_in_words(cfg) == said
 
 
 def test_nothing_is_forecast_for_a_gpu() -> None:
     cfg = load("conf/demo.yaml", ["cluster.gpus_per_worker=1"])
-    assert _announcement.predict(cfg, to_do(cfg)) is None
+    assert _announcement.predict(cfg, ToDo(True, True, True, True, 0)) is None
 
 
 def test_it_is_said_before_prefect_is_imported_and_once(tmp_path: Path) -> None:
