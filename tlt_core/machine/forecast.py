@@ -18,9 +18,9 @@ from tlt_core.model.load import load_config
 
 # Share of the rates of `rates.measure` that stages reach.  Where one takes twice as long as forecast: halve its share.
 _EFFICIENCY = {
-    "update": 0.8,  # of train_flops: attention, norms and the loss beside the products
-    "first drafter": 0.8,  # of train_flops: one narrow layer, step after step of the training-time test
-    "hidden states": 1.0,  # of train_flops: forward alone
+    "update": 0.65,  # of train_flops: attention, norms and the loss beside the products
+    "first drafter": 0.85,  # of train_flops: one narrow layer, step after step of the training-time test
+    "hidden states": 0.85,  # of train_flops: forward alone
     "decode pass": 0.75,  # of read_bytes: 30 layers of small products; attention, sampling, Python
     "decode tokens": 0.8,  # of decode_flops: likewise
 }
