@@ -58,7 +58,10 @@ def _install_torch(uv: str | None, settings: dict[str, str]) -> bool:
         command = [uv, "pip", "install", "--python", sys.executable, "--torch-backend", "cpu", _TORCH]
         if _run(f"{title} for a CPU", command):
             return True
-        print("    not to be had that way: pip takes what the package index has", flush=True)
+        print(
+            "    not to be had that way: pip takes what the package index has, maybe with CUDA, which is gigabytes",
+            flush=True,
+        )
     return _run(title, [*_PIP_INSTALL, _TORCH])
 
 
@@ -129,8 +132,8 @@ def _run(title: str, command: Sequence[str], environment: dict[str, str] | None 
 
 
 def _last_line() -> str:
-    lines = _LOG.read_text(errors="replace").splitlines()
-    return next((line.strip()[:90] for line in reversed(lines) if line.strip()), "")
+    lines = (line.strip() for line in reversed(_LOG.read_text(errors="replace").splitlines()))
+    return next((line[:90] for line in lines if line and not line.startswith("WARNING")), "")
 
 
 def _failed() -> int:
