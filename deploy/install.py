@@ -59,7 +59,7 @@ def _install_torch(uv: str | None, settings: dict[str, str]) -> bool:
         if _run(f"{title} for a CPU", command):
             return True
         print(
-            "    not to be had that way: pip takes what the package index has, maybe with CUDA, which is gigabytes",
+            "    not to be had that way: pip takes the package index's, maybe with CUDA: gigabytes",
             flush=True,
         )
     return _run(title, [*_PIP_INSTALL, _TORCH])
@@ -133,7 +133,7 @@ def _run(title: str, command: Sequence[str], environment: dict[str, str] | None 
 
 def _last_line() -> str:
     lines = (line.strip() for line in reversed(_LOG.read_text(errors="replace").splitlines()))
-    return next((line[:90] for line in lines if line and not line.startswith("WARNING")), "")
+    return next((line[:90] for line in lines if line and not line.startswith(("WARNING", "$"))), "")
 
 
 def _failed() -> int:
