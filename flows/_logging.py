@@ -34,7 +34,7 @@ def attach_terminal() -> None:
     """Show log lines on the terminal.  Call it before Prefect is imported: it then leaves the root logger alone."""
     handler = TerminalHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    handler.addFilter(_wanted_on_terminal)
+    handler.addFilter(shown_on_terminal)
     logging.getLogger().addHandler(handler)
     for name in OWN:
         logging.getLogger(name).setLevel(logging.INFO)
@@ -75,7 +75,7 @@ def run_log(run_dir: Path) -> Iterator[None]:
         handler.close()
 
 
-def _wanted_on_terminal(record: logging.LogRecord) -> bool:
+def shown_on_terminal(record: logging.LogRecord) -> bool:
     """Prefect reports a failed task several times with its traceback; the command reports it once, in words."""
     own = record.name.partition(".")[0] in OWN
     if record.name.startswith(("prefect.flow_runs", "prefect.task_runs")):

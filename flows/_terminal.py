@@ -1,7 +1,9 @@
-"""Live progress on a terminal: one display that is redrawn; nothing at all where stderr is not a terminal.
+"""Live progress on a terminal: one display that is redrawn.  Elsewhere a line whenever nothing was said for a while.
 
-    step 3/10  rollout  ########------  41/64 responses   412 tok/s  live 9   0:00:21
+    step 3/10  rollout  ########------  41/64   412 tok/s  live 9   0:21   about 0:12 left
     reward 0.412  accepted length -      worker 0 generating   worker 1 idle
+
+    rollout: step 3/10, 41/64 responses, 412 tok/s, about 0:12 left
 
 In: `Progress` several times a second from the session, the metrics of a finished step from the flow.
 """
@@ -16,7 +18,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tlt_core.progress import Progress
+from flows._heartbeat import Heartbeat
+from tlt_core.progress import PhaseClock, Progress, in_words, minutes
 from tlt_core.types import WorkerState
 
 _STATES = {
@@ -30,30 +33,45 @@ _STATES = {
 class Terminal:
     """Context manager; an instance is also what `Session` calls with its progress."""
 
-    def __init__(self, *, console: Console | None = None) -> None:
+    def __init__(self, *, console: Console | None = None, quiet_s: float | None = None) -> None:
+        """quiet_s: see `Heartbeat`."""
         self._console = console or Console(stderr=True)
         self._progress: Progress | None = None
-        self._phase_began_s = time.monotonic()
+        self._began_s = time.monotonic()
+        self._clock = PhaseClock()
         self._last_step: dict[str, float] = {}
+        self._heartbeat = Heartbeat(self._sentence, quiet_s=quiet_s)
         self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=4, transient=True)
 
     def __enter__(self) -> "Terminal":
         if self._console.is_terminal:
             self._live.start()
+        else:
+            self._heartbeat.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._live.stop()
+        if self._console.is_terminal:
+            self._live.stop()
+        else:
+            self._heartbeat.__exit__()
 
     def __call__(self, progress: Progress) -> None:
-        """Show where the step is."""
-        if self._progress is None or progress.phase != self._progress.phase:
-            self._phase_began_s = time.monotonic()
+        """Show where the run is."""
+        self._clock.show(progress, time.monotonic())
         self._progress = progress
 
-    def stage(self, phase: str, done: int, total: int, loss: float) -> None:
-        """Show where a stage outside the RL loop is (cold start)."""
-        self(Progress(done, total, f"{phase}, loss {loss:.3f}", done, total, 0, 0, 0.0, ()))
+    def stage(self, phase: str, done: int, total: int, loss: float | None) -> None:
+        """Show where a stage outside the RL loop is (cold start, first drafter)."""
+        self(Progress(None, 0, phase, done, total, note="" if loss is None else f"loss {loss:.3f}"))
+
+    def begin(self, phase: str) -> None:
+        """Show what is done now, where there is nothing to count."""
+        self(Progress(None, 0, phase, 0, 1))
+
+    def expect(self, expected_s: Mapping[str, float]) -> None:
+        """Seconds that phases are forecast to take, by name."""
+        self._clock.expect(expected_s)
 
     def step_done(self, metrics: Mapping[str, float]) -> None:
         """Numbers of the step that has just ended."""
@@ -64,15 +82,26 @@ class Terminal:
             return Text("starting ...", style="bright_black")
         return Group(self._phase_line(self._progress), self._state_line(self._progress))
 
+    def _sentence(self) -> str:
+        now_s = time.monotonic()
+        if self._progress is None:
+            return f"starting: {now_s - self._began_s:.0f} s so far"
+        return in_words(self._progress, elapsed_s=self._clock.elapsed_s(now_s), left_s=self._clock.left_s(now_s))
+
     def _phase_line(self, now: Progress) -> Table:
         line = Table.grid(padding=(0, 2))
-        elapsed_s = int(time.monotonic() - self._phase_began_s)
-        cells: list[Any] = [Text(f"step {now.step}/{now.num_steps}", style="bold"), now.phase]
+        now_s = time.monotonic()
+        cells: list[Any] = [] if now.step is None else [Text(f"step {now.step}/{now.num_steps}", style="bold")]
+        cells.append(f"{now.phase}, {now.note}" if now.note else now.phase)
         if now.total > 1:
             cells += [ProgressBar(total=now.total, completed=now.finished, width=24), f"{now.finished}/{now.total}"]
         if now.tokens:
             cells += [f"{now.tokens_per_s:.0f} tok/s", f"live {now.live}"]
-        line.add_row(*cells, f"{elapsed_s // 60}:{elapsed_s % 60:02d}")
+        cells.append(minutes(self._clock.elapsed_s(now_s)))
+        left_s = self._clock.left_s(now_s)
+        if left_s is not None:
+            cells.append(f"about {minutes(left_s)} left")
+        line.add_row(*cells)
         return line
 
     def _state_line(self, now: Progress) -> Text:

@@ -9,6 +9,7 @@ import os
 import pkgutil
 import signal
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from conf.load import ConfigError, load
 from conf.schema import RunConfig, SpeculationConfig
 from flows import _environment, _errors, _logging
 from flows._benchmarks import BENCHMARKS
+from flows._heartbeat import Heartbeat
 
 _DEMO = "conf/demo.yaml"
 
@@ -72,7 +74,7 @@ def _train(cfg: RunConfig, args: argparse.Namespace) -> None:
         _run(cfg, "flows.train_stage:train_stage", out=args.out, summary=args.summary or args.out)
         print(f"policy: {args.out}/policy    figures: {args.summary or args.out}")
         return
-    policy = _run(cfg, "flows.train:train")
+    policy = _run(cfg, "flows.train:train", before="flows._announcement:announce")
     print(f"policy: {policy}    figures, samples, metrics: {cfg.run_dir}    MLflow: tlt ui --uri {cfg.tracking.uri}")
 
 
@@ -168,17 +170,35 @@ def _speculation(choice: str) -> SpeculationConfig:
     return SpeculationConfig(drafter_path=choice)
 
 
-def _doctor(_: argparse.Namespace) -> None:
+def _doctor(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from flows import _announcement
     from tlt_core import doctor
+    from tlt_core.machine import precision
+    from tlt_core.machine.forecast import ToDo
+    from tlt_core.progress import minutes
 
+    cfg = load(args.config or _DEMO) if args.config or Path(_DEMO).is_file() else None
     table = Table("what", "found", "verdict", "why", box=None, pad_edge=False)
     colors = {"used": "green", "skipped": "yellow", "missing": "red"}
     for row in doctor.findings():
         table.add_row(row.name, row.found, f"[{colors[row.verdict]}]{row.verdict}[/]", row.reason)
     Console().print(table)
+    if cfg is None:
+        return
+    cfg = cfg.with_dtypes(**precision.decide(cfg)._asdict())
+    # All of it, so that machines can be compared: what is there already would be skipped.
+    todo = ToDo(
+        model=True, data=True, cold_start=cfg.coldstart.enabled, first_drafter=cfg.needs_first_drafter, done_steps=0
+    )
+    print(f"\n{args.config or _DEMO}: {_announcement.kernels_in_words(cfg)}")
+    predicted = _announcement.predict(cfg, todo)
+    if predicted is None:
+        print("how long it would take is not known: only a CPU's speed is measured, for a model that is here")
+        return
+    print(f"from nothing about {minutes(predicted.total_s)}: {_announcement.stages_in_words(predicted.stages)}")
 
 
 def _ui(args: argparse.Namespace) -> None:
@@ -235,17 +255,24 @@ _OTHERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
 }
 
 
-def _run(cfg: RunConfig, flow: str, **arguments: Any) -> Any:
-    """Check what can be checked, then run a flow; Prefect's server starts while the flow's modules are imported."""
+def _run(cfg: RunConfig, flow: str, *, before: str = "", **arguments: Any) -> Any:
+    """Check what can be checked, then run a flow; Prefect's server starts while the flow's modules are imported.
+
+    before: called first, with the configuration; Prefect, which takes longest, is not imported yet.
+    """
     from flows._server import PrivateServer
     from tlt_core import preflight
     from tlt_core.machine import precision
 
+    began_s = time.monotonic()
     preflight.check_run(cfg)
     precision.decide(cfg)
+    if before:
+        pkgutil.resolve_name(before)(cfg)
     with PrivateServer() as server:
-        call = pkgutil.resolve_name(flow)
-        server.wait_ready()
+        with Heartbeat(lambda: f"starting Prefect: {time.monotonic() - began_s:.0f} s so far"):
+            call = pkgutil.resolve_name(flow)
+            server.wait_ready()
         return call(cfg, **arguments)
 
 
@@ -296,7 +323,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands.add_parser("verify-export", help="may this export be served?  Exit code 0: yes, 1: no"))
     _add_bench(commands.add_parser("bench", help="measure, and write reports/NAME.json"))
     _add_generate(commands.add_parser("generate", help="batch generation: JSONL of prompts in, JSONL out"))
-    commands.add_parser("doctor", help="what this machine has, and what is used")
+    doctor = commands.add_parser("doctor", help="what this machine has, what is used, and how long a run would take")
+    doctor.add_argument("config", nargs="?", metavar="CONFIG", help="of that run (default: conf/demo.yaml)")
     ui = commands.add_parser("ui", help="look at the runs in MLflow")
     ui.add_argument("--uri", help="tracking store (default: the configuration's default)")
     ui.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")

@@ -6,11 +6,13 @@
 Starting the same configuration again resumes it, so a retry is a restart.  Nothing numerical is decided here.
 """
 
+import logging
 from pathlib import Path
 
 from prefect import flow
 
 from conf.schema import RunConfig
+from flows._announcement import Took, announce
 from flows._artifacts import RunPage
 from flows._config import as_config, run_name
 from flows._logging import run_log
@@ -35,36 +37,53 @@ from tlt_core.machine import precision
 from tlt_core.session import Session
 from tlt_core.store import Ref
 
+log = logging.getLogger(__name__)
+
 
 @flow(name="train", flow_run_name=run_name)
 def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
     """Train the policy; returns its Hugging Face folder."""
+    took = Took()
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
     check_cluster(cfg.cluster)
     with exclusive(cfg.run_dir / "lock", wait=True), run_log(cfg.run_dir), Terminal() as show:
         cfg = precision.settle(cfg)
-        provenance.begin_attempt(cfg)
+        predicted = announce(cfg)
+        show.expect({} if predicted is None else predicted.phases)
+        provenance.begin_attempt(cfg, forecast_s={} if predicted is None else predicted.stages)
+        took.lap("start")
+        show.begin("model and data")
         policy = prepare_model(cfg)
         dataset = prepare_data(cfg, policy)
+        took.lap("model and data")
         warm_up: dict[str, float] = {}
         if cfg.coldstart.enabled:
             policy, warm_up = cold_start(cfg, policy, dataset, show.stage)
+            took.lap("cold start")
         if cfg.needs_first_drafter:
             folder = cfg.run_dir / "drafter-eagle3"  # vLLM takes the method from the folder's name
             if not folder.is_dir():
                 warm_up = {**warm_up, **warm_up_drafter(cfg, policy, dataset, folder, show.stage)}
             cfg = cfg.with_drafter(folder)
+            took.lap("first drafter")
         with (
             Session.resume_or_init(cfg, data_dir=Path(dataset.path), start_model=policy, on_progress=show) as session,
             Tracker(session, dataset=dataset) as tracker,
         ):
-            trained = iterate(session, tracker, warm_up, show)
+            took.lap("workers")
+            iterate(session, tracker, warm_up, show, took)
+            trained = export_policy(session)
+            show.begin("registry")
             register(session, trained, dataset, tracker_run_id=tracker.run_id)
+            took.lap("end")
+            tracker.outcome(took.metrics(predicted))
+            provenance.end_attempt(cfg.run_dir, took_s=took.stages)
+            log.info("%s", took.in_words(predicted))
             return trained
 
 
-def iterate(session: Session, tracker: Tracker, warm_up: dict[str, float], show: Terminal) -> Path:
+def iterate(session: Session, tracker: Tracker, warm_up: dict[str, float], show: Terminal, took: Took) -> None:
     """The RL iterations that are still to do."""
     page = RunPage(run_name=session.cfg.name, num_steps=session.cfg.num_steps)
     page.begin(
@@ -78,6 +97,7 @@ def iterate(session: Session, tracker: Tracker, warm_up: dict[str, float], show:
         if session.evaluation_due(0):
             evaluate(session, 0)
         tracker.record({**warm_up, **session.metrics.values()}, step=0)
+        took.step(session.metrics.values())
     for step in session.remaining_steps():
         tracker.begin_step()
         session.begin_step(step)
@@ -88,11 +108,12 @@ def iterate(session: Session, tracker: Tracker, warm_up: dict[str, float], show:
             evaluate(session, step)
         if session.checkpoint_due(step):
             checkpoint(session, step)
+        show.begin("figures and metrics")
         metrics = track(session, tracker, step, scored)
+        took.step(metrics)
         show.step_done(metrics)
         page.step_done(step, metrics)
     page.end(session.cfg.run_dir / "figures")
-    return export_policy(session)
 
 
 def register(session: Session, policy: Path, dataset: Ref, *, tracker_run_id: str) -> None:

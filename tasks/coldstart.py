@@ -21,7 +21,7 @@ class ColdStarted(NamedTuple):
 
 @task(task_run_name="cold-start", cache_policy=NO_CACHE)
 def cold_start(
-    cfg: RunConfig, model_dir: Path, dataset: Ref, on_progress: Callable[[str, int, int, float], None]
+    cfg: RunConfig, model_dir: Path, dataset: Ref, on_progress: Callable[[str, int, int, float | None], None]
 ) -> ColdStarted:
     """Start model in, model that reasons in the wanted form out."""
     out_dir = coldstart.output_dir(cfg)

@@ -81,6 +81,10 @@ class Tracker:
         self._append({"step": step, **values})
         self._mlflow.metrics(values, step=step)
 
+    def outcome(self, values: Mapping[str, float]) -> None:
+        """Log numbers of the whole run, at its last step: beside the steps' rows, for MLflow alone."""
+        self._mlflow.metrics(values, step=self._cfg.num_steps)
+
     def step(self, session: Session, step: int, scored: ScoredBatch) -> dict[str, float]:
         """See `track`.  Returns the step's metrics."""
         started_s = time.perf_counter()

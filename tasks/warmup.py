@@ -17,7 +17,7 @@ def warm_up_drafter(
     policy: Path,
     dataset: Ref,
     out_dir: Path,
-    on_progress: Callable[[str, int, int, float], None],
+    on_progress: Callable[[str, int, int, float | None], None],
 ) -> dict[str, float]:
     """Policy in, drafter's folder out; returns the metrics."""
     return warmup.run(cfg, policy=policy, data_dir=Path(dataset.path), out_dir=out_dir, on_progress=on_progress)

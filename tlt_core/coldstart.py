@@ -44,7 +44,7 @@ def run(
     model_dir: Path,
     data_dir: Path,
     out_dir: Path,
-    on_progress: Callable[[str, int, int, float], None],
+    on_progress: Callable[[str, int, int, float | None], None],
 ) -> dict[str, float]:
     """Train and write the folder; a no-op when it is already there.  `on_progress(phase, step, steps, loss)`.
 
@@ -58,6 +58,7 @@ def run(
             f"coldstart.enabled=true with data.kind={cfg.data.kind!r}: worked solutions exist for reasoning_gym tasks "
             "only; set coldstart.enabled=false and start from a model that already reasons"
         )
+    on_progress("worked solutions", 0, 1, None)
     tokenizer = load_tokenizer(model_dir)
     held_out = {p.text for p in data.load(data_dir, "validation", tokenizer)}
     examples = solutions.examples(
@@ -74,8 +75,11 @@ def run(
         )
     ]
     losses, tokens, started_s = [], sum(len(p) + len(c) for p, c in examples) * cfg.coldstart.num_epochs, time.time()
+    on_progress("starting workers", 0, 1, None)
     with WorkerGroup(cfg.cluster, _spec(cfg, model_dir, len(steps)), shared=out_dir.parent) as group:
+        on_progress("loading the model", 0, 1, None)
         group.load(None, 0)
+        on_progress("cold start", 0, len(steps), None)
         trained_s = time.time()
         for index, shares in enumerate(steps):
             losses.append(group.supervised_step(shares)["coldstart/loss"])
@@ -89,6 +93,7 @@ def run(
             "coldstart/loss_last": sum(losses[-10:]) / len(losses[-10:]),
             "coldstart/tokens_per_s": tokens / (time.time() - trained_s),
         }
+        on_progress("writing the model", 0, 1, None)
         group.export(out_dir.resolve(), tokenizer_from=model_dir.resolve(), dtype=cfg.coldstart.dtype)
     metrics["timing_s/coldstart"] = time.time() - started_s
     # Written last: its presence says that the folder is whole.

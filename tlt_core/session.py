@@ -119,6 +119,7 @@ class Session:
         self._step = 0
         self._fingerprint = _fingerprint(cfg)
         self._scorer = Scorer(cfg.reward)
+        self._report("starting workers")
         self._group = WorkerGroup(cfg.cluster, self._worker_spec(), shared=cfg.run_dir)
 
     @classmethod
@@ -160,6 +161,7 @@ class Session:
             if state.payoff:
                 session._payoff.load_state_dict(state.payoff)
             log.info("resuming from %s (attempt %d)", newest, session.resume_attempt)
+        session._report("loading the model")
         session._group.load(newest, session._policy_version)
         return session
 
@@ -213,6 +215,7 @@ class Session:
         trained, self._trained = self._trained, []
         if len(trained) < self._group.num_workers:  # none is trained, or a worker was lost
             return "no drafter is trained" if not trained else "a worker was lost"
+        self._report("publish the drafter")
         with self.metrics.timed("publish_drafter"):
             self._payoff.observe(outcome_of(self._rollout_phase, self.rounds, trained))
             decision = decide(trained, errors=self.cfg.drafter.spot.canary_errors)
@@ -239,6 +242,7 @@ class Session:
 
     def score(self, step: int, rollouts: RolloutBatch) -> ScoredBatch:
         """Wait for the outstanding scores; shape rewards, compute group-relative advantages."""
+        self._report("reward")
         with self.metrics.timed("reward"):
             self._train_while_scoring(step, _keys(rollouts))
             scores = self._scorer.collect(_keys(rollouts))
@@ -296,7 +300,7 @@ class Session:
     def update(self, step: int, scored: ScoredBatch) -> None:
         """One RL step's optimizer steps on the worker group."""
         with self.metrics.timed("update_actor"):
-            self._report("update", 0, 1)
+            self._report("update")
             kl = self.cfg.algorithm.kl
             shares = batch.make_train_batches(
                 scored,
@@ -315,6 +319,7 @@ class Session:
 
     def publish(self, step: int) -> int:
         """New weights into the rollout replicas; returns the policy version (the number of updates)."""
+        self._report("publish")
         with self.metrics.timed("update_weights"):
             self._policy_version = step
             self._group.publish(self._policy_version)
@@ -361,6 +366,7 @@ class Session:
 
     def save_checkpoint(self, step: int) -> Path:
         """Everything a resume needs, atomically; older checkpoints are pruned."""
+        self._report("checkpoint")
         with self.metrics.timed("save_checkpoint"):
             root = self.cfg.run_dir / "checkpoints"
             state = checkpoint.DriverState(
@@ -385,6 +391,7 @@ class Session:
 
     def export_policy(self, out_dir: Path) -> Path:
         """The policy as a plain Hugging Face folder."""
+        self._report("export")
         self._group.export(out_dir.resolve(), tokenizer_from=self.start_model, dtype=self.cfg.rollout.dtype)
         return out_dir
 
@@ -510,15 +517,20 @@ class Session:
             duty=self._payoff.duty,
         )
 
-    def _report(self, phase: str, done: int, total: int, drained: Drained | None = None, rate: float = 0.0) -> None:
-        live = drained.live if drained is not None else (0,) * self._group.num_workers
+    def _report(
+        self, phase: str, done: int = 0, total: int = 1, drained: Drained | None = None, rate: float = 0.0
+    ) -> None:
+        live = drained.live if drained is not None else (0,) * self.cfg.cluster.num_workers
         updating = phase == "update"
         states = tuple(WorkerState.UPDATING if updating else WorkerState.BUSY if n else WorkerState.IDLE for n in live)
         tokens = drained.tokens if drained is not None else 0
-        self._on_progress(Progress(self._step, self.cfg.num_steps, phase, done, total, sum(live), tokens, rate, states))
+        step = self._step or None  # 0: before the first
+        unit = "" if drained is None else "responses"
+        self._on_progress(Progress(step, self.cfg.num_steps, phase, done, total, sum(live), tokens, rate, states, unit))
 
     def _reference_logprobs(self, rollouts: RolloutBatch) -> torch.Tensor:
         """Log-probs under the model RL started from, aligned with the rollouts' tokens, [T]."""
+        self._report("reference")
         with self.metrics.timed("ref"):
             shares = batch.make_forward_batches(rollouts, num_workers=self._group.num_workers)
             return batch.join_logprobs(shares, self._group.reference_logprobs(shares), rollouts)

@@ -34,13 +34,14 @@ _NOISE_STEP = -(1 << 30)  # RL steps count from 1, validation below 0
 _OBSERVED_TOKENS = 2048  # in one pass of the target
 _HELD_OUT = 8  # one prompt in so many
 
-OnProgress = Callable[[str, int, int, float], None]
+OnProgress = Callable[[str, int, int, float | None], None]
 
 
 def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progress: OnProgress) -> dict[str, float]:
     """Train and write the drafter; returns its metrics.  `on_progress(phase, done, total, loss)`."""
     torch.set_num_threads(cfg.cluster.num_workers * cfg.cluster.threads_per_worker)
     began_s, own = time.perf_counter(), cfg.drafter
+    on_progress("loading the model", 0, 1, None)
     tokenizer = load_tokenizer(policy)
     questions = data.load(data_dir, "train", tokenizer)
     prompts = PromptOrder(questions, seed=cfg.seed).take(own.num_prompts)
@@ -58,8 +59,15 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progr
     counts_V, held_counts_V, prompt_counts_V = (_token_counts(part, plain.config.vocab_size) for part in tokens)
     size = min(own.vocab_size, plain.config.vocab_size)
     ids_J = choose_draft_vocabulary(counts_V, size, always=stops, prompt_counts_V=prompt_counts_V)
-    kept, scales = _observe(plain, rest, ids_J, kept_as=kept_as)
-    held, _ = _observe(plain, apart, ids_J, kept_as=kept_as)
+    seen = 0
+
+    def on_observed(count: int) -> None:
+        nonlocal seen
+        seen += count
+        on_progress("hidden states", seen, len(rollouts), None)
+
+    kept, scales = _observe(plain, rest, ids_J, on_observed, kept_as=kept_as)
+    held, _ = _observe(plain, apart, ids_J, on_observed, kept_as=kept_as)
 
     settings = TrainSettings(
         learning_rate=own.learning_rate,
@@ -71,8 +79,10 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progr
     )
     model = eagle3_from_target(plain, ids_J, scales=scales, seed=cfg.seed)
     trainer = Eagle3Trainer(model, plain.embed_tokens.weight, settings)
+    on_progress("drafter before its training", 0, 1, None)
     first = trainer.measure(held)
     last = _train(trainer, kept, cfg, on_progress)
+    on_progress("drafter on held-out responses", 0, 1, None)
     save_eagle3(model, out_dir, dtype=kept_as)
     metrics = {
         "drafter/warmup_rollouts": float(len(rollouts)),
@@ -120,7 +130,7 @@ def _sample(
 
     def on_finish(done: Rollout) -> None:
         finished.append(done)
-        on_progress("drafter rollouts", len(finished), total, 0.0)
+        on_progress("drafter rollouts", len(finished), total, None)
 
     params = SamplingParams(
         temperature=rollout.temperature,
@@ -129,6 +139,7 @@ def _sample(
         max_new_tokens=rollout.max_new_tokens,
         stop_token_ids=stops,
     )
+    on_progress("drafter rollouts", 0, total, None)
     engine.generate(pull, on_finish, params)
     return sorted(finished, key=lambda r: r.key)
 
@@ -138,7 +149,12 @@ def _token_counts(sequences: Sequence[torch.Tensor], vocab_size: int) -> torch.T
 
 
 def _observe(
-    plain: Decoder, rollouts: Sequence[Rollout], ids_J: torch.Tensor, *, kept_as: torch.dtype
+    plain: Decoder,
+    rollouts: Sequence[Rollout],
+    ids_J: torch.Tensor,
+    on_observed: Callable[[int], None],
+    *,
+    kept_as: torch.dtype,
 ) -> tuple[list[TrainSequence], tuple[float, ...]]:
     """What the target saw and expected over the rollouts, and the scales of its hidden states.  kept_as: the type that
     the engine records in."""
@@ -154,6 +170,7 @@ def _observe(
             dtype=kept_as,
             streams=[stream_key(r.key) for r in part],
         )
+        on_observed(len(part))
     return sequences, tap_scales(torch.cat([s.taps_LE for s in sequences]))
 
 
@@ -162,6 +179,7 @@ def _train(
 ) -> TrainMetrics:
     """`num_steps` steps over shuffled passes of the sequences."""
     own, done, epoch = cfg.drafter, 0, 0
+    on_progress("drafter warm-up", 0, own.num_steps, None)
     while True:
         order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(cfg.seed + epoch)).tolist()
         for rows in fill(order, lambda row, _: len(sequences[row].tokens_L), budget=own.tokens_per_step):

@@ -47,7 +47,7 @@ def test_settings_may_stand_behind_options() -> None:
     assert (args.config, args.overrides) == ("conf/demo.yaml", ["seed=1", "name=x"])
 
 
-@pytest.mark.parametrize("argv", [["train", "conf/smoke.yaml", "--resume"], ["doctor", "a=1"], ["fly"]])
+@pytest.mark.parametrize("argv", [["train", "conf/smoke.yaml", "--resume"], ["ui", "a=1"], ["fly"]])
 def test_unknown_arguments_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli._parse(argv)

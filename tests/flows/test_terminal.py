@@ -99,7 +99,7 @@ def test_the_run_log_has_info_lines_and_the_traceback_of_what_ended_the_run(tmp_
 )
 def test_what_the_terminal_shows(name: str, level: int, shown: bool) -> None:
     record = logging.LogRecord(name, level, __file__, 1, "text", (), None)
-    assert _logging._wanted_on_terminal(record) is shown
+    assert _logging.shown_on_terminal(record) is shown
 
 
 def test_a_full_disk_under_the_log_is_not_reported_line_by_line(

@@ -1,5 +1,6 @@
 """The whole pipeline on the smoke configuration, through a real Prefect engine, a real worker group and MLflow."""
 
+import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -14,10 +15,27 @@ from transformers import AutoModelForCausalLM
 
 from conf.load import load
 from conf.schema import RunConfig
+from flows import _heartbeat, _logging
 from flows.evaluate import evaluate
 from flows.train import train
 
 pytestmark = pytest.mark.prefect
+
+
+QUIET_S = 2.0
+LATE_S = 3.0  # a busy machine lets the heartbeat's thread wait
+
+
+class _Shown(logging.Handler):
+    """What people are shown, and when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addFilter(_logging.shown_on_terminal)
+        self.lines: list[tuple[float, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.created, record.getMessage()))
 
 
 def _config(folder: Path, **changes: Any) -> RunConfig:
@@ -34,7 +52,12 @@ def folder(prefect_engine: None, embedded_model: Path, tmp_path_factory: pytest.
         (folder / "artifacts" / "models").mkdir(parents=True)
         (folder / "artifacts" / "models" / embedded_model.name).symlink_to(embedded_model)
         environment.setattr(logging.getLogger("tasks"), "level", logging.INFO)
+        environment.setattr(_heartbeat, "QUIET_S", QUIET_S)
+        shown = _Shown()
+        logging.getLogger().addHandler(shown)
         train(_config(folder))
+        logging.getLogger().removeHandler(shown)
+        (folder / "shown.json").write_text(json.dumps(shown.lines))
         train(_config(folder, num_steps=3))
         yield folder
 
@@ -117,6 +140,28 @@ def test_runs_and_tasks_have_names_that_a_person_recognises(folder: Path) -> Non
     assert {f"{t}-{s}" for t in per_step for s in (1, 2, 3)} | {"evaluate-0", "evaluate-2", "cold-start"} <= tasks
     pictures = {"pipeline-timeline", "pipeline-speculation"}
     assert {"pipeline-progress", "pipeline-steps", "pipeline-mlflow"} | pictures <= artifacts
+
+
+def test_nobody_waits_in_the_dark(folder: Path) -> None:
+    lines: list[tuple[float, str]] = json.loads((folder / "shown.json").read_text())
+    times = [at_s for at_s, _ in lines]
+    gaps = {round(after - before, 1): lines[i] for i, (before, after) in enumerate(itertools.pairwise(times))}
+    assert max(gaps) < QUIET_S + LATE_S, f"after {gaps[max(gaps)]}"
+    texts = [text for _, text in lines]
+    assert any("to do:" in text for text in texts)
+    assert any(text.startswith("took ") and "forecast" in text for text in texts)
+    beats = [text for text in texts if text.endswith(("s so far", "left"))]
+    assert beats, "workers need more than two seconds to start"
+
+
+def test_the_forecast_stands_beside_what_it_took(folder: Path) -> None:
+    first, *_ = json.loads((folder / "runs/pipeline/run.json").read_text())["attempts"]
+    stages = {"start", "cold start", "workers", "rollouts", "updates", "validations", "rest of the steps", "end"}
+    assert stages <= first["forecast_s"].keys()
+    assert stages <= first["took_s"].keys()
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("tlt").experiment_id])
+    assert {"forecast/total_s", "took/total_s", "forecast/cold_start_s", "took/cold_start_s"} <= run.data.metrics.keys()
 
 
 def test_evaluate_repeats_the_last_validation(folder: Path, rows: list[dict[str, float]]) -> None:

