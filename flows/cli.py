@@ -180,7 +180,8 @@ def _doctor(args: argparse.Namespace) -> None:
     from tlt_core.machine.forecast import ToDo
     from tlt_core.progress import minutes
 
-    cfg = load(args.config or _DEMO) if args.config or Path(_DEMO).is_file() else None
+    # A name that no run has: the forecast is of a run from nothing, whatever an earlier one was computed in.
+    cfg = load(args.config or _DEMO, ["name=doctor"]) if args.config or Path(_DEMO).is_file() else None
     table = Table("what", "found", "verdict", "why", box=None, pad_edge=False)
     colors = {"used": "green", "skipped": "yellow", "missing": "red"}
     for row in doctor.findings():
