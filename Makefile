@@ -22,8 +22,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VLLM_VENV)/.installed
 VLLM_FIX := tlt_core/serving/vllm_cpu_fix
-# Tests work on tiny tensors, which threads only slow down.
+# Tests work on tiny tensors, which threads only slow down; two processes share the files.
+TEST_PROCESSES ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+SHARED := -n $(TEST_PROCESSES) --dist loadfile
 
 .PHONY: demo test test-all test-gpu test-vllm vllm-env check format ui doctor deploy deploy-stop install
 .DEFAULT_GOAL := test
@@ -32,10 +34,10 @@ demo: $(STAMP)
 	$(BIN)/tlt train $(CONFIG)
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow and not gpu and not vllm"
+	$(PYTEST) $(SHARED) -m "not slow and not gpu and not vllm"
 
 test-all: $(STAMP)
-	$(PYTEST) -m "not gpu and not vllm"
+	$(PYTEST) $(SHARED) -m "not gpu and not vllm"
 
 # Sets nothing up: a GPU machine may have no package index.  The environment's Python where there is one.
 test-gpu:

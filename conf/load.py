@@ -22,6 +22,7 @@ class ConfigError(ValueError):
     """A configuration that cannot be run.  The text names key, value and remedy."""
 
 
+_MERGE = "tag:yaml.org,2002:merge"
 _BASE = "base"  # of a file, not of the configuration
 
 
@@ -67,16 +68,32 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The file as a dictionary.  Raises ConfigError when it is absent, is not YAML, or is not a mapping."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_EachKeyOnce)
     except FileNotFoundError:
         known = sorted(p.as_posix() for p in Path("conf").glob("*.yaml"))
         hint = f" Files in conf/: {', '.join(known)}." if known else ""
         raise ConfigError(f"Configuration file {path} does not exist.{hint}") from None
     except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
         raise ConfigError(f"Configuration file {path} is not readable as YAML: {error}") from None
+    except RecursionError:
+        raise ConfigError(
+            f"Configuration file {path} is nested too deeply: sections have three levels at most."
+        ) from None
     if not isinstance(tree, dict):
         raise ConfigError(f"Configuration file {path} must hold a mapping of sections, found {type(tree).__name__}.")
     return tree
+
+
+class _EachKeyOnce(yaml.SafeLoader):
+    """YAML lets the last of two equal keys win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
+        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        if twice is not None:
+            problem = f"the key {twice!r} stands here twice; remove one"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

@@ -15,9 +15,19 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, values never change after load."""
+    """Base of all sections: unknown keys are errors, numbers are finite, values never change after load."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_number_is_a_truth_value(cls, given: Any) -> Any:
+        """pydantic takes true for 1."""
+        for name, value in given.items() if isinstance(given, dict) else ():
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field is not None and field.annotation in (int, float):
+                raise ValueError(f"{name} must be a number, found {str(value).lower()}")
+        return given
 
 
 # ---------------------------------------------------------------------------------------------- model
@@ -140,12 +150,15 @@ class DecaySchedule(Section):
 Schedule = Annotated[ConstantSchedule | DecaySchedule, Field(discriminator="kind")]
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class AdamWConfig(Section):
     """AdamW (decoupled weight decay) with gradient clipping."""
 
     learning_rate: float = Field(1e-6, gt=0, le=1)
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
@@ -351,9 +364,9 @@ class VllmConfig(Section):
 class RolloutConfig(Section):
     """What is sampled in one RL step, and how."""
 
-    num_prompts: int = Field(8, ge=1)
+    num_prompts: int = Field(8, ge=1, le=1_000_000)
     """Prompts (groups) per step."""
-    num_samples: int = Field(8, ge=1)
+    num_samples: int = Field(8, ge=1, le=100_000)
     """Responses per prompt (the group)."""
     max_new_tokens: int = Field(512, ge=1)
     """Responses are cut here (finish reason `length`)."""
@@ -631,7 +644,7 @@ class TrackingConfig(Section):
 
     uri: str = "sqlite:///artifacts/mlflow.db"
     """Tracking store: sqlite file or the URL of a tracking server."""
-    experiment: str = "tlt"
+    experiment: str = Field("tlt", pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$", max_length=200)
     """Experiment name."""
     num_sample_rollouts: int = Field(4, ge=0)
     """Responses written out as text per step (JSONL artifact)."""
@@ -646,9 +659,9 @@ class TrackingConfig(Section):
 class RunConfig(Section):
     """One training run.  `RunConfig(name="demo", data={"kind": "reasoning_gym", "tasks": [{"name": "chain_sum"}]})`"""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     """Names the run's folder under `output_dir`; starting the same name again resumes it."""
-    num_steps: int = Field(8, ge=1)
+    num_steps: int = Field(8, ge=1, le=10_000_000)
     """RL iterations."""
     seed: int = Field(0, ge=0)
     """Seed of everything that is random in the run: sampling, data order, initialisation."""

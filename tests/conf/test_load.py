@@ -222,6 +222,39 @@ def test_the_resolved_configuration_loads_again(path: Path) -> None:
     assert validate(yaml.safe_load(yaml.safe_dump(cfg.model_dump(mode="json"))), source="resolved") == cfg
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("num_steps=true", "num_steps must be a number, found true"),
+        ("num_steps=10000000000000000000000000000", "num_steps: Input should be less than or equal to 10000000"),
+        ("rollout.num_prompts=1000000000", "rollout.num_prompts: Input should be less than or equal to 1000000"),
+        ("reward.functions=[{kind: format, weight: .nan}]", "weight: Input should be a finite number"),
+        ("reward.timeout_s=.inf", "reward.timeout_s: Input should be a finite number"),
+        ("update.optimizer.betas=[5, -3]", "betas.0: Input should be less than 1"),
+        ("tracking.experiment=../../../esc", "tracking.experiment: String should match pattern"),
+        (f"name={'x' * 300}", "name: String should have at most 100 characters"),
+    ],
+)
+def test_what_was_taken_without_a_word_is_refused(override: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(SMOKE, [override])
+    assert said in str(refused.value)
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "twice.yaml"
+    path.write_text("name: a\nrollout:\n  num_samples: 2\n  num_samples: 8\n")
+    with pytest.raises(ConfigError, match=r"'num_samples' stands here twice; remove one(.|\n)*line 3"):
+        load(path)
+
+
+def test_a_file_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "deep.yaml"
+    path.write_text("a: " + "[" * 5000 + "]" * 5000)
+    with pytest.raises(ConfigError, match="nested too deeply"):
+        load(path)
+
+
 def test_the_tree_is_frozen() -> None:
     cfg = load(SMOKE)
     with pytest.raises(ValueError, match="frozen"):
