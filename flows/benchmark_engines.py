@@ -38,7 +38,7 @@ from tlt_core.prompt_order import PromptOrder
 from tlt_core.serving import vllm_server
 from tlt_core.verdicts import summarise
 
-_LIVE = (1, 2, 4, 8, 16, 32)
+_LIVE = (1, 4, 16)
 _TEMPERATURES = (0.0, 1.0)
 _NEW_TOKENS = 128
 _KV_CACHE_MB = 1024
@@ -46,10 +46,10 @@ _LOOKUP_TOKENS = 10  # transformers' own example
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 _EAGLE3_TOKENS = 3
 _FILES = Path(__file__).parents[1] / "tlt_core" / "engine_processes"
-_JUDGED_LIVE = (1, 4, 16)
 _BOUNDS = (
     ("vllm", ("vllm", "vllm eager"), 1.2),
     ("transformers", ("transformers",), 1.5),
+    ("torch's float32 kernels", ("plain float32 torch",), 1.5),
     ("llama.cpp", ("llama.cpp", "llama.cpp fp16"), 1.0),
     ("openvino", ("openvino",), 1.0),
 )
@@ -123,15 +123,18 @@ def engines(
         "kv_cache_mb": _KV_CACHE_MB,
     }
 
-    def own(name: str, file: str, most_live: int = 0, **settings: Any) -> EngineSpec:
-        environment = own_environment(threads=threads)
+    def own(name: str, file: str, most_live: int = 0, kernels: str = "", **settings: Any) -> EngineSpec:
+        environment = own_environment(threads=threads) | ({"TLT_NATIVE_KERNELS": kernels} if kernels else {})
         return EngineSpec(name, _FILES / file, own_python(), environment, common | settings, most_live)
 
+    off = SpeculationConfig(policy="off").model_dump(mode="json")
+    torchs = cfg.update.dtype  # what torch need not emulate here
     specs = [
-        own("plain", "own.py", speculation=SpeculationConfig(policy="off").model_dump(mode="json")),
+        own("plain", "own.py", speculation=off),
+        own("plain float32 torch", "own.py", kernels="0", dtype="float32", speculation=off),
         own("adaptive", "own.py", speculation=_absolute(cfg.rollout.speculation).model_dump(mode="json")),
-        own("transformers", "hf.py", lookup_tokens=0),
-        own("transformers lookup", "hf.py", most_live=1, lookup_tokens=_LOOKUP_TOKENS),
+        own("transformers", "hf.py", dtype=torchs, lookup_tokens=0),
+        own("transformers lookup", "hf.py", most_live=1, dtype=torchs, lookup_tokens=_LOOKUP_TOKENS),
     ]
     found = peers_of(peer_names, common, environments=artifacts_dir() / "peers", work_dir=cfg.run_dir / "bench-engines")
     specs += found.specs
@@ -226,7 +229,7 @@ def verdicts_of(contest: Contest) -> list[dict[str, Any]]:
     """Plain decoding over each rival, at the batch sizes that were promised; over the faster one of its variants."""
     verdicts = []
     for rival, variants, bound in _BOUNDS:
-        for case in dict.fromkeys(case for _, case in contest.measured if case.live in _JUDGED_LIVE):
+        for case in dict.fromkeys(case for _, case in contest.measured if case.live in _LIVE):
             measured = [contest.measured[name, case] for name in variants if (name, case) in contest.measured]
             if measured:
                 fastest = max(measured, key=_median_rate)

@@ -87,7 +87,8 @@ def test_a_row_compares_with_plain_decoding_of_the_same_repeat():
 def test_a_missing_environment_is_a_row(tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_PYTHON", str(tmp_path / "nowhere/bin/python"))
     specs, missing = engines(load("conf/demo.yaml", []), tmp_path, max_live=4, max_len=64)
-    assert [s.name for s in specs] == ["plain", "adaptive", "transformers", "transformers lookup"]
+    ours, theirs = ["plain", "plain float32 torch", "adaptive"], ["transformers", "transformers lookup"]
+    assert [s.name for s in specs] == [*ours, *theirs]
     assert {row["configuration"] for row in missing} == {"vllm", "vllm eager", "vllm ngram"}
     assert all("make vllm-env" in row["reason"] for row in missing)
 
@@ -97,8 +98,8 @@ def test_all_engines_get_the_same_threads_cores_and_model(tmp_path, monkeypatch)
     overrides = ["rollout.speculation.drafter_path=drafters/eagle3"]
     specs, missing = engines(load("conf/demo.yaml", overrides), tmp_path, max_live=4, max_len=64)
     assert missing == []
-    assert [s.name for s in specs][4:] == ["vllm", "vllm eager", "vllm ngram", "vllm eagle3"]
-    shared = ("model", "dtype", "threads", "cores", "max_live", "max_len")
+    assert [s.name for s in specs][5:] == ["vllm", "vllm eager", "vllm ngram", "vllm eagle3"]
+    shared = ("model", "threads", "cores", "max_live", "max_len")
     assert len({str([s.settings[name] for name in shared]) for s in specs}) == 1
     assert all(s.environment["OMP_NUM_THREADS"] == "1" for s in specs)
     assert specs[-1].settings["speculative"]["model"] == str(Path("drafters/eagle3").absolute())
