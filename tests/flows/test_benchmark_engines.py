@@ -103,7 +103,7 @@ def test_all_engines_get_the_same_threads_cores_and_model(tmp_path, monkeypatch)
     assert len({str([s.settings[name] for name in shared]) for s in specs}) == 1
     assert all(s.environment["OMP_NUM_THREADS"] == "1" for s in specs)
     assert specs[-1].settings["speculative"]["model"] == str(Path("drafters/eagle3").absolute())
-    assert specs[1].settings["speculation"]["drafter_path"] == str(Path("drafters/eagle3").absolute())
+    assert specs[2].settings["speculation"]["drafter_path"] == str(Path("drafters/eagle3").absolute())
 
 
 def test_peers_are_judged_by_their_faster_variant():
@@ -124,7 +124,7 @@ def test_a_peer_that_cannot_be_had_is_a_row(tmp_path, monkeypatch):
     cfg = load("conf/demo.yaml", [])
     specs, missing = engines(cfg, tmp_path, max_live=4, max_len=64, peer_names=("llama.cpp", "openvino"))
     assert missing == [{"configuration": "llama.cpp", "reason": "left out: no index"}]
-    assert specs[4].name == "openvino"
+    assert specs[5].name == "openvino"
     assert asked["names"] == ("llama.cpp", "openvino")
     assert asked["common"] == {name: specs[0].settings[name] for name in asked["common"]}
 
