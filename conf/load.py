@@ -22,7 +22,6 @@ class ConfigError(ValueError):
     """A configuration that cannot be run.  The text names key, value and remedy."""
 
 
-_MERGE = "tag:yaml.org,2002:merge"
 _BASE = "base"  # of a file, not of the configuration
 
 
@@ -68,7 +67,9 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The file as a dictionary.  Raises ConfigError when it is absent, is not YAML, or is not a mapping."""
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_EachKeyOnce)
+        text = path.read_text(encoding="utf-8")
+        _refuse_keys_twice(yaml.compose(text, Loader=yaml.SafeLoader), path)
+        tree = yaml.safe_load(text)
     except FileNotFoundError:
         known = sorted(p.as_posix() for p in Path("conf").glob("*.yaml"))
         hint = f" Files in conf/: {', '.join(known)}." if known else ""
@@ -84,16 +85,22 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return tree
 
 
-class _EachKeyOnce(yaml.SafeLoader):
+def _refuse_keys_twice(node: Any, path: Path) -> None:
     """YAML lets the last of two equal keys win without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE]
-        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
-        if twice is not None:
-            problem = f"the key {twice!r} stands here twice; remove one"
-            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-        return super().construct_mapping(node, deep)
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                where = f"line {key.start_mark.line + 1}"
+                raise ConfigError(
+                    f"Configuration file {path}: {key.value!r} stands twice, again in {where}; remove one."
+                )
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+            _refuse_keys_twice(value, path)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_keys_twice(item, path)
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
