@@ -1,11 +1,11 @@
-# Every target sets up what it needs: a virtual environment with pinned packages; the commands then make model and
-# data themselves.  Needs Python 3.11 or newer (with venv) and nothing else.
+# Every target first makes a virtual environment with pinned packages; commands make model and data themselves.  Needs
+# only Python 3.11 or newer with venv.
 #   make demo      train SmolLM2-135M by reinforcement learning on this machine's CPU, a quarter of an hour
 #   make test      the test suite        make test-all  ... and the tests that take minutes
 #   make test-gpu  tests and benchmarks that need a GPU, with torch, Triton, transformers and pytest alone (8 minutes)
 #   make test-vllm the drafter in a real vLLM server, in an environment of its own (make vllm-env)
 #   make check     lint, format, types, layers
-#   make ui        look at the runs      make doctor    what this machine has, what is used, how long the demo takes here
+#   make ui        show the runs         make doctor    what this machine has and uses, and how long the demo takes here
 #   make deploy    Prefect server and worker in the background, all deployments      make deploy-stop    end them
 
 VENV ?= .venv
@@ -21,8 +21,8 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VLLM_VENV)/.installed
-VLLM_FIX := tlt_core/serving/vllm_cpu_fix
-# Tests work on tiny tensors, which threads only slow down; two processes share the files.
+VLLM_FIX := tlt_core/rollout/vllm/cpu_fix
+# Tests use tiny tensors, which threads only slow down; two processes share the test files.
 TEST_PROCESSES ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SHARED := -n $(TEST_PROCESSES) --dist loadfile
@@ -39,7 +39,7 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PYTEST) $(SHARED) -m "not gpu and not vllm"
 
-# Sets nothing up: a GPU machine may have no package index.  The environment's Python where there is one.
+# Installs nothing, since a GPU machine may have no package index.  Uses the environment's Python if there is one.
 test-gpu:
 	$(or $(wildcard $(BIN)/python),python3) tests/gpu_suite.py $(GPU_OUT)
 
@@ -72,7 +72,7 @@ deploy-stop: $(STAMP)
 
 install: $(STAMP)
 
-# deploy/install.py says what it does; `uv` where that is to be had, else pip.
+# deploy/install.py prints what it does; it uses uv if available, else pip.
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11-3.13 with venv was found;" \
 	  "install one (Debian, Ubuntu: apt install python3-venv) or say make PYTHON=/path/to/python" >&2; exit 2; }
@@ -80,7 +80,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python deploy/install.py
 	@touch $@
 
-# vLLM's pins do not fit ours.  Every package is named, so nothing is resolved; torch alone brings its own.
+# vLLM's pins conflict with ours.  Every package is pinned without dependencies; only torch brings its own.
 $(VLLM_STAMP): constraints-vllm.txt $(VLLM_FIX)/pyproject.toml $(VLLM_FIX)/tlt_vllm_cpu_fix.py
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11-3.13 with venv was found" >&2; exit 2; }
 	test -x $(VLLM_VENV)/bin/python || "$(PYTHON)" -m venv $(VLLM_VENV)

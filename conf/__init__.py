@@ -1,0 +1,1 @@
+"""Configuration: every setting with its bounds and its meaning, one file a subsystem."""

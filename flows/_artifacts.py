@@ -1,7 +1,6 @@
-"""What a person sees on a flow run's page in Prefect: progress, the table of steps, the newest worker timeline, the way
-to MLflow.
+"""What a flow run's page in Prefect shows: progress, the table of steps, the newest worker timeline, a link to MLflow.
 
-A Prefect server that stops answering costs these pictures, not the run.
+When Prefect's server stops answering, the run goes on without them.
 """
 
 import base64
@@ -49,7 +48,7 @@ class RunPage:
         self._progress: UUID | None = None
 
     def begin(self, *, done: int, mlflow_link: str, mlflow_run_id: str, tracking_uri: str) -> None:
-        """Progress bar, and where the run is in MLflow."""
+        """Show the progress bar, and where MLflow has the run."""
         where = f"MLflow run `{mlflow_run_id}` in `{tracking_uri}`; `tlt ui` or `make ui` opens it."
         try:
             created = create_progress_artifact(
@@ -76,12 +75,12 @@ class RunPage:
             log.warning("Prefect did not take an artifact: %s", error)
 
     def end(self, figures: Path) -> None:
-        """The table of steps, and the newest of each picture that shows the workers."""
+        """Show the table of steps and the newest picture of each kind."""
         try:
             create_table_artifact(key=f"{self._key}-steps", table=self._rows, description="Steps of this run")
             for kind, description in _PICTURES.items():
                 drawn = sorted(figures.glob(f"{kind}_*.png"))
-                if drawn:  # as part of the address: Prefect keeps no files
+                if drawn:  # Prefect keeps no files, so the picture is part of the address
                     encoded = base64.b64encode(drawn[-1].read_bytes()).decode()
                     create_image_artifact(
                         image_url=f"data:image/png;base64,{encoded}",

@@ -1,4 +1,4 @@
-"""A run that crashes again and again is given up: the server would start it for ever (`_automations.py`)."""
+"""A limit on restarts: without it the server would restart a crashing run for ever (see `_automations.py`)."""
 
 from prefect.runtime import flow_run
 
@@ -6,14 +6,14 @@ MOST = 5
 
 
 class GaveUp(RuntimeError):
-    """The flow run has been started too often.  The text says what to do."""
+    """The flow run was started too often.  The text says what to do."""
 
 
 def check() -> None:
-    """Raises GaveUp, which is a failure and not a crash, so the server leaves the run alone.  Call it in a flow."""
+    """Call it in a flow.  Raises GaveUp, which is a failure and not a crash: the server does not restart the run."""
     attempts = flow_run.run_count
     if attempts > MOST:
         raise GaveUp(
-            f"flow run {flow_run.name} was started {attempts} times, {MOST} are allowed; find out in its log why it "
-            "crashes, then start a new flow run of the same configuration: it resumes from the newest checkpoint"
+            f"flow run {flow_run.name} was started {attempts} times, {MOST} are allowed; its log says why it "
+            "crashes; then start a new flow run of the same configuration: it resumes from the newest checkpoint"
         )

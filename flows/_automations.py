@@ -1,13 +1,13 @@
-"""What Prefect's server does by itself for the runs of our deployments (they all have the tag `tlt`).
+"""What Prefect's server does by itself for the runs of our deployments, which all have the tag `tlt`.
 
     no heartbeat for 90 s            -> Crashed       the process, its worker or its machine was killed
-    Crashed, and so for 60 s         -> AwaitingRetry the same run again; it resumes from its newest checkpoint
+    Crashed for 60 s                 -> AwaitingRetry the same run again; it resumes from its newest checkpoint
     running longer than its tag says -> Cancelling    tags limit-2h, limit-12h, limit-48h
-    Failed, TimedOut, Crashed        -> a message     where TLT_NOTIFY_URL names a webhook
+    Failed, TimedOut, Crashed        -> a message     if TLT_NOTIFY_URL names a webhook
 
 Why 60 s: a worker reports a dead process twice, the second time after it has imported the flow to look for hooks.  A
-retry in between would be declared Crashed, too, and started once more beside itself.  (If that happens all the same,
-the second process waits for the run's lock.)  A run that crashes again and again is given up by `_attempts.py`.
+retry before the second report would become Crashed, too, and would be started twice.  (Even then the second process
+waits for the run's lock.)  `_attempts.py` ends a run that crashes again and again.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from prefect.client.schemas.objects import StateType
 from prefect.events.actions import CancelFlowRun, ChangeFlowRunState, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 
-HEARTBEAT_S = 30  # of flow processes, set by the worker's environment; Prefect's least
+HEARTBEAT_S = 30  # between heartbeats of flow processes; Prefect's minimum
 SILENCE = timedelta(seconds=90)  # three heartbeats
 SETTLED = timedelta(seconds=60)
 LIMITS = {f"limit-{hours}h": timedelta(hours=hours) for hours in (2, 12, 48)}
@@ -42,7 +42,7 @@ def install(client: SyncPrefectClient, *, notify_url: str, limits: Mapping[str, 
 
 
 def _crash_zombies() -> AutomationCore:
-    """A run whose flow process was killed together with its worker would stay Running for good."""
+    """Otherwise a run whose process was killed together with its worker would stay Running for ever."""
     heartbeat = "prefect.flow-run.heartbeat"
     return AutomationCore(
         name="tlt: crash runs without a heartbeat",
@@ -99,7 +99,7 @@ def _notify(url: str) -> AutomationCore:
 
 
 def _absent(*, after: set[str], expect: set[str], within: timedelta, tag: str) -> EventTrigger:
-    """Fires when none of `expect` follows one of `after` in time, for each run with the tag."""
+    """Fires for a run with the tag when none of `expect` follows one of `after` in time."""
     return EventTrigger(
         after=after,
         expect=expect,

@@ -1,17 +1,33 @@
-"""The benchmarks by name: what `tlt bench` and the deployment `benchmark` offer."""
+"""The benchmarks by name: what `tlt bench` and the deployment `benchmark` offer.
 
+They are named, not imported: the package `bench` may be deleted.
+"""
+
+import importlib.util
 from typing import Literal
 
-Benchmark = Literal["step", "e2e", "rollout", "tuner", "spot", "idle", "engines", "kernels", "sizes"]
+from conf.load import ConfigError
+
+Benchmark = Literal["step", "e2e", "rollout", "tuner", "spot", "idle", "engines", "kernels", "sizes", "demo"]
 
 BENCHMARKS: dict[Benchmark, str] = {
-    "step": "flows.benchmark:bench_step",
-    "e2e": "flows.benchmark_e2e:bench_e2e",
-    "rollout": "flows.benchmark_rollout:bench_rollout",
-    "tuner": "flows.benchmark_tuner:bench_tuner",
-    "spot": "flows.benchmark_spot:bench_spot",
-    "idle": "flows.benchmark_idle:bench_idle",
-    "engines": "flows.benchmark_engines:bench_engines",
-    "kernels": "flows.benchmark_kernels:bench_kernels_flow",
-    "sizes": "flows.benchmark_sizes:bench_sizes_flow",
+    "step": "bench.step:bench_step",
+    "e2e": "bench.e2e:bench_e2e",
+    "rollout": "bench.rollout.command:bench_rollout",
+    "tuner": "bench.tuner.command:bench_tuner",
+    "spot": "bench.spot.command:bench_spot",
+    "idle": "bench.idle:bench_idle",
+    "engines": "bench.engines.command:bench_engines",
+    "kernels": "bench.kernels.command:bench_kernels_flow",
+    "sizes": "bench.sizes.command:bench_sizes_flow",
+    "demo": "bench.demo:bench_demo",
 }
+
+
+def find(benchmark: Benchmark) -> str:
+    """The flow's `module:function`.  Raises ConfigError where the package `bench` is missing."""
+    if importlib.util.find_spec("bench") is None:
+        raise ConfigError(
+            f"benchmark {benchmark}: the package bench is missing; take the folder bench/ from the repository"
+        )
+    return BENCHMARKS[benchmark]

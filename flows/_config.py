@@ -1,29 +1,29 @@
-"""A flow's first argument: a `RunConfig`, or the path of a YAML file with overrides (as a deployment passes it)."""
+"""The first arguments of a flow: a `RunConfig`, or the path of a YAML file with overrides, as deployments pass it."""
 
 from pathlib import Path
 
 from prefect.runtime import flow_run
 
 from conf.load import ConfigError, load
-from conf.schema import RunConfig
+from conf.run import RunConfig
 from flows import _attempts
 
 
 def as_config(config: RunConfig | str, overrides: list[str] | None) -> RunConfig:
-    """Raises ConfigError, or GaveUp when this flow run has crashed too often."""
+    """The configuration.  Raises ConfigError, or GaveUp when this flow run has crashed too often."""
     _attempts.check()
     return config if isinstance(config, RunConfig) else load(config, overrides or ())
 
 
 def as_policy(folder: str) -> Path:
-    """Folder of a policy that a user named.  Raises ConfigError."""
+    """Folder of a policy that the user named.  Raises ConfigError where there is none."""
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(f"no policy at {folder}: name a Hugging Face folder, e.g. runs/NAME/policy")
     return Path(folder)
 
 
 def run_name() -> str:
-    """Name of the flow run: the run's own name."""
+    """Name of the flow run: that of the training run."""
     config = flow_run.parameters["config"]
     if isinstance(config, dict):  # from the form in Prefect's pages
         return str(config.get("name", "run"))

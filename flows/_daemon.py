@@ -1,12 +1,13 @@
-"""A process that goes on in the background after the command that started it has ended.
+"""A background process that outlives the command that started it.
 
-FOLDER/NAME.pid     pid and start time: a pid that another process has got since is not mistaken for ours
+FOLDER/NAME.pid     pid and start time, so that another process with the same pid is not taken for ours
 FOLDER/NAME.log     its output
 """
 
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -21,12 +22,12 @@ class Daemon:
         self._pid_file = folder / f"{name}.pid"
 
     def process(self) -> psutil.Process | None:
-        """The process, when it is alive."""
+        """The process, if it is alive."""
         try:
             pid, started = self._pid_file.read_text().split()
             process = psutil.Process(int(pid))
             alive = process.create_time() == float(started) and process.status() != psutil.STATUS_ZOMBIE
-        except (FileNotFoundError, ValueError, psutil.NoSuchProcess):  # ValueError: a killed command's half a file
+        except (FileNotFoundError, ValueError, psutil.NoSuchProcess):  # ValueError: a half-written file
             return None
         return process if alive else None
 
@@ -42,7 +43,7 @@ class Daemon:
         return process
 
     def stop(self, *, patience_s: float) -> list[psutil.Process]:
-        """Terminate it alone, kill it after `patience_s`; returns its descendants that were alive before."""
+        """Terminate the process, and kill it after `patience_s`; returns its descendants, which are left alone."""
         process = self.process()
         if process is None:
             self._pid_file.unlink(missing_ok=True)
@@ -58,17 +59,12 @@ class Daemon:
 
 
 def end(processes: Sequence[psutil.Process], *, patience_s: float) -> None:
-    """SIGTERM, and SIGKILL for those that are still there after `patience_s`."""
+    """SIGTERM, and SIGKILL for processes that are alive after `patience_s`."""
     for process in processes:
-        _signal(process.terminate)
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
     _, alive = psutil.wait_procs(processes, timeout=patience_s)
     for process in alive:
-        _signal(process.kill)
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     psutil.wait_procs(alive, timeout=10)
-
-
-def _signal(send: object) -> None:
-    try:
-        send()  # type: ignore[operator]
-    except psutil.NoSuchProcess:
-        return

@@ -1,7 +1,7 @@
-"""Environment of Prefect, MLflow, Ray and Hugging Face, set before they are imported; what the user has set stays.
+"""Environment variables of Prefect, MLflow, Ray and Hugging Face, set before they are imported.
 
-Prefect keeps its state in the project (`.prefect/`), so that a run neither depends on nor changes what other projects
-left in the home directory.
+Values that the user has set remain.  Prefect keeps its state in the project (`.prefect/`): runs share nothing with
+other projects.
 """
 
 import os

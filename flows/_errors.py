@@ -1,7 +1,7 @@
-"""Failures that a user can cause or must know about, in one paragraph with a remedy.
+"""Failures that a user can cause or must know about, each in one paragraph with a remedy.
 
-exit code 2: the input is at fault (configuration, model, data); 1: the run failed; 130: interrupted.
-Everything else is our own mistake and keeps its traceback.
+Exit code 2: the input is wrong (configuration, model, data); 1: the run failed; 130: interrupted.
+Any other error is a bug and keeps its traceback.
 """
 
 import errno
@@ -12,14 +12,14 @@ from conf.load import ConfigError
 
 
 class Report(NamedTuple):
-    """What the command says and how it exits."""
+    """What the command prints, and its exit code."""
 
     text: str
     exit_code: int
 
 
 def explain(error: BaseException, *, run_dir: Path | None) -> Report | None:
-    """None: not one of the failures that have an explanation."""
+    """The report of a failure; None for a bug."""
     see_log = f"  The traceback is in {run_dir / 'log.txt'}." if run_dir and (run_dir / "log.txt").is_file() else ""
     if isinstance(error, ConfigError):
         return Report(str(error), 2)
@@ -37,8 +37,8 @@ def explain(error: BaseException, *, run_dir: Path | None) -> Report | None:
         return Report(str(error), 2)
     if module in ("flows._server", "tasks.registry", "tasks.version"):
         return Report(str(error), 1)
-    # WorkerDied, with the worker's own traceback, and what vLLM told
-    if module in ("tlt_core.cluster.group", "tlt_core.serving.vllm_rollout", "tlt_core.engine_agreement"):
+    # WorkerDied with the worker's traceback, and failures of vLLM
+    if module in ("tlt_core.cluster.group", "tlt_core.rollout.vllm.client", "tlt_core.run.engine_agreement"):
         return Report(f"{error}{see_log}", 1)
     if isinstance(error, PermissionError):
         return Report(f"{error}.  Make the folder writable, or set output_dir or TLT_HOME to one that is.{see_log}", 1)
@@ -46,6 +46,6 @@ def explain(error: BaseException, *, run_dir: Path | None) -> Report | None:
 
 
 def _is_disk_full(error: BaseException) -> bool:
-    """safetensors reports the condition in words only."""
+    """safetensors reports a full disk only in words."""
     full = (errno.ENOSPC, errno.EDQUOT)
     return (isinstance(error, OSError) and error.errno in full) or "No space left on device" in str(error)

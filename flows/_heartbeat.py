@@ -1,9 +1,9 @@
-"""A line when nothing else has said anything for a while, so that nobody waits in the dark.
+"""A log line whenever nothing was shown for a while.
 
-    log lines, of whoever --> OutputClock (a handler of the root logger) <-- Heartbeat's thread: how long ago?
-                                                                              '-> logs the sentence it is given
+    all log lines --> OutputClock (a handler of the root logger) <-- Heartbeat's thread: how long ago?
+                                                                      '-> logs the sentence that it is given
 
-The thread only reads and logs; it never delays a run, and its end is not waited for longer than a line takes.
+The thread only reads and logs, and never delays a run.
 """
 
 import logging
@@ -15,13 +15,12 @@ from flows._logging import shown_on_terminal
 
 log = logging.getLogger(__name__)
 
-QUIET_S = 12.0  # the promise is a line every 15 s: three are left for a thread that gets no processor
-_LOOKS = 12  # in that time
+QUIET_S = 12.0  # promised is a line every 15 s; three seconds of reserve on a busy machine
+_LOOKS = 12  # checks in that time
 
 
 class OutputClock(logging.Handler):
-    """Knows when people were last told something.  One for the whole process: heartbeats that follow each other must
-    not each begin to count anew."""
+    """Knows when the last line was shown.  There is one per process, so that a new heartbeat does not start at zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,15 +31,15 @@ class OutputClock(logging.Handler):
         self._last_s = time.monotonic()
 
     def quiet_s(self) -> float:
-        """Seconds since then."""
+        """Seconds since the last line."""
         return time.monotonic() - self._last_s
 
 
 class Heartbeat:
-    """Context manager.  `sentence` says what is going on; it is asked by another thread."""
+    """Context manager.  `sentence` returns what is going on; another thread calls it."""
 
     def __init__(self, sentence: Callable[[], str], *, quiet_s: float | None = None) -> None:
-        """quiet_s: silence after which a line is due; None: QUIET_S."""
+        """quiet_s: seconds of silence before a line; None: QUIET_S."""
         self._sentence, self._quiet_s = sentence, QUIET_S if quiet_s is None else quiet_s
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
@@ -52,7 +51,7 @@ class Heartbeat:
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
-        self._thread.join(timeout=1.0)  # it may be writing to a pipe that nobody reads
+        self._thread.join(timeout=1.0)  # the thread may hang on a pipe that nobody reads
 
     def _watch(self) -> None:
         while not self._ended.wait(self._quiet_s / _LOOKS):

@@ -1,8 +1,8 @@
-"""Where log lines go: the terminal, and the run's own log.txt.
+"""Where log lines go: the terminal and the run's log.txt.
 
 terminal   INFO of this project, WARNING of everything else
 log.txt    INFO of this project and of Prefect, WARNING of the rest, tracebacks included
-Prefect    INFO of this project, as the flow run's log (environment.py names the loggers)
+Prefect    INFO of this project, as the log of the flow run (`_environment.py` names the loggers)
 """
 
 import logging
@@ -16,9 +16,9 @@ OWN = ("flows", "tasks", "tlt_core", "kernels", "conf")
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):
-    """Writes to what sys.stderr is at the time, so that lines appear above a live display.
+    """Writes to the current sys.stderr, so that lines appear above a live display.
 
-    (Prefect takes over the root logger unless it finds a handler there whose name has no leading underscore.)
+    Prefect takes over the root logger unless one of its handlers is of a class without a leading underscore.
     """
 
     @property
@@ -31,21 +31,21 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
 
 
 def attach_terminal() -> None:
-    """Show log lines on the terminal.  Call it before Prefect is imported: it then leaves the root logger alone."""
+    """Show log lines on the terminal.  Call it before Prefect is imported, which then leaves the root logger alone."""
     handler = TerminalHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     handler.addFilter(shown_on_terminal)
     logging.getLogger().addHandler(handler)
     for name in OWN:
         logging.getLogger(name).setLevel(logging.INFO)
-    # Ray warns at every start that its token authentication, which is the safe setting, is on.
+    # Ray warns at every start that token authentication, the safe setting, is on.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    # Each retry towards a server that is down; `MlflowRun` says it once.
+    # urllib3 logs each retry towards a server that is down; `MlflowRun` reports it once.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
 
 
 class _RunLogHandler(logging.FileHandler):
-    """A full disk ends the run by what it fails to save, not by what it fails to log."""
+    """A full disk must end the run when saving fails, not when logging fails."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         if not isinstance(sys.exc_info()[1], OSError):
@@ -54,10 +54,10 @@ class _RunLogHandler(logging.FileHandler):
 
 @contextmanager
 def run_log(run_dir: Path) -> Iterator[None]:
-    """Copy everything to `run_dir/log.txt`; an error that leaves the block is written there with its traceback."""
+    """Copy all lines to `run_dir/log.txt`, with the traceback of an error that leaves the block."""
     run_dir.mkdir(parents=True, exist_ok=True)
     handler = _RunLogHandler(run_dir / "log.txt", encoding="utf-8")
-    # Prefect's records carry the name of their task
+    # Prefect's records have the name of their task.
     line = "%(asctime)s %(levelname)-7s %(name)s: %(task_run_name)s %(message)s"
     handler.setFormatter(logging.Formatter(line, defaults={"task_run_name": ""}))
     root = logging.getLogger()
@@ -76,7 +76,7 @@ def run_log(run_dir: Path) -> Iterator[None]:
 
 
 def shown_on_terminal(record: logging.LogRecord) -> bool:
-    """Prefect reports a failed task several times with its traceback; the command reports it once, in words."""
+    """Prefect's own reports of a failed task are left out: the command reports it once, in words."""
     own = record.name.partition(".")[0] in OWN
     if record.name.startswith(("prefect.flow_runs", "prefect.task_runs")):
         return False

@@ -1,28 +1,27 @@
-"""A private Prefect server for one command, where none is configured.  It ends with the command, however that ends.
+"""A private Prefect server for one command, where none is configured.  It ends with the command, even after a kill.
 
     command ---- starts ----> python -m flows._server ---- becomes ----> uvicorn, prefect's server
        |                                                                     ^
        +---- waits until it answers, sets PREFECT_API_URL                    |
        +---- terminates it; when the command is killed, the kernel does -----+
 
-Prefect can start such a server itself, but that one outlives `kill -9` of its parent (200 MB, once per kill), and is
-hit by the Ctrl-C that is meant for the run.
+A server that Prefect starts itself would outlive `kill -9` of its parent, and Ctrl-C would reach it.
 """
 
 import ctypes
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from contextlib import closing
 from pathlib import Path
 
-_START_S = 180.0  # a busy two-core machine that makes the database for the first time
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h: signal for the child when its parent dies
+_START_S = 180.0  # enough for a busy machine that creates the database
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a child gets when its parent dies
 
 
 class ServerError(RuntimeError):
@@ -30,7 +29,7 @@ class ServerError(RuntimeError):
 
 
 class PrivateServer:
-    """Context manager.  Starting takes seconds: import what the flow needs meanwhile, then `wait_ready`."""
+    """Context manager.  The start takes seconds: import what the flow needs, then call `wait_ready`."""
 
     def __init__(self) -> None:
         self._home = Path(os.environ["PREFECT_HOME"])
@@ -46,7 +45,7 @@ class PrivateServer:
         if self._process is not None:
             from prefect.logging.handlers import APILogHandler
 
-            APILogHandler().flush()  # lines still queued for the server would each complain that it is gone
+            APILogHandler().flush()  # each line that is still queued would complain that the server is gone
             self._process.terminate()
             try:
                 self._process.wait(timeout=5)
@@ -58,7 +57,7 @@ class PrivateServer:
     def wait_ready(self) -> None:
         """Return when the server answers.  Raises ServerError."""
         deadline = time.monotonic() + _START_S
-        while self._process is not None and not _answers(f"{os.environ['PREFECT_API_URL']}/health"):
+        while self._process is not None and not answers(os.environ["PREFECT_API_URL"]):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise ServerError(
                     f"Prefect's private server did not start; its output is in {self._home / 'server.log'}.  Remove "
@@ -68,7 +67,7 @@ class PrivateServer:
             time.sleep(0.1)
 
     def _is_configured(self) -> bool:
-        """Does the environment, or the active Prefect profile, name a server?"""
+        """Whether the environment or a Prefect profile names a server."""
         profiles = self._home / "profiles.toml"
         return "PREFECT_API_URL" in os.environ or (profiles.is_file() and "PREFECT_API_URL" in profiles.read_text())
 
@@ -87,20 +86,21 @@ class PrivateServer:
         os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
 
 
-def _answers(url: str) -> bool:
+def answers(url: str) -> bool:
+    """Whether a Prefect server answers at this address of its API."""
     try:
-        with urllib.request.urlopen(url, timeout=2) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
+            return bool(json.load(response) is True)
+    except (OSError, ValueError):
         return False
 
 
 def _become_server(port: str, parent: int) -> None:
-    """In the child: tie its life to the parent's, then turn into the server."""
+    """In the child process: die with the parent, and become the server."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:  # Linux
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the call
+    if os.getppid() != parent:  # the parent died before the call
         return
     command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app", "--lifespan", "on"]
     os.execv(sys.executable, [*command, "--host", "127.0.0.1", "--port", port, "--log-level", "error"])

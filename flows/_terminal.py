@@ -1,4 +1,4 @@
-"""Live progress on a terminal: one display that is redrawn.  Elsewhere a line whenever nothing was said for a while.
+"""Live progress on a terminal: one display that is redrawn.  Elsewhere a log line after some silence.
 
     step 3/10  rollout  ########------  41/64   412 tok/s  live 9   0:21   about 0:12 left
     reward 0.412  accepted length -      worker 0 generating   worker 1 idle
@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flows._heartbeat import Heartbeat
-from tlt_core.progress import PhaseClock, Progress, in_words, minutes
-from tlt_core.types import WorkerState
+from tlt_core.items.types import WorkerState
+from tlt_core.run.progress import PhaseClock, Progress, in_words, minutes
 
 _STATES = {
     WorkerState.BUSY: ("generating", "blue"),
@@ -31,7 +31,7 @@ _STATES = {
 
 
 class Terminal:
-    """Context manager; an instance is also what `Session` calls with its progress."""
+    """Context manager.  `Session` calls the instance with its progress."""
 
     def __init__(self, *, console: Console | None = None, quiet_s: float | None = None) -> None:
         """quiet_s: see `Heartbeat`."""
@@ -57,24 +57,24 @@ class Terminal:
             self._heartbeat.__exit__()
 
     def __call__(self, progress: Progress) -> None:
-        """Show where the run is."""
+        """Show the progress of the run."""
         self._clock.show(progress, time.monotonic())
         self._progress = progress
 
     def stage(self, phase: str, done: int, total: int, loss: float | None) -> None:
-        """Show where a stage outside the RL loop is (cold start, first drafter)."""
+        """Show the progress of a stage outside the RL loop: cold start, first drafter."""
         self(Progress(None, 0, phase, done, total, note="" if loss is None else f"loss {loss:.3f}"))
 
     def begin(self, phase: str) -> None:
-        """Show what is done now, where there is nothing to count."""
+        """Show a phase that has nothing to count."""
         self(Progress(None, 0, phase, 0, 1))
 
     def expect(self, expected_s: Mapping[str, float]) -> None:
-        """Seconds that phases are forecast to take, by name."""
+        """Take the forecast: seconds of each phase."""
         self._clock.expect(expected_s)
 
     def step_done(self, metrics: Mapping[str, float]) -> None:
-        """Numbers of the step that has just ended."""
+        """Take the metrics of the step that has just ended."""
         self._last_step = dict(metrics)
 
     def _render(self) -> Any:

@@ -1,16 +1,16 @@
-"""Flow: the supervised warm-up before RL, on its own.  `train` runs it too where the configuration enables it."""
+"""Flow: the supervised training before RL on its own.  `train` includes it if the configuration enables it."""
 
 from prefect import flow
 
-from conf.schema import RunConfig
+from conf.run import RunConfig
 from flows._config import as_config, run_name
 from flows._logging import run_log
 from flows._terminal import Terminal
 from tasks.coldstart import ColdStarted, cold_start
 from tasks.prepare import prepare_data, prepare_model
-from tlt_core import preflight
 from tlt_core.cluster.placement import check_cluster
 from tlt_core.machine import precision
+from tlt_core.run import preflight
 
 
 @flow(name="coldstart", flow_run_name=run_name)

@@ -5,25 +5,23 @@
        |                    |
        +------ starts --> worker  .prefect/worker.{pid,log}   polls; one process per flow run
 
-Doing it again is safe: what lives is left alone, what has died is started, its lost runs are recovered first.
-`tlt deploy --stop` ends worker, flow processes and server, each with a deadline; runs that this interrupts resume when
-it is deployed again.
+It can be repeated: what is alive stays, what has died is started, and lost runs are recovered first.
+`tlt deploy --stop` ends worker, flow processes and server, each with a deadline.  Interrupted runs resume at the next
+deployment.
 """
 
-import json
 import logging
 import os
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flows._daemon import Daemon, end
+from flows._server import answers
 from flows.ui import require_free
 
 if TYPE_CHECKING:
@@ -40,20 +38,20 @@ _STOP_WORKER_S, _STOP_FLOWS_S, _STOP_SERVER_S = 5.0, 20.0, 10.0
 
 
 class DeployError(ValueError):
-    """The deployment cannot be made.  The text says what to do."""
+    """The deployment failed.  The text says what to do."""
 
 
 def deploy(*, port: int, file: Path, notify_url: str = "") -> str:
-    """Bring everything up; returns the API's address.  Raises DeployError."""
+    """Start everything; returns the address of the API.  Raises DeployError."""
     if not file.is_file():
         raise DeployError(f"{file} does not exist; run this in the project's folder, or give --file")
     own_url = f"http://{_HOST}:{port}/api"
     given = os.environ.get("PREFECT_API_URL")
     url = os.environ["PREFECT_API_URL"] = given or own_url  # before Prefect is imported
     env = _environment(url)
-    if given is None or (given == own_url and not _answers(given)):
+    if given is None or (given == own_url and not answers(given)):
         _start_server(port=port, url=url, env=env)
-    elif not _answers(url):
+    elif not answers(url):
         raise DeployError(f"no Prefect server answers at PREFECT_API_URL={url}; start it, or unset the variable")
 
     from prefect.client.orchestration import get_client
@@ -74,9 +72,9 @@ def deploy(*, port: int, file: Path, notify_url: str = "") -> str:
 
 
 def recover_here(*, port: int) -> "list[Recovered]":
-    """`recover` on the server of this machine, beside a stopped worker.  Raises DeployError."""
+    """`recover` on this machine's server.  Raises DeployError where there is none, or while the worker is alive."""
     url = os.environ.setdefault("PREFECT_API_URL", f"http://{_HOST}:{port}/api")
-    if not _is_local(url) or not _answers(url):
+    if not _is_local(url) or not answers(url):
         raise DeployError(f"{url} is not a server that answers on this machine; `tlt deploy` starts one")
     if Daemon("worker", folder=_folder()).process() is not None:
         raise DeployError("the worker is alive: it reports the runs whose process dies by itself")
@@ -90,7 +88,7 @@ def recover_here(*, port: int) -> "list[Recovered]":
 
 
 def stop() -> list[str]:
-    """End what `deploy` started, worker first: it must not take the runs that its own end interrupts."""
+    """End what `deploy` started.  The worker ends first: it must not start the interrupted runs again."""
     folder = _folder()
     worker, server = Daemon("worker", folder=folder), Daemon("server", folder=folder)
     stopped = [daemon.name for daemon in (worker, server) if daemon.process() is not None]
@@ -105,13 +103,13 @@ def _folder() -> Path:
 
 
 def _environment(url: str) -> dict[str, str]:
-    """Of server, worker and, through it, flow processes."""
+    """Environment of the server, the worker and its flow processes."""
     from flows._automations import HEARTBEAT_S
 
     project = str(Path.cwd())
     paths = [project, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
-        "PREFECT_WORKER_QUERY_SECONDS": "2",  # default 10: how long a run waits to be seen
+        "PREFECT_WORKER_QUERY_SECONDS": "2",  # longest wait of a scheduled run; default 10
         **os.environ,
         "PREFECT_API_URL": url,
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),
@@ -124,7 +122,7 @@ def _environment(url: str) -> dict[str, str]:
 def _start_server(*, port: int, url: str, env: Mapping[str, str]) -> None:
     server = Daemon("server", folder=_folder())
     if server.process() is None:
-        if _answers(url):
+        if answers(url):
             raise DeployError(
                 f"a server that `tlt deploy` did not start answers at {url}; set PREFECT_API_URL={url} to deploy to "
                 f"it, or choose another port (make deploy PREFECT_PORT={port + 1})"
@@ -132,7 +130,7 @@ def _start_server(*, port: int, url: str, env: Mapping[str, str]) -> None:
         require_free(_HOST, port)
         server.start(["-m", "prefect", "server", "start", "--host", _HOST, "--port", str(port)], env=env)
     deadline = time.monotonic() + _START_S
-    while not _answers(url):
+    while not answers(url):
         if server.process() is None or time.monotonic() > deadline:
             raise DeployError(f"Prefect's server did not start; the end of {server.log}:\n{server.last_lines()}")
         time.sleep(0.2)
@@ -146,7 +144,7 @@ def _make_pool(client: "SyncPrefectClient") -> None:
     try:
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process", concurrency_limit=1))
     except ObjectAlreadyExists:
-        return  # with whatever limit the platform team has given it
+        return  # a limit that somebody has set stays
 
 
 def _deploy_all(file: Path, *, env: Mapping[str, str]) -> None:
@@ -159,11 +157,3 @@ def _deploy_all(file: Path, *, env: Mapping[str, str]) -> None:
 
 def _is_local(url: str) -> bool:
     return urllib.parse.urlsplit(url).hostname in (_HOST, "localhost")
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
-            return bool(json.load(response) is True)
-    except (urllib.error.URLError, OSError, ValueError):
-        return False

@@ -5,26 +5,28 @@ from pathlib import Path
 
 from prefect import flow
 
-from conf.schema import RunConfig
+from conf.run import RunConfig
 from flows._config import as_config, as_policy, run_name
 from flows._logging import run_log
 from flows._terminal import Terminal
 from tasks.coldstart import cold_start
 from tasks.evaluate import evaluate as validate
 from tasks.prepare import prepare_data, prepare_model
-from tlt_core import preflight
 from tlt_core.cluster.placement import check_cluster
+from tlt_core.items.store import write_atomically
 from tlt_core.machine import precision
-from tlt_core.session import Session
-from tlt_core.store import write_atomically
+from tlt_core.run import preflight
+from tlt_core.run.session import Session
 
 
 @flow(name="evaluate", flow_run_name=run_name)
 def evaluate(
     config: RunConfig | str, overrides: list[str] | None = None, *, policy: str | None = None
 ) -> dict[str, float]:
-    """Validation metrics, also written to `runs/NAME/evaluation.json`.  policy: folder of one that is validated in
-    place of the run's own."""
+    """Validation metrics, also written to `runs/NAME/evaluation.json`.
+
+    policy: folder of a policy to validate in place of the run's own.
+    """
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
     check_cluster(cfg.cluster)

@@ -1,11 +1,11 @@
-"""Flow: hand a run's policy and drafter over, as folders that vLLM and SGLang load."""
+"""Flow: export a run's policy and drafter as folders that vLLM and SGLang load."""
 
 from pathlib import Path
 
 from prefect import flow
 
 from conf.load import ConfigError
-from conf.schema import RunConfig
+from conf.run import RunConfig
 from flows._config import as_config, as_policy, run_name
 from flows._logging import run_log
 from flows._terminal import Terminal
@@ -14,13 +14,14 @@ from tasks.export import export_policy
 from tasks.export_drafter import export_drafter
 from tasks.prepare import prepare_data, prepare_model
 from tasks.version import project_of, version_folder
-from tlt_core import checkpoint, preflight
 from tlt_core.export.folder import DRAFTER, POLICY
 from tlt_core.export.record import Source
+from tlt_core.items import checkpoint
+from tlt_core.items.store import Ref
 from tlt_core.machine import precision
-from tlt_core.run_summary import last_step
-from tlt_core.session import Session
-from tlt_core.store import Ref
+from tlt_core.run import preflight
+from tlt_core.run.session import Session
+from tlt_core.run.summary import last_step
 
 
 @flow(name="export", flow_run_name=run_name)
@@ -37,17 +38,17 @@ def export(
 ) -> Path:
     """Folder with `policy/` and `drafter-eagle3/`.
 
-    policy: folder of one, in a run's folder; None: the run's own, at its newest checkpoint.  drafter: folder of one;
-    `none`: the policy alone; None: the run's own.  out: default `exports/NAME`.  num_prompts: validation prompts that
-    acceptance and costs are measured on.  verifier: target named in the drafter's folder.  track: version the folder
-    with DVC, and push it to the remote.
+    policy: a folder within a run's folder; None: the run's own, at its newest checkpoint.  drafter: a folder; `none`:
+    export the policy alone; None: the run's own.  out: default `exports/NAME`.  num_prompts: validation prompts on
+    which acceptance and costs are measured.  verifier: target that the drafter's folder names.  track: version the
+    folder with DVC and push it to the remote.
     """
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
     if num_prompts < 0:
         raise ConfigError(f"num_prompts={num_prompts}: give the number of held-out prompts, 0 to measure nothing")
     if drafter is not None:
-        _drafter_folder(cfg, drafter)  # a slip is reported before anything is computed
+        _drafter_folder(cfg, drafter)  # report a wrong name before anything is computed
     out_dir = Path(out or f"exports/{cfg.name}")
     if track:
         project_of(out_dir)
@@ -71,8 +72,7 @@ def export(
 
 
 def _newest_policy(cfg: RunConfig, start: Path, dataset: Ref, show: Terminal) -> tuple[Path, int | None]:
-    """Folder of the policy and its RL steps, where they are known; what a run wrote at its end may be older than its
-    newest checkpoint."""
+    """Folder of the policy, and its RL steps if known.  A policy older than the newest checkpoint is exported again."""
     newest, written = checkpoint.newest_valid(cfg.run_dir / "checkpoints"), cfg.run_dir / POLICY
     if newest is None:
         return (written, None) if written.is_dir() else (start, 0)
@@ -92,7 +92,7 @@ def _is_newer(path: Path, than: Path) -> bool:
 
 
 def _drafter_folder(cfg: RunConfig, given: str | None) -> Path | None:
-    """Raises ConfigError when there is none."""
+    """Folder of the drafter to export, or None for none.  Raises ConfigError where it does not exist."""
     if given == "none":
         return None
     candidates = [given] if given else [cfg.run_dir / DRAFTER, cfg.rollout.speculation.drafter_path]

@@ -1,4 +1,4 @@
-"""Flow: one of the benchmarks, as a deployment runs it (on the command line: `tlt bench`)."""
+"""Flow: one of the benchmarks, for deployments.  On the command line it is `tlt bench`."""
 
 import pkgutil
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import Any
 
 from prefect import flow
 
-from conf.schema import RunConfig
-from flows._benchmarks import BENCHMARKS, Benchmark
+from conf.run import RunConfig
+from flows._benchmarks import Benchmark, find
 from flows._config import as_config
 from tlt_core.machine import precision
 
@@ -19,9 +19,9 @@ def measure(
     repeats: int = 3,
     overrides: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Measure, judge, write `reports/BENCHMARK.json`; returns the report."""
+    """Measure, judge and write `reports/BENCHMARK.json`; returns the report."""
+    bench = pkgutil.resolve_name(find(benchmark))
     cfg = precision.settle(as_config(config, overrides))
     command = f"prefect deployment run benchmark/benchmark -p benchmark={benchmark} -p repeats={repeats}"
-    bench = pkgutil.resolve_name(BENCHMARKS[benchmark])
     report: dict[str, Any] = bench(cfg, repeats=repeats, out=Path("reports") / f"{benchmark}.json", command=command)
     return report

@@ -1,14 +1,14 @@
-"""`tlt params`: a configuration, bases and defaults included, as the parameters of dvc.yaml.
+"""`tlt params`: a configuration with its bases and defaults, as the parameters of dvc.yaml.
 
-Every key is there, so that a stage can name exactly those that it depends on, and `dvc exp run -S` can set any.
+The file has every key, so that a stage can name those that it depends on and `dvc exp run -S` can set any.
 """
 
 from pathlib import Path
 
 import yaml
 
-from conf.schema import RunConfig
-from tlt_core.store import write_atomically
+from conf.run import RunConfig
+from tlt_core.items.store import write_atomically
 
 _HEAD = """\
 # Parameters of dvc.yaml, and a configuration like any other.  Written by: tlt params {source}
@@ -17,6 +17,6 @@ _HEAD = """\
 
 
 def write(cfg: RunConfig, path: Path, *, source: str) -> None:
-    """Write the file; an older one is replaced."""
+    """Write or replace the file."""
     text = _HEAD.format(source=source) + yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
     write_atomically(path, lambda partial: partial.write_text(text))

@@ -1,11 +1,11 @@
-"""`tlt recover`: runs that Prefect believes to be alive although their process is gone.
+"""`tlt recover`: restart runs that Prefect believes to be alive although their process is gone.
 
-A flow process and its worker that die together (machine lost, kill -9 of both) tell nobody: the run stays Running, and
-holds its concurrency slot.  The server notices after 90 s without a heartbeat (`_automations.py`); here it is seen at
-once, because process workers of this machine record each run's pid.  Such a run becomes Crashed and is scheduled again;
-it resumes from its newest checkpoint.
+When a flow process and its worker die together (machine lost, kill -9 of both), the run stays Running and keeps its
+concurrency slot.  The server notices after 90 s without a heartbeat (`_automations.py`).  Here it is seen at once,
+because workers of type process record the pid of each run.  Such a run becomes Crashed and is scheduled again; it
+resumes from its newest checkpoint.
 
-A worker that died alone leaves its flow process running, which ends its run by itself: it is left in peace.
+A worker that died alone leaves its flow process running.  That run ends by itself and is not touched.
 """
 
 import logging
@@ -35,9 +35,9 @@ class Recovered(NamedTuple):
 
 
 def recover(client: SyncPrefectClient, *, pool: str) -> list[Recovered]:
-    """Schedule the pool's runs without a process again; returns them.
+    """Schedule the pool's runs that have no process again; returns them.
 
-    No worker of the pool may be running: one that has just taken a run has not recorded its pid yet.
+    No worker of the pool may be running: it might have taken a run without having recorded the pid yet.
     """
     recovered = []
     for run in _started_runs(client, pool):
@@ -62,7 +62,7 @@ def _started_runs(client: SyncPrefectClient, pool: str) -> Iterator[FlowRun]:
 
 
 def _is_alive(run: FlowRun) -> bool:
-    """Is there a process with the recorded pid that belongs to this very run?"""
+    """Whether the process with the recorded pid exists and belongs to this run."""
     try:
         process = psutil.Process(int(run.infrastructure_pid or ""))
         return process.environ().get(_RUN_ID) == str(run.id) and process.status() != psutil.STATUS_ZOMBIE

@@ -1,9 +1,9 @@
-"""Flow: a new drafter for the newest policy, if it is better than the champion.
+"""Flow: train a new drafter for the newest policy; it becomes the champion if it is better.
 
     newest policy -> rollouts, candidate drafter -> candidate and champion on held-out prompts -> decision -> registry
 
-Made to be started by a clock: it does nothing when policy, data and settings are those of the last decision, and leaves
-at once when another process is at it.  Every decision is a line in `runs/NAME/retrain.jsonl` and a run in MLflow.
+It is meant to run on a schedule: it does nothing when policy, data and settings are those of the last decision, or when
+another process is at work.  Every decision is a line in `runs/NAME/retrain.jsonl` and a run in MLflow.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from prefect import flow
 from prefect.artifacts import create_markdown_artifact
 from prefect.exceptions import PrefectException
 
-from conf.schema import RunConfig
+from conf.run import RunConfig
 from flows._config import as_config, run_name
 from flows._logging import run_log
 from flows._terminal import Terminal
@@ -32,22 +32,24 @@ from tasks.retrain import (
     try_drafters,
 )
 from tasks.warmup import warm_up_drafter
-from tlt_core import checkpoint, lineage, preflight, provenance
-from tlt_core.drafter_trial import Trial
-from tlt_core.export.digests import weights_digest
-from tlt_core.file_lock import Locked, exclusive
-from tlt_core.machine import precision
-from tlt_core.promotion import Decision, decide
-from tlt_core.store import Ref
+from tlt_core.export import lineage
+from tlt_core.export.drafter_trial import Trial
+from tlt_core.export.promotion import Decision, decide
+from tlt_core.export.record import weights_digest
+from tlt_core.items import checkpoint
+from tlt_core.items.store import Ref
+from tlt_core.machine import precision, provenance
+from tlt_core.machine.file_lock import Locked, exclusive
+from tlt_core.run import preflight
 
 log = logging.getLogger(__name__)
 
 
 @flow(name="retrain", flow_run_name=run_name)
 def retrain(config: RunConfig | str, overrides: list[str] | None = None) -> Decision:
-    """Promoted, refused, unchanged, nothing (to retrain for) or busy, with the reason.
+    """The outcome with its reason: promoted, refused, unchanged, nothing (to retrain for) or busy.
 
-    Raises RegistryError where MLflow's registry, which knows the champion, does not answer.
+    Raises RegistryError when MLflow's registry, which knows the champion, does not answer.
     """
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
@@ -67,7 +69,7 @@ def retrain(config: RunConfig | str, overrides: list[str] | None = None) -> Deci
 
 
 def attempt(cfg: RunConfig, journal: Journal, show: Terminal) -> Decision:
-    """One pass from policy to decision."""
+    """From the policy to the decision."""
     Registry(cfg.tracking).require()
     policy, is_newest = cfg.run_dir / "policy", lineage.newest_is_exported(cfg)
     if not is_newest and checkpoint.newest_valid(cfg.run_dir / "checkpoints") is None:
@@ -97,7 +99,7 @@ def conclude(
     inputs: dict[str, str],
     metrics: dict[str, float],
 ) -> Decision:
-    """Try the candidate, decide, register, write down."""
+    """Try the candidate, decide, register the result and write it down."""
     champion = fetch_champion(cfg, policy)
     trials = try_drafters(cfg, policy, dataset, candidate, champion)
     if champion is not None and weights_digest(candidate) == champion.version.digest:
@@ -123,7 +125,7 @@ def conclude(
 
 
 def inputs_of(cfg: RunConfig, policy: Path, dataset: Ref) -> dict[str, str]:
-    """Digests of all that a decision depends on."""
+    """Digests of everything that a decision depends on."""
     decides = cfg.model_dump(
         mode="json",
         include={"seed", "rollout", "drafter", "retrain"},
@@ -142,7 +144,7 @@ def _digest(content: Any) -> str:
 
 
 def _show(cfg: RunConfig, decision: Decision, last: dict[str, Any] | None) -> None:
-    """On the flow run's page."""
+    """Show the decision on the flow run's page."""
     lines = [f"## {cfg.name}: {decision.outcome}", "", decision.reason, ""]
     if last is not None:
         lines += [f"Last decision ({last['time']}): {last['outcome']}, {last['version']}", ""]

@@ -1,9 +1,9 @@
-"""Flow: reinforcement learning with verifiable rewards.  One flow run is one attempt at a run.
+"""Flow: reinforcement learning with verifiable rewards.
 
     for each step:  rollout -> reward -> policy update -> publish -> evaluate -> checkpoint -> track
                       '-> idle workers train the drafter -> publish drafter
 
-Starting the same configuration again resumes it, so a retry is a restart.  Nothing numerical is decided here.
+Starting the same configuration again resumes its run.  Nothing numerical is decided here.
 """
 
 import logging
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prefect import flow
 
-from conf.schema import RunConfig
+from conf.run import RunConfig
 from flows._announcement import Took, announce
 from flows._artifacts import RunPage
 from flows._config import as_config, run_name
@@ -19,23 +19,23 @@ from flows._logging import run_log
 from flows._terminal import Terminal
 from tasks.checkpoint import checkpoint
 from tasks.coldstart import cold_start
-from tasks.drafter import publish_drafter
 from tasks.evaluate import evaluate
 from tasks.export import export_policy
 from tasks.prepare import prepare_data, prepare_model
 from tasks.publish import publish
+from tasks.publish_drafter import publish_drafter
 from tasks.register import register_drafter, register_policy
 from tasks.reward import resample, reward
 from tasks.rollout import rollout
 from tasks.track import Tracker, track
 from tasks.update import update_policy
 from tasks.warmup import warm_up_drafter
-from tlt_core import preflight, provenance
 from tlt_core.cluster.placement import check_cluster
-from tlt_core.file_lock import exclusive
-from tlt_core.machine import precision
-from tlt_core.session import Session
-from tlt_core.store import Ref
+from tlt_core.items.store import Ref
+from tlt_core.machine import precision, provenance
+from tlt_core.machine.file_lock import exclusive
+from tlt_core.run import preflight
+from tlt_core.run.session import Session
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
 
 
 def iterate(session: Session, tracker: Tracker, warm_up: dict[str, float], show: Terminal, took: Took) -> None:
-    """The RL iterations that are still to do."""
+    """The remaining RL steps."""
     page = RunPage(run_name=session.cfg.name, num_steps=session.cfg.num_steps)
     page.begin(
         done=session.completed_steps,
@@ -94,7 +94,7 @@ def iterate(session: Session, tracker: Tracker, warm_up: dict[str, float], show:
     )
     if session.completed_steps == 0:
         session.begin_step(0)
-        if session.evaluation_due(0):
+        if session.validation.is_due(0):
             evaluate(session, 0)
         tracker.record({**warm_up, **session.metrics.values()}, step=0)
         took.step(session.metrics.values())
@@ -104,7 +104,7 @@ def iterate(session: Session, tracker: Tracker, warm_up: dict[str, float], show:
         scored = sample(session, step)
         update_policy(session, step, scored)
         publish(session, step)
-        if session.evaluation_due(step):
+        if session.validation.is_due(step):
             evaluate(session, step)
         if session.checkpoint_due(step):
             checkpoint(session, step)
@@ -117,7 +117,7 @@ def iterate(session: Session, tracker: Tracker, warm_up: dict[str, float], show:
 
 
 def register(session: Session, policy: Path, dataset: Ref, *, tracker_run_id: str) -> None:
-    """The policy, and the drafter that was trained along with it, as versions in MLflow's registry."""
+    """Register the policy and the drafter trained beside it in MLflow."""
     cfg, metrics = session.cfg, session.metrics.values() or session.resumed_metrics
     if not cfg.tracking.register_models:
         return
@@ -128,7 +128,7 @@ def register(session: Session, policy: Path, dataset: Ref, *, tracker_run_id: st
 
 
 def sample(session: Session, step: int) -> Ref:
-    """Scored groups of one step; further rounds where dynamic sampling asks for them."""
+    """Scored groups of one step; dynamic sampling may take several rounds."""
     rollouts = rollout(session, step)
     scored = reward(session, step, rollouts)
     publish_drafter(session, step)

@@ -1,11 +1,11 @@
-"""`tlt train --out`: a whole run as one stage of dvc.yaml, from inputs to a folder.
+"""`tlt train --out`: a whole run as one stage of dvc.yaml.
 
     OUT/        policy, drafter-eagle3, metrics.jsonl, run.json, config.yaml, samples
     SUMMARY/    train.json, curves.csv, lengths.csv: what `dvc metrics` and `dvc plots` show
 
-DVC remembers what a finished stage made, checkpoints what an unfinished one has done.  So the run works in a folder
-named by a digest of all its inputs: started again after a kill it resumes; with any setting or input changed, it
-begins anew.  The folder goes when the stage is done.
+DVC caches the results of a finished stage; checkpoints keep the progress of an unfinished one.  The run's folder is
+named by a digest of all its inputs: after a kill it resumes, after a change of a setting or an input it starts again.
+The folder is removed when the stage is done.
 """
 
 import hashlib
@@ -16,12 +16,13 @@ import shutil
 from pathlib import Path
 
 from conf.load import ConfigError
-from conf.schema import RunConfig
+from conf.run import RunConfig
 from flows.train import train
-from tlt_core import coldstart, inputs, run_summary
-from tlt_core.export.digests import weights_digest
-from tlt_core.file_lock import exclusive
+from tlt_core.export.record import weights_digest
 from tlt_core.machine import precision
+from tlt_core.machine.file_lock import exclusive
+from tlt_core.run import coldstart, inputs
+from tlt_core.run import summary as run_summary
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def train_stage(cfg: RunConfig, *, out: Path, summary: Path) -> Path:
             raise ConfigError(f"{out} exists: a stage of dvc.yaml begins without what it makes; remove it first")
         work = cfg.model_copy(update={"output_dir": str(root / _inputs_digest(cfg))})
         for older in (p for p in root.iterdir() if p.is_dir() and p != Path(work.output_dir)):
-            log.info("%s is of other settings or inputs and goes", older)
+            log.info("%s belongs to other settings or inputs and is removed", older)
             shutil.rmtree(older)
         train(work)
         first = cfg.rollout.speculation.drafter_path
@@ -49,8 +50,10 @@ def train_stage(cfg: RunConfig, *, out: Path, summary: Path) -> Path:
 
 
 def _inputs_digest(cfg: RunConfig) -> str:
-    """Of the configuration, and of the weights that it starts from.  `dtype: auto` counts as that: on a machine of
-    another kind it is the same run, which goes on or is refused."""
+    """Digest of the configuration and of the weights that the run starts from.
+
+    `dtype: auto` counts as `auto`: on another kind of machine it is the same run, which resumes or is refused.
+    """
     settled = cfg.with_dtypes(**precision.decide(cfg)._asdict())
     start, drafter = coldstart.output_dir(settled), cfg.rollout.speculation.drafter_path
     dataset = inputs.data_dir(cfg) / "manifest.json"
@@ -72,7 +75,7 @@ def _summarise(cfg: RunConfig, folder: Path) -> None:
 
 
 def _move(run_dir: Path, out: Path) -> None:
-    """OUT appears whole."""
+    """Move the results to OUT, which appears complete or not at all."""
     partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

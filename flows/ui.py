@@ -1,19 +1,19 @@
-"""`tlt ui`: MLflow's pages on this machine's runs."""
+"""`tlt ui`: MLflow's pages for the runs of this machine."""
 
 import os
 import socket
 import sys
 from contextlib import closing
 
-from conf.schema import TrackingConfig
+from conf.system import TrackingConfig
 
 
 class PortInUse(ValueError):
-    """Another program listens on the port.  The text names it and the remedy."""
+    """Another program uses the port.  The text names the port and the remedy."""
 
 
 def serve(*, uri: str | None, host: str, port: int) -> None:
-    """Replace this process by MLflow's server.  Raises PortInUse."""
+    """Replace this process with MLflow's server.  Raises PortInUse."""
     require_free(host, port)
     uri = uri or TrackingConfig().uri
     print(f"MLflow on http://{host}:{port} for {uri}; stop it with Ctrl-C", file=sys.stderr, flush=True)
@@ -21,7 +21,7 @@ def serve(*, uri: str | None, host: str, port: int) -> None:
 
 
 def server_command(*, uri: str, host: str, port: int) -> list[str]:
-    """The command line.  One process: the default of four, and the job runner, take 2 GB."""
+    """Command line of MLflow's server, with one process: the default of four takes 2 GB."""
     from tasks.mlflow_run import store_folder
 
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--workers", "1"]
@@ -32,7 +32,7 @@ def server_command(*, uri: str, host: str, port: int) -> list[str]:
 
 
 def require_free(host: str, port: int) -> None:
-    """Raises PortInUse."""
+    """Raises PortInUse if a port is taken."""
     with closing(socket.socket()) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

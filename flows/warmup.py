@@ -1,10 +1,10 @@
-"""Flow: train the first drafter for a run's policy, or for the policy that the run starts from."""
+"""Flow: train the first drafter, for a run's policy or for the policy that the run starts from."""
 
 from pathlib import Path
 
 from prefect import flow
 
-from conf.schema import RunConfig
+from conf.run import RunConfig
 from flows._config import as_config, run_name
 from flows._logging import run_log
 from flows._terminal import Terminal
@@ -12,8 +12,8 @@ from tasks.coldstart import cold_start
 from tasks.prepare import prepare_data, prepare_model
 from tasks.register import register_drafter
 from tasks.warmup import warm_up_drafter
-from tlt_core import preflight
 from tlt_core.machine import precision
+from tlt_core.run import preflight
 
 
 @flow(name="warmup", flow_run_name=run_name)

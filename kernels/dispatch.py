@@ -1,9 +1,13 @@
-"""Which implementation of an op runs, and Triton where it is installed.
+"""Choice of the implementation of an op, and Triton where it is installed.
 
-`impl` of every op: "torch" is the specification; "triton" needs a GPU, or Triton's interpreter, which runs the same
-kernels on CPU tensors when TRITON_INTERPRET=1 is set before this module is imported; "native" is C on a CPU, for the
-ops of rollout and the drafter's loss (`kernels/native`); "auto" takes Triton on a GPU, C on a CPU where both op and
-machine have it, torch elsewhere, and says so once.  Importing the ops needs no Triton: it is packaged for Linux alone.
+Every op has an argument `impl`:
+
+    torch    the specification
+    triton   on a GPU; with TRITON_INTERPRET=1, set before this module is imported, also on CPU tensors
+    native   C on a CPU, for the ops of rollout and the drafter's loss (`kernels/native`)
+    auto     Triton on a GPU, C on a CPU where the op has it and it compiles, torch elsewhere; logged once
+
+Ops can be imported without Triton, which is packaged only for Linux.
 """
 
 import ctypes
@@ -33,12 +37,12 @@ _log = logging.getLogger(__name__)
 
 
 def jit(kernel: Any) -> Any:
-    """`triton.jit`, or the function as it is where there is no Triton and `uses_triton` lets nobody launch it."""
+    """`triton.jit`; without Triton the function itself, which is then never launched."""
     return kernel if triton is None else triton.jit(kernel)
 
 
 def uses_triton(impl: Impl, tensor: Tensor, *, op: str) -> bool:
-    """Decide by the device of an op's input.  Raises ValueError when "triton" is asked for and cannot run."""
+    """Whether Triton runs an op on this input.  Raises ValueError when impl is "triton" and cannot run."""
     if impl in ("torch", "native"):
         return False
     if impl == "auto":
@@ -50,13 +54,13 @@ def uses_triton(impl: Impl, tensor: Tensor, *, op: str) -> bool:
     if tensor.device.type != "cuda" and not _INTERPRETED:
         raise ValueError(
             f"{op}: impl='triton' on a {tensor.device.type} tensor: move it to a GPU, take impl='auto', or set "
-            "TRITON_INTERPRET=1 before Python starts (Triton's interpreter, for tests: slow)"
+            "TRITON_INTERPRET=1 before Python starts (Triton's interpreter is slow: for tests)"
         )
     return True
 
 
 def native_library(impl: Impl, tensor: Tensor, *, op: str) -> ctypes.CDLL | None:
-    """The C kernels, where they are to run.  Raises ValueError when "native" is asked for and cannot."""
+    """The C kernels if they run this op, else None.  Raises ValueError when impl is "native" and cannot run."""
     if impl not in ("auto", "native") or (impl == "auto" and tensor.device.type != "cpu"):
         return None
     library = native.library()
@@ -72,12 +76,12 @@ def native_library(impl: Impl, tensor: Tensor, *, op: str) -> ctypes.CDLL | None
 def _auto(op: str, device_type: str) -> bool:
     chosen = device_type == "cuda" and triton is not None
     if device_type == "cuda" and triton is None:
-        _log.warning("%s: torch on cuda, since Triton is not installed: slower", op)
+        _log.warning("%s: torch on cuda, which is slower: Triton is not installed", op)
     elif chosen:
         _log.info("%s: triton on %s", op, device_type)
     return chosen
 
 
 def power_of_two(size: int) -> int:
-    """The smallest one that holds `size`; what Triton's block shapes must be."""
+    """The smallest power of two that is at least `size`, as Triton's block shapes require."""
     return 1 << max(0, size - 1).bit_length()

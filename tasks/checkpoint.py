@@ -1,11 +1,11 @@
-"""Station: everything that a resume needs, atomically."""
+"""Task: save everything that a resume needs."""
 
 from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tlt_core.session import Session
+from tlt_core.run.session import Session
 
 
 @task(task_run_name="checkpoint-{step}", cache_policy=NO_CACHE)

@@ -1,4 +1,4 @@
-"""Station: the supervised warm-up before RL."""
+"""Task: supervised fine-tuning before RL."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import NamedTuple
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from conf.schema import RunConfig
-from tlt_core import coldstart
-from tlt_core.store import Ref
+from conf.run import RunConfig
+from tlt_core.items.store import Ref
+from tlt_core.run import coldstart
 
 
 class ColdStarted(NamedTuple):
-    """Folder of the warmed-up model, and the stage's metrics."""
+    """Folder of the fine-tuned model, and the stage's metrics."""
 
     model_dir: Path
     metrics: dict[str, float]
@@ -23,7 +23,7 @@ class ColdStarted(NamedTuple):
 def cold_start(
     cfg: RunConfig, model_dir: Path, dataset: Ref, on_progress: Callable[[str, int, int, float | None], None]
 ) -> ColdStarted:
-    """Start model in, model that reasons in the wanted form out."""
+    """Start model in, model that answers in the wanted format out."""
     out_dir = coldstart.output_dir(cfg)
     metrics = coldstart.run(
         cfg, model_dir=model_dir, data_dir=Path(dataset.path), out_dir=out_dir, on_progress=on_progress

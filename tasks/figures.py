@@ -1,6 +1,6 @@
-"""Figures of a run, drawn from its numbers: worker timeline, response lengths, speculation, reward curve.
+"""Figures of a run: worker timeline, response lengths, speculation, reward curve.
 
-matplotlib's figure objects are used directly, without pyplot: no global state, no window, and quick (about 0.1 s each).
+They use matplotlib's figure objects without pyplot: no global state and no window.
 """
 
 from collections import Counter, defaultdict
@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from torch import Tensor
 
+from tlt_core.items.types import ScoredBatch, WorkerSpan, WorkerState
 from tlt_core.rollout.engine import RoundTrace
 from tlt_core.tuner.ledger import live_bucket
-from tlt_core.types import ScoredBatch, WorkerSpan, WorkerState
 
 _STATES = {
     WorkerState.BUSY: ("generating", "#3b75af"),
@@ -59,7 +59,7 @@ def timeline(spans: Sequence[WorkerSpan], scored: ScoredBatch, *, step: int, pat
 
 
 def lengths(response_lens_R: Tensor, *, step: int, max_new_tokens: int, path: Path) -> None:
-    """Histogram of response lengths with the quantiles that show the tail."""
+    """Histogram of response lengths, with quantiles."""
     values = response_lens_R.double()
     figure, axes = _figure(height=3.0)
     axes.hist(values.tolist(), bins=min(40, max(10, len(values) // 4)), color=_STATES[WorkerState.BUSY][1])
@@ -75,8 +75,8 @@ def lengths(response_lens_R: Tensor, *, step: int, max_new_tokens: int, path: Pa
 
 
 def speculation(rounds_by_worker: Sequence[Sequence[RoundTrace]], *, step: int, path: Path) -> None:
-    """A rollout's life on each worker: live requests, coloured by strategy, and tokens per request and round.  Below,
-    which share of the rounds each strategy had, by live requests."""
+    """Live requests of each worker over time, coloured by strategy, with tokens per request and round.  Below: each
+    strategy's share of the rounds, by live requests."""
     origin_s = min((r[0].end_s - r[0].seconds for r in rounds_by_worker if r), default=0.0)
     arms = sorted({str(t.report.strategy) for rounds in rounds_by_worker for t in rounds})
     colors = {arm: _OFF if arm == "off" else _ARMS[index % len(_ARMS)] for index, arm in enumerate(arms)}
@@ -113,7 +113,7 @@ def speculation(rounds_by_worker: Sequence[Sequence[RoundTrace]], *, step: int, 
 
 
 def _strategy_shares(axes: Axes, rounds: Sequence[RoundTrace], colors: Mapping[str, str]) -> None:
-    """One bar for each range of live requests, as high as 1."""
+    """One bar of height 1 for each range of live requests."""
     by_live: dict[str, Counter[str]] = defaultdict(Counter)
     for report in sorted((t.report for t in rounds), key=lambda report: report.live):
         by_live[live_bucket(report.live)][str(report.strategy)] += 1
@@ -133,7 +133,7 @@ def _rectangle(left: float, right: float, height: float) -> list[tuple[float, fl
 
 
 def reward_curve(points: Sequence[tuple[int, float]], accuracy: Sequence[tuple[int, float]], *, path: Path) -> None:
-    """Mean reward of the rollouts, and greedy validation reward where it was measured, over the steps."""
+    """Mean reward of the rollouts, and greedy validation reward, over the steps."""
     figure, axes = _figure(height=3.0)
     axes.plot(
         [s for s, _ in points], [r for _, r in points], marker="o", color="#3b75af", label="mean reward, training"
@@ -155,7 +155,7 @@ def reward_curve(points: Sequence[tuple[int, float]], accuracy: Sequence[tuple[i
 
 
 def phases(seconds: Mapping[str, Mapping[str, float]], *, path: Path) -> None:
-    """Stacked bars, one for each name: how long each phase of a step took."""
+    """A stacked bar for each name: seconds of each phase of a step."""
     figure, axes = _figure(height=1.2 + 0.45 * len(seconds))
     names, lefts = list(seconds), [0.0] * len(seconds)
     kinds = list(dict.fromkeys(kind for own in seconds.values() for kind in own))
@@ -171,7 +171,7 @@ def phases(seconds: Mapping[str, Mapping[str, float]], *, path: Path) -> None:
 
 
 def below_each_other(pictures: Mapping[str, Path], *, path: Path) -> None:
-    """Pictures that were drawn before, with a name above each."""
+    """Existing pictures in one column, with a name above each."""
     figure = Figure(figsize=(8.0, 2.6 * len(pictures)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(pictures), 1, squeeze=False)[:, 0]

@@ -1,7 +1,7 @@
-"""One MLflow run behind a boundary that training never notices.
+"""One MLflow run; its failures never stop training.
 
-Calls go through a queue: when the tracking server does not answer they stay queued, training goes on, and they are
-sent in order as soon as it answers again.  The run's own files (see `track.py`) are complete in any case.
+Calls go through a queue.  When the tracking server does not answer, they stay queued, and are sent in order once it
+answers again.  The run's own files (`track.py`) are complete in any case.
 """
 
 import logging
@@ -17,16 +17,16 @@ from mlflow.exceptions import MlflowException
 from mlflow.utils.time import get_current_time_millis
 from sqlalchemy.exc import SQLAlchemyError
 
-from conf.schema import TrackingConfig
+from conf.system import TrackingConfig
 
 log = logging.getLogger(__name__)
 
-# What a tracking store can fail with: its own errors, its database's, network and disk (requests' errors are OSErrors).
+# Failures of a tracking store: MLflow's, the database's, network and disk (requests' errors are OSErrors).
 TRACKER_ERRORS = (MlflowException, SQLAlchemyError, OSError)
-_LONGEST_PARAM = 500  # characters; older stores refuse more
+_LONGEST_PARAM = 500  # characters; older stores accept no more
 _PARAMS_PER_CALL = 100
 _LONGEST_DIGEST = 36
-_STEP_METRIC = "training/global_step"  # every row has it
+_STEP_METRIC = "training/global_step"  # in every row
 
 
 class DatasetInput(NamedTuple):
@@ -38,10 +38,10 @@ class DatasetInput(NamedTuple):
 
 
 class MlflowRun:
-    """Starts the run, or goes on with an earlier attempt's."""
+    """Starts a run, or goes on with the run of an earlier attempt."""
 
     def __init__(self, cfg: TrackingConfig, *, run_name: str, resume_id: str, on_start: Callable[[str], None]) -> None:
-        # A server that is down must cost seconds, not MLflow's default of minutes per call.
+        # A server that is down costs seconds a call; with MLflow's defaults it costs minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
@@ -56,26 +56,26 @@ class MlflowRun:
 
     @property
     def link(self) -> str:
-        """Address of the run's page where the store is a server, else the empty string."""
+        """Address of the run's page; empty if the store is no server."""
         if not self._cfg.uri.startswith(("http://", "https://")) or not self.run_id:
             return ""
         return f"{self._cfg.uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
 
     def metrics(self, values: Mapping[str, float], *, step: int) -> None:
-        """Log numbers of one step, once: a step that an earlier attempt has logged keeps its points."""
+        """Log the metrics of a step, unless an earlier attempt has logged them."""
         now = get_current_time_millis()
         batch = [Metric(name, value, now, step) for name, value in values.items()]
         self._send(lambda: self._metrics(batch, step))
 
     def describe(self, params: Mapping[str, Any], *, tags: Mapping[str, str], dataset: DatasetInput) -> None:
-        """Parameters (a nested mapping, flattened: `rollout/num_samples`), tags and data set of a new run.
+        """Parameters (nested ones flattened: `rollout/num_samples`), tags and data set of a new run.
 
-        Does nothing for a run that an earlier attempt began: a parameter cannot change there.
+        Does nothing if an earlier attempt began the run: MLflow's parameters cannot change.
         """
         self._send(lambda: self._describe(params, tags, dataset) if self._is_new else None)
 
     def artifact(self, path: Path, *, folder: str = "") -> None:
-        """Upload one file of the run's folder."""
+        """Upload a file."""
         self._send(lambda: self._client.log_artifact(self.run_id, str(path), artifact_path=folder or None))
 
     def end(self, status: str) -> None:
@@ -143,7 +143,7 @@ class MlflowRun:
             return False
 
     def _send(self, call: Callable[[], object]) -> None:
-        """Queue a call; send what is queued as far as the store answers."""
+        """Queue a call; send queued calls until the store fails."""
         self._queue.append(call)
         while self._queue:
             try:
@@ -154,7 +154,7 @@ class MlflowRun:
                         log.warning("MLflow at %s failed, training goes on: %s", self._cfg.uri, error)
                     self._warned = True
                     return
-                log.warning("MLflow refused something, which is left out: %s", error)
+                log.warning("MLflow refused a call, which is dropped: %s", error)
             self._queue.popleft()
         if self._warned:
             log.warning("MLflow at %s answers again: nothing was lost", self._cfg.uri)
@@ -162,20 +162,20 @@ class MlflowRun:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Would the same call fail again for ever?  Then it must not hold up the ones behind it."""
+    """Would the same call always fail?  Then it must not hold up the calls behind it."""
     if isinstance(error, MlflowException):
         return 400 <= error.get_http_status_code() < 500
     return isinstance(error, FileNotFoundError)
 
 
 def artifact_location(cfg: TrackingConfig) -> str | None:
-    """Where artifacts of a new experiment go: beside a sqlite file; a tracking server decides for itself."""
+    """Where artifacts of a new experiment go: beside a sqlite file; None: a tracking server decides."""
     folder = store_folder(cfg.uri)
     return None if folder is None else (folder / "mlartifacts" / cfg.experiment).as_uri()
 
 
 def store_folder(uri: str) -> Path | None:
-    """Absolute folder of a sqlite tracking store, made when need be; None for other stores."""
+    """Absolute folder of a sqlite tracking store, created if missing; None for other stores."""
     if not uri.startswith("sqlite:///"):
         return None
     folder = Path(uri.removeprefix("sqlite:///")).absolute().parent

@@ -1,19 +1,20 @@
-"""Stations before training: the start model and the data set."""
+"""Tasks before training: the start model and the data set."""
 
 from pathlib import Path
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from conf.schema import RunConfig
-from tlt_core import data, inputs, preflight
+from conf.run import RunConfig
+from tlt_core.data import dataset
+from tlt_core.items.store import Ref
 from tlt_core.model.load import load_tokenizer
-from tlt_core.store import Ref
+from tlt_core.run import inputs, preflight
 
 
 @task(task_run_name="prepare-model", cache_policy=NO_CACHE)
 def prepare_model(cfg: RunConfig) -> Path:
-    """Folder of the weights that training starts from, checked."""
+    """Checked folder of the start model."""
     folder = inputs.start_model(cfg.model, seed=cfg.seed)
     preflight.check_model(cfg, folder)
     return folder
@@ -21,9 +22,9 @@ def prepare_model(cfg: RunConfig) -> Path:
 
 @task(task_run_name="prepare-data", cache_policy=NO_CACHE)
 def prepare_data(cfg: RunConfig, model_dir: Path) -> Ref:
-    """Folder of the data set: count is its training prompts, sha256 its digest."""
+    """Folder of the data set; the Ref has the number of training prompts and the digest."""
     folder = inputs.data_dir(cfg)
-    manifest = data.prepare(
+    manifest = dataset.prepare(
         cfg.data,
         tokenizer=load_tokenizer(model_dir),
         max_prompt_tokens=cfg.rollout.max_prompt_tokens,

@@ -1,11 +1,11 @@
-"""The registry: policies and drafters as versions of MLflow models, with aliases, tags and a card.
+"""The model registry: policies and drafters as versions of MLflow models, with aliases, tags and a card.
 
     tlt-demo-policy     one version per trained policy       champion: the best validated, challenger: the newest
-    tlt-demo-drafter    one version per trained drafter      champion: what serving should take (`retrain` decides)
+    tlt-demo-drafter    one version per trained drafter      champion: the one to serve (`retrain` decides)
 
-A version's files are artifacts of the MLflow run that made it (`runs:/ID/drafter-eagle3-<digest>`); its tags say what
-it was made from, so that data set -> run -> checkpoint -> version can be followed.  Registering the same weights again
-returns the version that is there, so every call may be repeated.
+A version's files are artifacts of the MLflow run that made it (`runs:/ID/drafter-eagle3-<digest>`).  Its tags record
+data set, run and checkpoint.  Registering the same weights again returns the existing version, so every call may be
+repeated.
 """
 
 import logging
@@ -18,7 +18,8 @@ from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 
-from conf.schema import RunConfig, TrackingConfig
+from conf.run import RunConfig
+from conf.system import TrackingConfig
 from tasks.mlflow_run import TRACKER_ERRORS, artifact_location
 
 log = logging.getLogger(__name__)
@@ -31,11 +32,11 @@ _DIGEST_SHOWN = 12
 
 
 class RegistryError(RuntimeError):
-    """The registry did not do what promotion needs.  The text names it and the remedy."""
+    """The registry cannot be used for promotion.  The text names the reason and the remedy."""
 
 
 class Entry(NamedTuple):
-    """What is registered."""
+    """What `Registry.register` takes."""
 
     model: str  # "tlt-demo-drafter"
     folder: Path
@@ -45,7 +46,7 @@ class Entry(NamedTuple):
 
 
 class Version(NamedTuple):
-    """One version.  Version("tlt-demo-drafter", "3", run_id, "drafter-eagle3-0f..", tags)"""
+    """A registered version.  Version("tlt-demo-drafter", "3", run_id, "drafter-eagle3-0f..", tags)"""
 
     model: str
     number: str
@@ -55,7 +56,7 @@ class Version(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Of its weights."""
+        """Digest of its weights."""
         return self.tags.get(DIGEST, "")
 
     def __str__(self) -> str:
@@ -63,12 +64,12 @@ class Version(NamedTuple):
 
 
 def model_name(cfg: RunConfig, kind: str) -> str:
-    """Name of the registered model: `tlt-demo-policy`, `tlt-demo-drafter`."""
+    """Name of the registered model.  kind: policy or drafter."""
     return f"{cfg.tracking.experiment}-{cfg.name}-{kind}"
 
 
 class Registry:
-    """MLflow's registry in the run's tracking store.  Raises what MLflow raises: `TRACKER_ERRORS`."""
+    """MLflow's registry in the run's tracking store.  All methods raise `TRACKER_ERRORS`."""
 
     def __init__(self, cfg: TrackingConfig) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # seconds, not MLflow's default of minutes
@@ -79,7 +80,7 @@ class Registry:
         self._client = MlflowClient(cfg.uri)
 
     def require(self) -> None:
-        """Raises RegistryError when it does not answer: better before an hour of training than after it."""
+        """Raises RegistryError when it does not answer, so that training does not begin without it."""
         try:
             self._client.search_registered_models(max_results=1)
         except TRACKER_ERRORS as error:
@@ -89,7 +90,7 @@ class Registry:
             ) from None
 
     def run(self, *, name: str, key: str, tags: Mapping[str, str]) -> str:
-        """Id of the MLflow run with this key, which is made when there is none."""
+        """Id of the MLflow run with this key; a new run if there is none."""
         experiment = self._experiment()
         found = self._client.search_runs([experiment], filter_string=f"tags.`tlt.key` = '{key}'", max_results=1)
         if found:
@@ -98,13 +99,13 @@ class Registry:
         return str(created.info.run_id)
 
     def finish(self, run_id: str, metrics: Mapping[str, float]) -> None:
-        """Numbers of a run made by `run`, and its end."""
+        """Log the metrics of a run made by `run`, and end it."""
         for name, value in metrics.items():
             self._client.log_metric(run_id, name, value)
         self._client.set_terminated(run_id, "FINISHED")
 
     def register(self, entry: Entry, *, run_id: str) -> Version:
-        """The version with these weights: the one that is there, with new tags, or a new one."""
+        """A new version, or the existing one with these weights and new tags."""
         self._make_model(entry.model)
         existing = self.find(entry.model, entry.digest)
         if existing is not None:
@@ -126,16 +127,16 @@ class Registry:
         return _version(created)
 
     def find(self, model: str, digest: str) -> Version | None:
-        """The version with these weights."""
+        """The oldest version with these weights; None: there is none."""
         found = self._client.search_model_versions(f"name = '{model}' and tags.{DIGEST} = '{digest}'")
         return _version(min(found, key=lambda v: int(v.version))) if found else None
 
     def by_alias(self, model: str, alias: str) -> Version | None:
-        """The version that has the alias."""
+        """The version with the alias; None: there is none."""
         try:
             return _version(self._client.get_model_version_by_alias(model, alias))
         except MlflowException as error:
-            # sqlite and server spell "no such alias" differently; for other trouble the caller must know
+            # "no such alias", as sqlite and the server report it
             if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 return None
             raise

@@ -1,6 +1,6 @@
-"""Stations of scheduled retraining: the newest policy, the champion, the trial, the decision's record.
+"""Tasks of scheduled retraining: export the newest policy, fetch the champion, try the drafters, record the decision.
 
-Registry calls are the only tasks of the pipeline that are retried: each may be repeated without doing anything twice.
+Only the registry tasks are retried: they may be repeated without doing anything twice.
 """
 
 import json
@@ -14,24 +14,24 @@ from typing import Any, NamedTuple
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from conf.schema import RunConfig
+from conf.run import RunConfig
 from tasks.registry import CHALLENGER, CHAMPION, Entry, Registry, RegistryError, Version, model_name
-from tlt_core import drafter_trial, lineage
-from tlt_core.drafter.eagle3_files import load_eagle3
-from tlt_core.drafter_trial import Trial
-from tlt_core.export.digests import weights_digest
+from tlt_core.drafter.eagle3.files import load_eagle3
+from tlt_core.export import drafter_trial, lineage
+from tlt_core.export.drafter_trial import Trial
+from tlt_core.export.promotion import Decision
+from tlt_core.export.record import weights_digest
+from tlt_core.items.store import Ref, write_atomically
 from tlt_core.model.config import ModelError
 from tlt_core.model.load import load_config
-from tlt_core.progress import Progress
-from tlt_core.promotion import Decision
-from tlt_core.session import Session
-from tlt_core.store import Ref, write_atomically
+from tlt_core.run.progress import Progress
+from tlt_core.run.session import Session
 
 _RETRIES_S = [2.0, 10.0]
 
 
 class Champion(NamedTuple):
-    """The drafter to beat, on this machine."""
+    """The drafter to beat, downloaded."""
 
     version: Version
     folder: Path
@@ -39,7 +39,7 @@ class Champion(NamedTuple):
 
 @task(task_run_name="export-newest-checkpoint", cache_policy=NO_CACHE)
 def export_checkpoint(cfg: RunConfig, start_model: Path, dataset: Ref, on_progress: Callable[[Progress], None]) -> Path:
-    """The policy of the newest checkpoint as the run's `policy` folder, in place of an older one."""
+    """Write the policy of the newest checkpoint to the run's `policy` folder."""
     first = cfg.run_dir / "drafter-eagle3"
     resumed = cfg.with_drafter(first) if cfg.needs_first_drafter and first.is_dir() else cfg
     with Session.resume_or_init(
@@ -50,7 +50,7 @@ def export_checkpoint(cfg: RunConfig, start_model: Path, dataset: Ref, on_progre
 
 @task(task_run_name="fetch-champion", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=_RETRIES_S)
 def fetch_champion(cfg: RunConfig, policy: Path) -> Champion | None:
-    """The registry's champion; None when there is none, or when it was made for another kind of policy."""
+    """The registry's champion; None: there is none, or it does not fit the policy's architecture."""
     registry = Registry(cfg.tracking)
     version = registry.by_alias(model_name(cfg, "drafter"), CHAMPION)
     if version is None:
@@ -75,7 +75,7 @@ def fetch_champion(cfg: RunConfig, policy: Path) -> Champion | None:
 def try_drafters(
     cfg: RunConfig, policy: Path, dataset: Ref, candidate: Path, champion: Champion | None
 ) -> dict[str, Trial]:
-    """Figures of plain decoding, the candidate and the champion on held-out prompts."""
+    """Measure plain decoding, the candidate and the champion on held-out prompts."""
     drafters = {"candidate": candidate} | ({} if champion is None else {"champion": champion.folder})
     return drafter_trial.run(cfg, policy=policy, data_dir=Path(dataset.path), drafters=drafters)
 
@@ -90,7 +90,7 @@ def record_decision(
     trials: dict[str, Trial],
     key: str,
 ) -> Version:
-    """Register the candidate as challenger, or as champion where it won, with figures and reason."""
+    """Register the candidate as challenger, and as champion if it won, with figures and reason."""
     registry = Registry(cfg.tracking)
     entry = _entry(cfg, policy, dataset, candidate, decision, trials["candidate"])
     run_id = registry.run(name=f"retrain-{cfg.name}", key=key, tags=entry.tags)
@@ -120,7 +120,7 @@ class Journal:
         self._path = path
 
     def rows(self) -> list[dict[str, Any]]:
-        """All lines; one that a killed process left half written is not one."""
+        """All complete lines; a killed process may have left half a line."""
         if not self._path.is_file():
             return []
         rows = []
@@ -137,7 +137,7 @@ class Journal:
         return decided[-1] if decided else None
 
     def append(self, row: dict[str, Any]) -> None:
-        """One more line, on the disk when this returns."""
+        """Add a line; it is on the disk when this returns."""
         kept = [*self.rows(), {"time": datetime.now(UTC).isoformat(timespec="seconds"), "pid": os.getpid(), **row}]
         text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept)
         write_atomically(self._path, lambda partial: partial.write_text(text, encoding="utf-8"))

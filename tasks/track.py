@@ -1,9 +1,9 @@
-"""Station: write down what a step did, for people and for MLflow.
+"""Task: record a step, in files and in MLflow.
 
 runs/NAME/metrics.jsonl            one line a step, always
 runs/NAME/figures/*.png            worker timeline, response lengths, reward curve
 runs/NAME/samples/step_000003.jsonl
-MLflow                             the same, as far as it answers (`mlflow_run.py`)
+MLflow                             the same, when it answers (`mlflow_run.py`)
 """
 
 import json
@@ -18,11 +18,13 @@ from prefect.cache_policies import NO_CACHE
 
 from tasks import figures
 from tasks.mlflow_run import DatasetInput, MlflowRun
-from tlt_core import provenance, store
-from tlt_core.session import Session
-from tlt_core.step_time import overhead_metrics
-from tlt_core.store import Ref, write_atomically
-from tlt_core.types import ScoredBatch
+from tlt_core.items import store
+from tlt_core.items.metrics import require_declared
+from tlt_core.items.store import Ref, write_atomically
+from tlt_core.items.types import ScoredBatch
+from tlt_core.machine import provenance
+from tlt_core.run.session import Session
+from tlt_core.run.step_metrics import time_metrics
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ def track(session: Session, tracker: "Tracker", step: int, scored: Ref) -> dict[
 
 
 class Tracker:
-    """Context manager around one attempt at a run; its exit tells MLflow how the attempt ended."""
+    """Context manager around one attempt at a run; its exit reports to MLflow how the attempt ended."""
 
     def __init__(self, session: Session, *, dataset: Ref) -> None:
         cfg = session.cfg
@@ -57,12 +59,12 @@ class Tracker:
 
     @property
     def link(self) -> str:
-        """Page of the MLflow run, empty when there is no tracking server."""
+        """Address of the MLflow run's page; empty without a tracking server."""
         return self._mlflow.link
 
     @property
     def run_id(self) -> str:
-        """MLflow's id of the run, empty as long as the store has not answered."""
+        """MLflow's id of the run; empty until the store has answered."""
         return self._mlflow.run_id
 
     def __enter__(self) -> "Tracker":
@@ -73,16 +75,18 @@ class Tracker:
         self._mlflow.end("FINISHED" if error_type is None else "KILLED" if interrupted else "FAILED")
 
     def begin_step(self) -> None:
-        """The step's clock starts here."""
+        """Start the step's clock."""
         self._began_s = time.perf_counter()
 
     def record(self, values: Mapping[str, float], *, step: int) -> None:
-        """Log numbers that belong to no training step: cold start, validation before the first step."""
+        """Log the numbers of a step; step 0 has the cold start and the first validation."""
+        require_declared(values)
         self._append({"step": step, **values})
         self._mlflow.metrics(values, step=step)
 
     def outcome(self, values: Mapping[str, float]) -> None:
-        """Log numbers of the whole run, at its last step: beside the steps' rows, for MLflow alone."""
+        """Log numbers of the whole run at its last step, in MLflow alone."""
+        require_declared(values)
         self._mlflow.metrics(values, step=self._cfg.num_steps)
 
     def step(self, session: Session, step: int, scored: ScoredBatch) -> dict[str, float]:
@@ -94,13 +98,13 @@ class Tracker:
         now_s = time.perf_counter()
         session.metrics.log({"timing_s/tracking": now_s - started_s, "training/resume_attempt": self._attempt})
         values = session.metrics.values()
-        values |= overhead_metrics(values, session.metrics.spans, step_s=now_s - self._began_s)
+        values |= time_metrics(values, session.metrics.spans, step_s=now_s - self._began_s)
         self.record(values, step=step)
         log.info("%s", step_line(values, step=step, num_steps=self._cfg.num_steps))
         return values
 
     def _catch_up(self, session: Session) -> None:
-        """Write down what a killed attempt had done and not yet recorded."""
+        """Record what a killed attempt has done without recording it, and send earlier rows to MLflow."""
         last = session.completed_steps
         if last > 0 and session.resumed_metrics and all(row["step"] != last for row in self._rows):
             self._append({"step": last, **session.resumed_metrics})
@@ -119,7 +123,7 @@ class Tracker:
         self._mlflow.artifact(manifest, folder="data")
 
     def _write_samples(self, session: Session, step: int, scored: ScoredBatch) -> None:
-        rows = session.sample_texts(scored, self._cfg.tracking.num_sample_rollouts)
+        rows = session.scoring.sample_texts(scored, self._cfg.tracking.num_sample_rollouts)
         if not rows:
             return
         path = self._run_dir / "samples" / f"step_{step:06d}.jsonl"
@@ -135,9 +139,9 @@ class Tracker:
             scored.rollouts.response_lens_R, step=step, max_new_tokens=self._cfg.rollout.max_new_tokens, path=lengths
         )
         drawn = [timeline, lengths]
-        if any(session.rounds):
+        if any(session.rollout.rounds):
             drawn.append(folder / f"speculation_{step:06d}.png")
-            figures.speculation(session.rounds, step=step, path=drawn[-1])
+            figures.speculation(session.rollout.rounds, step=step, path=drawn[-1])
         rows = [*self._rows, {"step": step, **session.metrics.values()}]
         curve = folder / "reward.png"
         figures.reward_curve(
@@ -153,7 +157,7 @@ class Tracker:
 
 
 def step_line(values: Mapping[str, float], *, step: int, num_steps: int) -> str:
-    """The one line that each step logs; columns are fixed."""
+    """The line that each step logs; its columns are fixed."""
     v = dict.fromkeys(_COLUMNS, 0.0) | dict(values)
     return (
         f"step {step:>4}/{num_steps:<4} reward {v['critic/rewards/mean']:6.3f}"
@@ -176,14 +180,14 @@ _COLUMNS = (
 
 
 def _rows_up_to(path: Path, completed_steps: int) -> list[dict[str, Any]]:
-    """Earlier attempts' rows, without those of steps that this attempt will do again; the file is cut likewise."""
+    """Rows of earlier attempts up to the checkpoint; later ones are removed from the file, as their steps run again."""
     if not path.is_file():
         return []
     rows = []
     for line in path.read_text().splitlines():
         try:
             rows.append(json.loads(line))
-        except json.JSONDecodeError:  # a killed attempt's last line may be half written
+        except json.JSONDecodeError:  # a killed attempt may have left half a line
             break
     kept = [row for row in rows if row["step"] <= completed_steps and completed_steps > 0]
     text = "".join(json.dumps(row) + "\n" for row in kept)

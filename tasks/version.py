@@ -1,9 +1,9 @@
-"""Station: a folder that a flow has made becomes a version that DVC knows, in the remote.
+"""Task: version a folder with DVC, and push it to the remote.
 
     exports/demo  ->  exports/demo.dvc (its digest, for git)  ->  bytes in DVC's cache and remote
 
-The one place where this project calls DVC: one process at a time, the others wait.  DVC itself would refuse the second
-at once.  What stages of dvc.yaml make is tracked by `dvc repro`, not here.
+This is the only place that calls DVC.  Processes take turns, where DVC itself would fail.  Outputs of the stages in
+dvc.yaml are tracked by `dvc repro`, not here.
 """
 
 import logging
@@ -16,25 +16,25 @@ import yaml
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tlt_core.file_lock import exclusive
+from tlt_core.machine.file_lock import exclusive
 
 log = logging.getLogger(__name__)
 
 
 class VersionError(RuntimeError):
-    """DVC did not do what it was asked.  The text has its reason."""
+    """A DVC command failed.  The text has its reason."""
 
 
 class FolderVersion(NamedTuple):
     """FolderVersion(pointer=Path("exports/demo.dvc"), md5="9f...dir")"""
 
-    pointer: Path  # goes into git
+    pointer: Path  # to be committed to git
     md5: str  # of the folder's content
 
 
 @task(task_run_name="version-folder", cache_policy=NO_CACHE)
 def version_folder(folder: Path, *, push: bool = True) -> FolderVersion:
-    """Track the folder's present content, and push it.  Does nothing twice.  Raises VersionError."""
+    """Track the folder's present content, and push it; may be repeated.  Raises VersionError."""
     root = project_of(folder)
     with exclusive(root / ".dvc" / "tmp" / "tlt.lock", wait=True):
         _dvc(root, "add", str(folder.absolute()))
@@ -47,7 +47,7 @@ def version_folder(folder: Path, *, push: bool = True) -> FolderVersion:
 
 
 def project_of(folder: Path) -> Path:
-    """Root of the DVC project that the folder is in.  Raises VersionError."""
+    """Root of the folder's DVC project.  Raises VersionError."""
     for parent in folder.absolute().parents:
         if (parent / ".dvc").is_dir():
             return parent
@@ -55,7 +55,7 @@ def project_of(folder: Path) -> Path:
 
 
 def _dvc(root: Path, *arguments: str) -> None:
-    """Another process's plain `dvc` command is waited for, too."""
+    """Run a DVC command; waits for other processes' commands."""
     command = [sys.executable, "-m", "dvc", "--wait-for-lock", *arguments]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:

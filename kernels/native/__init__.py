@@ -1,4 +1,4 @@
-"""The CPU's own kernels: C in one source for every width of vectors (`lanes.h`), compiled where they run.
+"""C kernels for CPUs: one source for every width of vectors (`lanes.h`), compiled on the machine where they run.
 
     *.c, *.h  --cc, three seconds, once for each processor-->  ~/.cache/tlt/native-<digest>.so  --ctypes-->  library()
 
@@ -8,11 +8,10 @@
     portable     the compiler's vectors of four floats
 
 torch's kernels are made for large tensors.  A decode step of a small model is hundreds of operations on a few rows,
-where calls, copies and re-arrangements cost more than the arithmetic: on one core of an EPYC 9005, SmolLM2-135M with a
-request of 400 tokens takes 17 ms with torch's kernels, of which its weights at memory bandwidth are 7.
+where calls, copies and re-arrangements cost more than the arithmetic.
 
-Without a compiler everything runs on torch, and `library` says so once.  TLT_NATIVE_KERNELS=0 turns them off;
-TLT_NATIVE_KERNELS=avx2 (or another of the names above) uses at most these instructions.
+Without a compiler everything runs on torch, and `library` logs that once.  TLT_NATIVE_KERNELS=0 turns the kernels off;
+TLT_NATIVE_KERNELS=avx2 (or another name from above) limits them to these instructions.
 """
 
 import ctypes
@@ -34,7 +33,7 @@ _SOURCES = Path(__file__).parent
 _FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-std=gnu11", "-ffp-contract=off", "-Wno-psabi")
 _SWITCH = "TLT_NATIVE_KERNELS"
 _MACHINES = {"x86_64": "-march=native", "amd64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
-_X86 = {  # what the compiler must not use
+_X86 = {  # flags that exclude wider instructions
     "amx": (),
     "avx512_bf16": ("-mno-amx-tile",),
     "avx512": ("-mno-amx-tile", "-mno-avx512bf16"),
@@ -62,7 +61,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
 
 
 class NativeError(RuntimeError):
-    """The kernels cannot be used here; the text says why and what helps."""
+    """The kernels cannot run here.  The text says why, and the remedy."""
 
 
 @functools.cache
@@ -76,9 +75,9 @@ def library() -> ctypes.CDLL | None:
 
 
 def load() -> ctypes.CDLL:
-    """Compile if need be, and load.  Raises NativeError."""
+    """Load the kernels, compiled first if necessary.  Raises NativeError."""
     if os.environ.get(_SWITCH) == "0":
-        raise NativeError(f"{_SWITCH}=0 turns the CPU's own kernels off")
+        raise NativeError(f"{_SWITCH}=0 turns the C kernels off")
     lacking = _lacking()
     if lacking:
         raise NativeError(lacking)
@@ -89,7 +88,7 @@ def load() -> ctypes.CDLL:
         raise NativeError(
             f"they cannot be compiled or kept ({error}); set XDG_CACHE_HOME to a folder with room that can be written"
         ) from None
-    torch.empty(1)  # torch's OpenMP runtime is loaded: the kernels take their threads from it
+    torch.empty(1)  # loads torch's OpenMP runtime, whose threads the kernels use
     try:
         found = ctypes.CDLL(str(path))
     except OSError as error:
@@ -102,19 +101,19 @@ def load() -> ctypes.CDLL:
 
 
 def isa() -> str | None:
-    """Name of the instructions that the kernels use here, see above; None where they do not run."""
+    """Name of the instructions that the kernels use here (see above); None where they do not run."""
     found = library()
     return None if found is None else found.tlt_isa().decode()
 
 
 def narrower() -> tuple[str, ...]:
-    """Names of the instructions that this processor has besides its best, for TLT_NATIVE_KERNELS; widest first."""
+    """Names of narrower instructions of this processor, widest first; values of TLT_NATIVE_KERNELS."""
     own, names = isa(), list(_X86)
     return tuple(names[names.index(own) + 1 :]) if own in names else ()
 
 
 def _lacking() -> str:
-    """Why the kernels are not for this machine; empty where they are."""
+    """Why the kernels do not support this machine; empty where they do."""
     if platform.machine().lower() not in _MACHINES or os.name != "posix":
         return (
             f"they are for x86-64 and ARM under Linux and macOS, this is {platform.machine()} under {platform.system()}"
@@ -127,7 +126,7 @@ def _flags() -> tuple[str, ...]:
     limits, most = _X86 if machine in ("x86_64", "amd64") else _ARM, os.environ.get(_SWITCH, "")
     if most and most not in limits:
         raise NativeError(
-            f"{_SWITCH}={most!r} is none of 0, {', '.join(limits)}; unset it for all that this processor has"
+            f"{_SWITCH}={most!r} is none of 0, {', '.join(limits)}; unset it to use all that this processor has"
         )
     return (*_FLAGS, _MACHINES[machine], *(limits[most] if most else ()))
 
@@ -145,7 +144,7 @@ def _compiled(flags: Sequence[str]) -> Path:
 
 
 def _processor() -> str:
-    """What -march=native depends on."""
+    """The properties of this processor that -march=native depends on."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     wanted = {
@@ -161,8 +160,8 @@ def _cache_folder() -> Path:
         if os.access(folder, os.W_OK):
             return folder
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
-        _log.info("no cache folder for the CPU kernels (%s): a temporary one is taken", error)
-    # Somebody else's file must not be loaded: the name is this user's own, and private.
+        _log.info("no cache folder for the CPU kernels (%s): using a temporary one", error)
+    # A private folder of this user: a file of somebody else must not be loaded.
     private = Path(tempfile.gettempdir()) / f"tlt-{os.getuid()}"
     private.mkdir(mode=0o700, exist_ok=True)
     if private.stat().st_uid != os.getuid():
@@ -180,14 +179,14 @@ def _compile(sources: Sequence[Path], target: Path, flags: Sequence[str]) -> Non
         built = Path(folder) / "native.so"
         objects = [str(Path(folder) / f"{source.stem}.o") for source in sources]
         commands = [[compiler, *flags, "-c", str(s), "-o", o] for s, o in zip(sources, objects, strict=True)]
-        # Without -fopenmp: a second OpenMP runtime beside torch's would fight it for the cores.
+        # Without -fopenmp: a second OpenMP runtime would compete with torch's for the cores.
         commands.append([compiler, "-shared", "-o", str(built), *objects, "-lm"])
         for command in commands:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 last = done.stderr.strip().splitlines()[-3:]
                 raise NativeError(f"{' '.join(command[:1] + command[-3:])} failed: {' '.join(last)}")
-        built.replace(target)  # whoever else compiles at this moment makes the same
+        built.replace(target)  # another process that compiles at the same time makes the same file
 
 
 class CLinear(ctypes.Structure):

@@ -61,8 +61,8 @@ INLINE const term *as_terms(const bf16 *x, int64_t count, void **kept, size_t *s
 }
 
 // Numbers from .. from + 31 of 16 rows -> [16 pairs, 16 rows], a pair's row `stride` numbers behind the one before
-INLINE void transpose_pairs(const bf16 *const rows[16], int64_t from, bf16 *out, int64_t stride) {
 #if defined(HAS_AVX512)
+INLINE void transpose_pairs(const bf16 *const rows[16], int64_t from, bf16 *out, int64_t stride) {
     __m512i a[16], b[16];
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) a[i] = _mm512_loadu_si512(rows[i] + from);
@@ -92,7 +92,9 @@ INLINE void transpose_pairs(const bf16 *const rows[16], int64_t from, bf16 *out,
         _mm512_storeu_si512(out + stride * (i + 8), _mm512_shuffle_i32x4(b[i], b[i + 8], 0xDD));
         _mm512_storeu_si512(out + stride * (i + 12), _mm512_shuffle_i32x4(b[i + 4], b[i + 12], 0xDD));
     }
+}
 #elif defined(HAS_AVX2)
+INLINE void transpose_pairs(const bf16 *const rows[16], int64_t from, bf16 *out, int64_t stride) {
     for (int half = 0; half < 4; half++) {  // 8 rows, 8 pairs
         const bf16 *const *of = rows + half % 2 * 8;
         __m256i a[8], b[8];
@@ -117,8 +119,10 @@ INLINE void transpose_pairs(const bf16 *const rows[16], int64_t from, bf16 *out,
             _mm256_storeu_si256((__m256i *)(to + stride * (i + 4)), _mm256_permute2x128_si256(a[i], a[i + 4], 0x31));
         }
     }
+}
 #else
+INLINE void transpose_pairs(const bf16 *const rows[16], int64_t from, bf16 *out, int64_t stride) {
     for (int pair = 0; pair < 16; pair++)
         for (int r = 0; r < 16; r++) memcpy(out + pair * stride + 2 * r, rows[r] + from + 2 * pair, 4);
-#endif
 }
+#endif

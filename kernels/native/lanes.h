@@ -1,16 +1,16 @@
-// Vectors of LANES floats, as wide as the processor has them, and the products that everything else is made of.
+// Vectors of LANES floats, as wide as the processor has them, and products of bfloat16 numbers.
 //
 //     AVX-512          16 lanes, with bfloat16 products (`vdpbf16ps`) where it has them
 //     AVX2 with FMA     8 lanes
 //     anything else     4 lanes of the compiler's vector extension (with NEON's fused products on ARM)
 //
-// Numbers lie in memory in bfloat16, sums are float32.  Products take pairs of numbers, LANES of them at a time:
-// [LANES, 2].  A processor with bfloat16 products adds both of a pair in one instruction (STEPS 1; what they are
-// multiplied by is a pair as well); the others widen the first numbers of the pairs to float32, then the second ones
-// (STEPS 2; they are multiplied by floats).  Every sum runs in one order, whatever else is computed with it, so a result
-// does not depend on the rest of a batch.  Between processors results differ in their last bits.
+// Numbers are bfloat16 in memory, sums are float32.  Products take LANES pairs of numbers at a time, [LANES, 2].  With
+// bfloat16 products a processor adds both numbers of a pair in one instruction (STEPS 1; the other factor is a pair, too).
+// Other processors widen the first numbers of the pairs to float32, then the second ones (STEPS 2; the other factors are
+// floats).  Every sum has a fixed order, so a result does not depend on the rest of the batch.  Between processors results
+// differ in their last bits.
 //
-// -ffp-contract=off: where the compiler joined a product and a sum by itself would depend on what surrounds them.
+// -ffp-contract=off: otherwise the surrounding code would decide where the compiler fuses a product and a sum.
 #pragma once
 #include <stdint.h>
 #include <string.h>
@@ -66,7 +66,7 @@ INLINE vh load_h(const bf16 *x) {
 INLINE void store(float *x, vf v) { memcpy(x, &v, sizeof v); }
 INLINE void store_h(bf16 *x, vh v) { memcpy(x, &v, sizeof v); }
 
-// Masks (`where`: `yes` in the lanes of a mask), fused products, and the first `count` numbers of a vector, 0 behind them.
+// Masks (`where`: `yes` in the lanes of a mask), fused products, and loads of the first `count` numbers, then zeros.
 // `larger` and `smaller` give b where a or b is NaN.
 #if defined(HAS_AVX512)
 typedef __mmask16 vm;
@@ -154,7 +154,7 @@ INLINE vu counted(void) {  // 0, 1, 2, ...
 }
 INLINE vf fused_minus(vf a, vf b, vf c) { return fused(-a, b, c); }  // c - a b
 
-// halves are folded onto each other
+// sums and maxima: halves are folded onto each other
 INLINE float sum_of(vf v) {
     float x[LANES];
     store(x, v);
@@ -218,7 +218,7 @@ INLINE void to_terms(const bf16 *x, int64_t count, term *out) {
 // e^x to 2 units in the last place; 0 below -103
 INLINE vf exponential_of(vf x) {
     x = larger(splat(-104.0f), smaller(splat(88.7f), x));  // this order lets NaN pass
-    const float whole = 0x1.8p23f;                         // what is added to it loses its fraction
+    const float whole = 0x1.8p23f;                         // a number added to it loses its fraction
     vf n = (x * 1.44269504f + whole) - whole;
     vf r = fused_minus(n, splat(0.693359375f), x);
     r = fused_minus(n, splat(-2.12194440e-4f), r);

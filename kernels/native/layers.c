@@ -1,5 +1,5 @@
-// Consecutive decoder layers over T tokens, as `tlt_core.model.decoder.Layer` has them, in one call: at decode shapes
-// the calls between two operations cost as much as the operations.
+// Consecutive decoder layers over T tokens (`tlt_core.model.decoder.Layer`) in one call: at decode shapes, separate calls
+// cost as much as the operations.
 //
 //     x += W_o attend(rope(W_qkv norm(x)));   x += W_down (silu(gate) * up),   gate, up = W_gate_up norm(x)
 //
@@ -88,7 +88,7 @@ static void attend_and_mix(const Shape *s, const Layer *l, const Cache *cache, c
     linear(active, tokens, &l->down, r, 1);
 }
 
-// room for a layer's input, `width` numbers a token, and behind it for what it computes
+// memory for a layer's input, `width` numbers a token, and behind it for its intermediate results
 static bf16 *make_room(const Shape *s, int64_t tokens, int64_t width) {
     int64_t qkv = (s->heads + 2 * s->kv_heads) * s->dim + s->heads * s->dim, mlp = 3 * s->intermediate;
     return scratch(&kept, &kept_size, sizeof(bf16) * tokens * (width + (qkv > mlp ? qkv : mlp)));
@@ -124,7 +124,7 @@ EXPORT void tlt_rms_norm(const bf16 *x, const bf16 *weight, int64_t rows, int64_
     for (int64_t t = 0; t < rows; t++) rms_norm(x + t * size, weight, size, eps, y + t * size);
 }
 
-// What a chain is drafted with; see `eagle3.py`.
+// Inputs for drafting a chain; see `eagle3.py`.
 typedef struct {
     const bf16 *embeddings;   // [V, D], the target's
     const bf16 *norm;         // before the head
@@ -134,7 +134,7 @@ typedef struct {
     const int32_t *keys;      // [B, levels, 2] of the noise
     int64_t rows, levels, positions;
     float temperature, error_scale;
-    float token_floor, level_floor;  // drafting ends where a level promises less, see `Floors`
+    float token_floor, level_floor;  // drafting ends at a level that promises less, see `Floors`
 } Chain;
 
 // A chain of `levels` tokens a row.  y [B, D]: of each row's last position; columns, values [B, levels]: of the head's

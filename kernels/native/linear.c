@@ -1,22 +1,20 @@
 // y = x W^T (+ b) for few tokens, with W read once, in the order in which it lies.
 //
-// W [out, in] is kept in panels of 32 outputs: [out / 32, in / 2, 32, 2], so that one instruction multiplies two inputs
-// of 16 outputs at a time, and two of them are a panel's row.  A panel meets up to 14 tokens in registers (28
-// accumulators), and the next 14 while it is still in the second-level cache.
+// W [out, in] is kept in panels of 32 outputs, [out / 32, in / 2, 32, 2]: one instruction multiplies two inputs of 16
+// outputs, and two instructions make a row of a panel.  A panel is multiplied with up to 14 tokens in registers (28
+// accumulators), and with the next 14 while it is still in the second-level cache.
 //
-// What is fetched ahead goes into the first-level cache, with two exceptions.  Where that holds less than a panel of 576
-// inputs and some more (32 KB), what several tiles fetch would throw out what they are at: it stops one level below.
-// (SmolLM2's projections, one core of an EPYC 9004: 10 tokens 17.4 -> 10.3 ms, 16 tokens 19.4 -> 15.7.)  And the third
-// tile and later ones fetch nothing.
+// Prefetches go into the first-level cache, with two exceptions.  Where that cache is small (32 KB), prefetches of several
+// tiles would evict the panel that is in use: they go into the second-level cache.  The third tile and later ones do not
+// prefetch.
 //
-// Each output is one sum over the inputs from first to last in a float32 accumulator of its own.  How many tokens come
-// along changes nothing in that order: a token's result is the same, bit for bit, in every batch.
+// Each output is one sum over the inputs, from first to last, in its own float32 accumulator.  The number of tokens does
+// not change that order: a token's result is bitwise the same in every batch.
 //
-// Processors with matrix tiles (AMX) take panels as they are: 16 pairs of inputs of 16 outputs are a tile, 16 tokens of
-// 32 inputs another, and one instruction multiplies them.  So 16 tokens cost hardly more than one: what a pass takes is
-// what its weights take to be read, and a guess is verified nearly for nothing.  A tile's sums run in another order than
-// the registers' (even inputs and odd ones of each 32 apart), but in the same one however many tokens it has.  Which of
-// the two is used depends on processor and weight alone, never on the batch.
+// Processors with matrix tiles (AMX) use the same panels: 16 pairs of inputs of 16 outputs are a tile, 16 tokens of 32
+// inputs another, and one instruction multiplies them.  So 16 tokens cost hardly more than one, and a pass takes the time
+// to read its weights.  Sums in tiles run in another order than in registers (even and odd inputs of each 32 apart), but
+// in the same order for any number of tokens.  Processor and weight decide which of the two is used, never the batch.
 #include <unistd.h>
 
 #include "common.h"
@@ -24,7 +22,8 @@
 
 enum { PANEL = 32, WHOLE = PANEL / LANES, AHEAD = 1024 };
 
-// Up to TILE tokens meet PART vectors of a panel in registers, FEW of them all WHOLE; up to ALONE are one tile
+// Up to TILE tokens are multiplied with PART vectors of a panel in registers, up to FEW tokens with all WHOLE vectors; up
+// to ALONE tokens are one tile.
 #if defined(HAS_AVX512)
 enum { TILE = 14, PART = WHOLE, FEW = 0, ALONE = 9 };
 #define COUNTS CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12) CASE(13) CASE(14)
@@ -73,8 +72,8 @@ static __attribute__((noinline)) void finish_some(const float *sums, int64_t siz
     }
 }
 
-// `count` tokens and the outputs of `vectors` vectors.  `ahead`: what to fetch meanwhile, `lines` of 64 bytes for every
-// two inputs, into the first-level cache if `near`
+// `count` tokens and the outputs of `vectors` vectors.  `ahead`: memory to prefetch, `lines` of 64 bytes for every two
+// inputs; `near`: into the first-level cache
 INLINE void tile(const int count, const int vectors, const term *x, const bf16 *panel, const Linear *w, int64_t first,
                  bf16 *y, int add, const bf16 *ahead, const int lines, const int near) {
     vf sums[TILE][WHOLE];

@@ -1,7 +1,7 @@
-// `coupled_sample.py`'s choice in one go: arg-max_v (p_v / w_v), w = exponential noise keyed by row and token id.
+// The choice of `coupled_sample.py` in one pass: arg-max_v (p_v / w_v), w = exponential noise keyed by row and token id.
 //
-// The integers of the noise are the specification's to the bit.  Its logarithm is a polynomial of its own, good to
-// 1e-7 of the value, as every device has its own.
+// The integers of the noise are bitwise those of the specification.  The logarithm is a polynomial with a relative error
+// of 1e-7; every device has its own.
 #include <math.h>
 
 #include "common.h"
@@ -40,7 +40,7 @@ INLINE vf uniform(vu bits) {
     return smaller((__builtin_convertvector((vi)bits, vf) + 0.5f) * 0x1p-31f, splat(1.0f - 0x1p-24f));
 }
 
-// -log(1 - u): log(v) u / (1 - v) with v = 1 - u rounded, which makes up for the rounding
+// -log(1 - u) as log(v) u / (1 - v), where v is 1 - u rounded: this corrects the rounding
 INLINE vf exponential(vf u) {
     vf v = 1.0f - u, off = 1.0f - v;
     vm tiny = is_equal(off, (vf){0});
@@ -53,7 +53,7 @@ INLINE vf tempered(const bf16 *logits, int64_t count, const int scaled, vf tempe
     return scaled ? z / temperature : z;
 }
 
-// As w >= u, a token can only win if u <= p / best: hardly one in the vocabulary needs its logarithm.
+// Since w >= u, a token can only win if u <= p / best: hardly any token needs its logarithm.
 INLINE void race(const int scaled, const bf16 *logits, const int32_t *key, int64_t vocab, float temperature,
                  float highest, int64_t *token, float *total) {
     vf over = splat(temperature), sum = {0}, most = splat(INFINITY);  // 1 / best, and a little more

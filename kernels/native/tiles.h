@@ -1,6 +1,6 @@
-// Matrix tiles (AMX): eight registers of 16 rows of 64 bytes.  One instruction adds the products of 16 rows of 32 numbers
-// with 16 pairs of rows, [32 / 2, 16, 2], to 16 x 16 sums in float32: those of even and of odd inputs apart, each from
-// first to last, and then both.  A row's sums do not depend on how many rows there are.
+// Matrix tiles (AMX): eight registers of 16 rows of 64 bytes.  One instruction multiplies 16 rows of 32 numbers with
+// [32 / 2, 16, 2] and adds the products to 16 x 16 sums in float32: first even and odd inputs apart, each from first to
+// last, then both.  A row's sums do not depend on the number of rows.
 #pragma once
 #include "common.h"
 
@@ -9,16 +9,18 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Linux grants a process its tiles when asked, once; a sandbox may not let it ask.
-static int has_tiles(void) {
+enum { TILE_ROWS = 16 };
+
+// A process must ask Linux for its tiles once; a sandbox may forbid it.
+INLINE int has_tiles(void) {
     enum { REQUEST = 0x1023, TILE_DATA = 18 };
     static int known = -1;
     if (known < 0) known = !syscall(SYS_arch_prctl, REQUEST, TILE_DATA);
     return known;
 }
 
-// Sums 0 and 1 of the `rows` in register 4, sums 2 and 3 of the `more` (0: none) in register 5; 6 and 7 are whole.  What
-// is set is the thread's, until `_tile_release`.
+// Registers 0 and 1 are sums for the `rows` in register 4, registers 2 and 3 for the `more` (0: none) in register 5;
+// registers 6 and 7 have all rows.  The setting is the thread's, until `_tile_release`.
 INLINE void configure_tiles(int rows, int more) {
     struct {
         uint8_t palette, start, reserved[14];

@@ -1,4 +1,4 @@
-// The bookkeeping of a draft tree: where its tokens lie, which of them are accepted, and the move to their positions.
+// Bookkeeping of a draft tree: where its tokens are, which of them are accepted, and the move to their positions.
 // Specifications: `tree_layout.py`, `spec_verify.py`, `kv_commit.py`.
 #include "common.h"
 

@@ -9,8 +9,9 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from conf import schema
+from conf import coldstart, data, drafter, model, optimizer, reward, rollout, run, system, update
 from conf.load import ConfigError, load, validate
+from conf.section import Section
 
 FILES = sorted(Path("conf").glob("*.yaml"))
 SMOKE = "conf/smoke.yaml"
@@ -262,7 +263,9 @@ def test_the_tree_is_frozen() -> None:
 
 
 def _sections() -> list[type[BaseModel]]:
-    return [v for v in vars(schema).values() if isinstance(v, type) and issubclass(v, schema.Section)]
+    files = (coldstart, data, drafter, model, optimizer, reward, rollout, run, system, update)
+    found = {v for f in files for v in vars(f).values() if isinstance(v, type) and issubclass(v, Section)}
+    return sorted(found, key=lambda section: section.__name__)
 
 
 @pytest.mark.parametrize("section", _sections(), ids=lambda s: s.__name__)
@@ -286,7 +289,7 @@ def test_every_number_has_a_bound() -> None:
 
 def test_configuration_needs_neither_torch_nor_prefect() -> None:
     """What makes a wrong key known at once: none of the imports that take seconds.  (Speed itself is not tested.)"""
-    code = "import sys, conf.schema, conf.load; print(*sys.modules)"
+    code = "import sys, conf.run, conf.load; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"torch", "triton", "prefect", "ray", "mlflow", "transformers", "numpy"}
     assert not heavy & set(done.stdout.split())

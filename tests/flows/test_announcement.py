@@ -11,8 +11,8 @@ import pytest
 from conf.load import load
 from flows import _announcement
 from flows._announcement import Took, kernels_in_words, plan_in_words, to_do
-from tlt_core import inputs
-from tlt_core.machine.forecast import Forecast, ToDo
+from tlt_core.run import inputs
+from tlt_core.run.forecast import Forecast, ToDo
 
 
 def test_the_plan_names_what_is_to_do_and_what_is_there() -> None:

@@ -1,7 +1,9 @@
 """The command: quick where nothing is computed, and one clear paragraph for every mistake."""
 
 import errno
+import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,7 +14,7 @@ import pytest
 from conf.load import ConfigError
 from flows import _errors, cli, ui
 from tlt_core.cluster.group import WorkerDied
-from tlt_core.data import DataError
+from tlt_core.data.dataset import DataError
 
 
 def _tlt(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,17 +42,40 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     assert not {"torch", "prefect", "mlflow", "ray", "transformers", "rich", "numpy"} & set(done.stdout.split())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "exit_code", "said"),
+    [
+        (["--help"], 0, "bench"),
+        (["bench", "step", "conf/smoke.yaml"], 2, "tlt bench: benchmark step: the package bench is missing; take the"),
+        (["train", "conf/smoke.yaml", "model={kind: pretrained, path: ./nowhere}"], 2, "./nowhere does not exist"),
+    ],
+)
+def test_without_the_folder_bench_only_its_command_is_missing(
+    arguments: list[str], exit_code: int, said: str, tmp_path: Path
+) -> None:
+    for folder in ("conf", "flows", "kernels", "tasks", "tlt_core"):
+        shutil.copytree(folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    # An editable installation would find the folder in the project all the same.
+    code = "import sys; sys.modules['bench'] = None; from flows.cli import main; sys.exit(main(sys.argv[1:]))"
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=env)
+    assert done.returncode == exit_code, done.stderr
+    assert said in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_settings_may_stand_behind_options() -> None:
-    args = cli._parse(["bench", "step", "conf/smoke.yaml", "seed=1", "--repeats", "2", "name=x"])
+    args = cli.parse(["bench", "step", "conf/smoke.yaml", "seed=1", "--repeats", "2", "name=x"])
     assert (args.config, args.overrides, args.repeats) == ("conf/smoke.yaml", ["seed=1", "name=x"], 2)
-    args = cli._parse(["bench", "step", "seed=1", "name=x"])
+    args = cli.parse(["bench", "step", "seed=1", "name=x"])
     assert (args.config, args.overrides) == ("conf/demo.yaml", ["seed=1", "name=x"])
 
 
 @pytest.mark.parametrize("argv", [["train", "conf/smoke.yaml", "--resume"], ["ui", "a=1"], ["fly"]])
 def test_unknown_arguments_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        cli._parse(argv)
+        cli.parse(argv)
     assert ended.value.code == 2
     assert argv[-1] in capsys.readouterr().err
 

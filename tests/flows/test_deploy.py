@@ -170,7 +170,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, embedded_model: Path) -> 
 @pytest.mark.prefect
 def test_the_clock_retrains_once_and_then_finds_nothing_changed(deployed: Deployed) -> None:
     from conf.load import load
-    from tlt_core import inputs
+    from tlt_core.run import inputs
 
     cfg = load("conf/smoke.yaml", settings(deployed.root, "scheduled"))
     with pytest.MonkeyPatch.context() as environment:

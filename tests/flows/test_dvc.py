@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
+from conf.drafter import DrafterConfig
 from conf.load import load
-from conf.schema import CheckpointConfig, DrafterConfig
+from conf.system import CheckpointConfig
 from flows import cli
-from tlt_core.export.digests import weights_digest
+from tlt_core.export.record import weights_digest
 
 _REPO = Path(__file__).parents[2]
 _STAGES = ["prepare", "coldstart", "warmup", "train", "evaluate", "export", "benchmark"]
@@ -59,7 +60,7 @@ def test_the_stages_commands_exist_and_their_params_too() -> None:
         for command in [stage["cmd"]] if isinstance(stage["cmd"], str) else stage["cmd"]:
             first, *words = shlex.split(command)
             if first == "${tlt}":
-                args = cli._parse(words)
+                args = cli.parse(words)
                 load(_REPO / args.config, args.overrides)
         for dotted in stage["params"]:
             node = params

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from conf.load import ConfigError, load
-from conf.schema import RunConfig
+from conf.run import RunConfig
 from flows import cli
 from flows.export import _drafter_folder, export
 from flows.train import train
-from tlt_core.drafter.eagle3_files import save_eagle3
-from tlt_core.drafter.eagle3_model import Eagle3Config, random_eagle3
+from tlt_core.drafter.eagle3.files import save_eagle3
+from tlt_core.drafter.eagle3.model import Eagle3Config, random_eagle3
+from tlt_core.items.store import sha256_of
 from tlt_core.model.load import load_config
-from tlt_core.store import sha256_of
 
 
 def _config(folder: Path) -> RunConfig:

@@ -8,7 +8,7 @@ import pytest
 
 from flows._heartbeat import Heartbeat, OutputClock
 from flows._terminal import Terminal
-from tlt_core.progress import Progress
+from tlt_core.run.progress import Progress
 
 log = logging.getLogger("tlt_core.here")
 

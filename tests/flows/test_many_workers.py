@@ -23,7 +23,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.fake_cluster import add_node, fake_cluster
-from tlt_core.store import load_rollouts
+from tlt_core.items.store import load_rollouts
 
 pytestmark = [pytest.mark.slow, pytest.mark.prefect]
 

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from conf.load import load
-from conf.schema import RunConfig
+from conf.run import RunConfig
 from flows.train import train
-from tlt_core import checkpoint
+from tlt_core.items import checkpoint
 from tlt_core.machine import precision
 from tlt_core.machine.precision import Offers, PrecisionError
 

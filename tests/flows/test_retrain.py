@@ -17,16 +17,16 @@ import torch
 from mlflow import MlflowClient
 
 from conf.load import load
-from conf.schema import RunConfig
+from conf.run import RunConfig
 from flows import _attempts
 from flows import retrain as flow_module
 from flows.retrain import retrain
 from tasks.registry import RegistryError
-from tlt_core import inputs
-from tlt_core.drafter.eagle3_files import save_eagle3
-from tlt_core.drafter.eagle3_model import eagle3_from_target
-from tlt_core.file_lock import exclusive
+from tlt_core.drafter.eagle3.files import save_eagle3
+from tlt_core.drafter.eagle3.model import eagle3_from_target
+from tlt_core.machine.file_lock import exclusive
 from tlt_core.model.load import load_decoder
+from tlt_core.run import inputs
 
 pytestmark = pytest.mark.prefect
 
@@ -146,7 +146,7 @@ def test_a_new_policy_is_a_reason_to_train_and_a_champion_of_another_shape_is_no
 def test_the_second_of_two_at_once_leaves_with_a_message(folder: Path, plant: Callable[[range], list[Path]]) -> None:
     asked = plant(SAID)
     cfg = config(folder, "seed=4")
-    hold = "import sys, time; from pathlib import Path; from tlt_core.file_lock import exclusive\n"
+    hold = "import sys, time; from pathlib import Path; from tlt_core.machine.file_lock import exclusive\n"
     hold += "with exclusive(Path(sys.argv[1])): print(flush=True); time.sleep(60)"
     lock = str(cfg.run_dir / "retrain" / "lock")
     other = subprocess.Popen([sys.executable, "-c", hold, lock], stdout=subprocess.PIPE)

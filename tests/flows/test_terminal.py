@@ -9,8 +9,8 @@ from rich.console import Console
 
 from flows import _logging
 from flows._terminal import Terminal
-from tlt_core.session import Progress
-from tlt_core.types import WorkerState
+from tlt_core.items.types import WorkerState
+from tlt_core.run.session import Progress
 
 PROGRESS = Progress(
     step=3,
@@ -69,14 +69,14 @@ def test_nothing_is_drawn_where_there_is_no_terminal() -> None:
 def test_the_run_log_has_info_lines_and_the_traceback_of_what_ended_the_run(tmp_path: Path) -> None:
     def run() -> None:
         with _logging.run_log(tmp_path / "run"):
-            logging.getLogger("tlt_core.session").info("resuming from %s", "step_000002")
+            logging.getLogger("tlt_core.run.session").info("resuming from %s", "step_000002")
             logging.getLogger("some.library").info("chatter")
             raise RuntimeError("a worker died")
 
     with pytest.raises(RuntimeError):
         run()
     text = (tmp_path / "run" / "log.txt").read_text()
-    assert "INFO    tlt_core.session:  resuming from step_000002" in text
+    assert "INFO    tlt_core.run.session:  resuming from step_000002" in text
     assert "chatter" not in text
     assert "Traceback" in text
     assert "RuntimeError: a worker died" in text
@@ -88,7 +88,7 @@ def test_the_run_log_has_info_lines_and_the_traceback_of_what_ended_the_run(tmp_
     ("name", "level", "shown"),
     [
         ("tasks.track", logging.INFO, True),
-        ("tlt_core.session", logging.WARNING, True),
+        ("tlt_core.run.session", logging.WARNING, True),
         ("httpx", logging.INFO, False),
         ("mlflow", logging.WARNING, True),
         ("prefect.task_runs", logging.ERROR, False),  # the command reports it, without a traceback

@@ -14,10 +14,11 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from transformers import AutoModelForCausalLM
 
 from conf.load import load
-from conf.schema import RunConfig
+from conf.run import RunConfig
 from flows import _heartbeat, _logging
 from flows.evaluate import evaluate
 from flows.train import train
+from tlt_core.items.metrics import SECTIONS, declaration
 
 pytestmark = pytest.mark.prefect
 
@@ -92,6 +93,15 @@ def test_a_step_has_the_fields_vocabulary(rows: list[dict[str, float]]) -> None:
     } <= rows[1].keys()
     phases = ("gen", "reward", "update_actor", "update_weights", "save_checkpoint", "tracking")
     assert sum(rows[1][f"timing_s/{p}"] for p in phases) <= rows[1]["timing_s/step"]
+
+
+def test_every_declared_metric_is_made(rows: list[dict[str, float]]) -> None:
+    declared = {metric.name: metric for section in SECTIONS for metric in section.metrics}
+    made = [{found.name for name in row if (found := declaration(name))} for row in rows]
+    always = {name for name, metric in declared.items() if not metric.when}
+    assert all(always <= names for names in made[1:])
+    parts = {name for name, metric in declared.items() if metric.when in ("speculation", "validation", "cold start")}
+    assert parts <= set().union(*made)
 
 
 def test_validation_runs_when_it_is_due(rows: list[dict[str, float]]) -> None:

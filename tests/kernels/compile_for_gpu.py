@@ -7,15 +7,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels import (
-    coupled_sample,
-    distill_loss,
-    kv_commit,
-    slot_attention,
-    spec_verify,
-    token_logprob,
-    tree_attention,
-)
+from kernels.attention import kv_commit
+from kernels.loss import distill_loss
+from kernels.sampling import coupled_sample, spec_verify, token_logprob
+from kernels.tree import tree_attention
 
 # kernel, types of its tensors and numbers in their order, constants
 KERNELS = [
@@ -29,17 +24,7 @@ KERNELS = [
     (coupled_sample._choose_among_splits, "*fp32 *i32 *i64 *fp32 *fp32 i32 i32", dict(SPLITS=64)),
     (token_logprob._statistics_kernel, "*bf16 *i64 *fp32 *fp32 *fp32 i32 fp32", dict(BLOCK=4096)),
     (token_logprob._gradient_kernel, "*bf16 *i64 *fp32 *fp32 i32 fp32", dict(BLOCK=4096)),
-    (
-        slot_attention._attend_split,
-        "*bf16 *bf16 *bf16 *u8 *i32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i64 i64 i32 fp32",
-        dict(ROWS=16, KEYS=64, SIZE=128, WIDEN=False),
-    ),
-    (
-        slot_attention._attend_split,
-        "*fp32 *fp32 *fp32 *u8 *i32 *fp32 *fp32 i32 i32 i32 i32 i32 i32 i32 i64 i64 i32 fp32",
-        dict(ROWS=16, KEYS=64, SIZE=64, WIDEN=False),
-    ),
-    (spec_verify._walk, "*i64 *fp32 *i64 *i64 *i64 *i64 *i64 *fp32 *i64 i32 i32 i32", dict(BLOCK=1024)),
+    (spec_verify._walk, "*i64 *i64 *i64 *i64 *i64 *i64 i32 i32 i32", dict(BLOCK=1024)),
     (kv_commit._move_path, "*bf16 *bf16 *i64 *i64 *u8 i32 i32 i32 i64 i64 i32 i32", dict(SIZE=128)),
     *(
         (distill_loss._loss_and_gradient, "*bf16 *fp32 *fp32 *fp32 *fp32 *bf16 i32", dict(KIND=kind, BLOCK=4096))
@@ -53,7 +38,7 @@ KERNELS = [
         )
         for kind, rows in (("bf16", 16), ("bf16", 64), ("fp32", 16))
     ),
-    (slot_attention._join_splits, "*fp32 *fp32 *bf16 i32 i32 i32", dict(SPLITS=64, SIZE=128)),
+    (tree_attention._join_splits, "*fp32 *fp32 *bf16 i32 i32 i32", dict(SPLITS=64, SIZE=128)),
 ]  # fmt: skip
 
 

@@ -38,11 +38,12 @@ def test_ops_import_and_run_without_triton() -> None:
     code = (
         "import sys; sys.modules['triton'] = None\n"
         "import torch\n"
-        "from kernels import coupled_sample, dispatch\n"
+        "from kernels import dispatch\n"
+        "from kernels.sampling.coupled_sample import coupled_sample\n"
         "assert dispatch.triton is None\n"
         "keys = torch.zeros(1, 2, dtype=torch.int32)\n"
-        "print(coupled_sample.coupled_sample(torch.tensor([[0.0, 99.0]]), keys).tokens_N.tolist())\n"
-        "coupled_sample.coupled_sample(torch.zeros(1, 2), keys, impl='triton')\n"
+        "print(coupled_sample(torch.tensor([[0.0, 99.0]]), keys).tokens_N.tolist())\n"
+        "coupled_sample(torch.zeros(1, 2), keys, impl='triton')\n"
     )
     done = python(code)
     assert done.stdout == "[1]\n", done.stderr

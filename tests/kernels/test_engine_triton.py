@@ -5,11 +5,11 @@ import torch
 
 from kernels import dispatch
 from tests.tlt_core.rollout.playing import Knows
-from tlt_core import sampling
-from tlt_core.rollout import plain_round, spec_round
+from tlt_core.items.speculation import NO_FLOORS, Strategy
+from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
+from tlt_core.model import sampling
+from tlt_core.rollout import spec_round
 from tlt_core.rollout.engine import RolloutEngine, Speculation
-from tlt_core.speculation import NO_FLOORS, Strategy
-from tlt_core.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 
 PARAMS = SamplingParams(temperature=0.8, top_k=20, max_new_tokens=10, stop_token_ids=(2,))
 TREE = Strategy("knows", depth=3, width=2, tokens=6)
@@ -41,7 +41,7 @@ def generate(decoder, drafter: Knows | None = None) -> tuple[dict[NoiseKey, Roll
         taken, waiting[:] = waiting[:wanted], waiting[wanted:]
         return taken
 
-    engine.generate(pull, lambda r: finished.__setitem__(r.key, r), PARAMS, on_round=rounds.append)
+    engine.decode(pull, lambda r: finished.__setitem__(r.key, r), PARAMS, on_round=rounds.append)
     return finished, len(rounds)
 
 
@@ -50,12 +50,11 @@ def test_tokens_are_those_of_torch(tiny_decoder, monkeypatch: pytest.MonkeyPatch
     plain, plain_rounds = generate(tiny_decoder)
     used = set()
     monkeypatch.setattr(dispatch, "_auto", lambda op, device_type: used.add(op) or True)
-    for module in (plain_round, spec_round):
-        monkeypatch.setattr(module, "choose", sampling.choose_no_sync)
+    monkeypatch.setattr(spec_round, "choose", sampling.choose_no_sync)
     decoded, _ = generate(tiny_decoder)
-    assert used == {"coupled_sample", "slot_attention"}
+    assert used == {"coupled_sample"}
     speculated, rounds = generate(tiny_decoder, Knows(plain))
-    assert used == {"coupled_sample", "slot_attention", "spec_verify", "kv_commit"}
+    assert used == {"coupled_sample", "spec_verify", "kv_commit"}
     assert rounds < plain_rounds
     for found in (decoded, speculated):
         assert found.keys() == plain.keys()

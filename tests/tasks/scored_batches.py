@@ -2,7 +2,7 @@
 
 import torch
 
-from tlt_core.types import FinishReason, NoiseKey, Rollout, RolloutBatch, ScoredBatch
+from tlt_core.items.types import FinishReason, NoiseKey, Rollout, RolloutBatch, ScoredBatch
 
 
 def scored_batch() -> ScoredBatch:

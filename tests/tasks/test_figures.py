@@ -9,9 +9,9 @@ from matplotlib.figure import Figure
 
 from tasks import figures
 from tests.tasks.scored_batches import scored_batch
+from tlt_core.items.speculation import OFF, RoundReport, Strategy
+from tlt_core.items.types import WorkerSpan, WorkerState
 from tlt_core.rollout.engine import RoundTrace
-from tlt_core.speculation import OFF, RoundReport, Strategy
-from tlt_core.types import WorkerSpan, WorkerState
 
 
 @pytest.fixture

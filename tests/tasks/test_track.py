@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlflow
@@ -12,16 +13,17 @@ from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 
 from conf.load import load
-from conf.schema import RunConfig, TrackingConfig
+from conf.run import RunConfig
+from conf.system import TrackingConfig
 from tasks.mlflow_run import DatasetInput, MlflowRun, flatten
 from tasks.track import Tracker, step_line
 from tests.tasks.scored_batches import scored_batch
-from tlt_core import provenance
-from tlt_core.metrics import StepMetrics
+from tlt_core.items.speculation import OFF, RoundReport, Strategy
+from tlt_core.items.store import Ref
+from tlt_core.items.types import ScoredBatch, WorkerSpan, WorkerState
+from tlt_core.machine import provenance
 from tlt_core.rollout.engine import RoundTrace
-from tlt_core.speculation import OFF, RoundReport, Strategy
-from tlt_core.store import Ref
-from tlt_core.types import ScoredBatch, WorkerSpan, WorkerState
+from tlt_core.run.step_metrics import StepMetrics
 
 DATASET = DatasetInput("reasoning_gym", "0123456789abcdef" * 4, {"generator": "reasoning-gym 0.1.25"})
 
@@ -163,14 +165,16 @@ class _Session:
         self.completed_steps = completed_steps
         self.resume_attempt = 0
         self.resumed_metrics: dict[str, float] = {}
-        self.rounds: list[list[RoundTrace]] = [[_round(OFF, 1), _round(Strategy("ngram", 3, 1, 3), 3)], []]
+        self.rollout = SimpleNamespace(rounds=[[_round(OFF, 1), _round(Strategy("ngram", 3, 1, 3), 3)], []])
+        self.scoring = SimpleNamespace(sample_texts=_sample_texts)
         self.tracker_run_id = ""
         self.metrics = StepMetrics()
         self.metrics.log({"critic/rewards/mean": 0.5, "timing_s/gen": 3.0})
         self.metrics.spans.append(WorkerSpan(0, WorkerState.BUSY, 1000.0, 1003.0))
 
-    def sample_texts(self, scored: ScoredBatch, count: int) -> list[dict[str, Any]]:
-        return [{"prompt": "2 + 3 = ?", "reward": float(scored.rewards_R[0])}][:count]
+
+def _sample_texts(scored: ScoredBatch, count: int) -> list[dict[str, Any]]:
+    return [{"prompt": "2 + 3 = ?", "reward": float(scored.rewards_R[0])}][:count]
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 import json
 
-from tlt_core.drafter_release import origin_of
+from tlt_core.run.drafter_release import origin_of
 
 
 def test_the_first_drafters_report_is_kept_through_any_number_of_runs(tmp_path):

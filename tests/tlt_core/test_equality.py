@@ -4,14 +4,14 @@ every policy of the tuner, T = 0, 0.7 and 1.  (`test_lossless.py` does the same 
 import pytest
 import torch
 
-from conf.schema import SpeculationConfig, StrategyConfig
-from tests.tlt_core.drafter.training_texts import lively_decoder
-from tlt_core import adaptive
-from tlt_core.drafter.eagle3_files import save_eagle3
-from tlt_core.drafter.eagle3_model import Eagle3Config, eagle3_from_target, random_eagle3, tap_scales
-from tlt_core.drafter.eagle3_sequence import observe
-from tlt_core.drafter.eagle3_train import Eagle3Trainer, TrainSettings
-from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
+from conf.rollout import SpeculationConfig, StrategyConfig
+from tests.tlt_core.drafter.eagle3.training_texts import lively_decoder
+from tlt_core.drafter.eagle3.files import save_eagle3
+from tlt_core.drafter.eagle3.model import Eagle3Config, eagle3_from_target, random_eagle3, tap_scales
+from tlt_core.drafter.eagle3.observe import observe
+from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
+from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
+from tlt_core.rollout import build
 
 VOCAB, NEW_TOKENS, MAX_LEN = 64, 16, 40
 PROMPTS, SEEDS = 67, 3
@@ -54,7 +54,7 @@ def drafters(decoder, tmp_path_factory):
     probe = eagle3_from_target(decoder, IDS, scales=(1.0, 1.0, 1.0), seed=1)
     seen = observe(decoder, [r.tokens for r in texts], probe, firsts=firsts, dtype=torch.float32)
     trained = eagle3_from_target(decoder, IDS, scales=tap_scales(torch.cat([s.taps_LE for s in seen])), seed=1)
-    trainer = Eagle3Trainer(trained, decoder.embed_tokens.weight, TrainSettings(learning_rate=3e-3, warmup_steps=5))
+    trainer = Eagle3Trainer(trained, decoder, TrainSettings(learning_rate=3e-3, warmup_steps=5))
     for step in range(40):
         trainer.step(seen[step % 4 :: 4])
     for name, model in (("random", random), ("trained", trained)):
@@ -73,7 +73,7 @@ def plain(decoder):
 def decode(decoder, cfg, temperature, *, max_live=32):
     """Responses, and accepted draft tokens."""
     params = SamplingParams(temperature=temperature, max_new_tokens=NEW_TOKENS, stop_token_ids=(2,))
-    engine = adaptive.make_engine(decoder, cfg, max_live=max_live, max_len=MAX_LEN, seed=0)
+    engine = build.make_engine(decoder, cfg, max_live=max_live, max_len=MAX_LEN, seed=0)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCAB, (1 + p % 9,), generator=generator).to(torch.int32) for p in range(PROMPTS)]
     waiting = [GenerationRequest(NoiseKey(s, 1, p, 0), t) for p, t in enumerate(prompts) for s in range(SEEDS)]
@@ -83,7 +83,7 @@ def decode(decoder, cfg, temperature, *, max_live=32):
         taken, waiting[:] = waiting[:wanted], waiting[wanted:]
         return taken
 
-    engine.generate(
+    engine.decode(
         pull,
         lambda r: finished.__setitem__(r.key, r),
         params,

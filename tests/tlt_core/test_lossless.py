@@ -6,18 +6,18 @@ depend on the batch there are no near-ties: tokens and log-probabilities are equ
 import pytest
 import torch
 
-from conf.schema import SpeculationConfig, StrategyConfig
+from conf.rollout import SpeculationConfig, StrategyConfig
 from kernels import native
-from kernels.coupled_sample import gumbel_noise
-from tlt_core import adaptive
-from tlt_core.data import encode_prompt
-from tlt_core.drafter.eagle3_files import save_eagle3
-from tlt_core.drafter.eagle3_model import eagle3_from_target, tap_scales
-from tlt_core.drafter.eagle3_sequence import observe
-from tlt_core.drafter.eagle3_train import Eagle3Trainer, TrainSettings
+from kernels.sampling.coupled_sample import gumbel_noise
+from tlt_core.data.dataset import encode_prompt
+from tlt_core.drafter.eagle3.files import save_eagle3
+from tlt_core.drafter.eagle3.model import eagle3_from_target, tap_scales
+from tlt_core.drafter.eagle3.observe import observe
+from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
+from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
-from tlt_core.sampling import policy_scores, row_keys, stream_key
-from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
+from tlt_core.model.sampling import policy_scores, row_keys, stream_key
+from tlt_core.rollout import build
 
 pytestmark = pytest.mark.slow
 
@@ -60,7 +60,7 @@ def trained_drafter(target):
         decoder, [r.tokens for r in taught], probe, firsts=[r.prompt_len for r in taught], dtype=torch.float32
     )
     drafter = eagle3_from_target(decoder, ids, scales=tap_scales(torch.cat([s.taps_LE for s in sequences])), seed=0)
-    trainer = Eagle3Trainer(drafter, decoder.embed_tokens.weight, TrainSettings(warmup_steps=5))
+    trainer = Eagle3Trainer(drafter, decoder, TrainSettings(warmup_steps=5))
     for step in range(40):
         trainer.step(sequences[step % 4 :: 4])
     return drafter
@@ -68,7 +68,7 @@ def trained_drafter(target):
 
 def decode(model, cfg, params, *, max_live=16):
     decoder, prompts, _, _ = model
-    engine = adaptive.make_engine(decoder, cfg, max_live=max_live, max_len=96, seed=0)
+    engine = build.make_engine(decoder, cfg, max_live=max_live, max_len=96, seed=0)
     waiting = [GenerationRequest(NoiseKey(5, 1, index, 0), tokens) for index, tokens in enumerate(prompts)]
     finished, drafted, accepted = {}, [], []
 
@@ -80,7 +80,7 @@ def decode(model, cfg, params, *, max_live=16):
         drafted.append(sum(trace.report.drafted))
         accepted.append(sum(trace.report.accepted))
 
-    engine.generate(pull, lambda r: finished.__setitem__(r.key, r), params, on_round=on_round)
+    engine.decode(pull, lambda r: finished.__setitem__(r.key, r), params, on_round=on_round)
     assert engine.drafter_failures == {}
     return finished, sum(drafted), sum(accepted)
 

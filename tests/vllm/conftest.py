@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.schema import SpeculationConfig
+from conf.rollout import SpeculationConfig
 from tests.vllm.own_engine import DEPTH, decode
 from tests.vllm.servers import MAX_TOKENS, NGRAM, QUESTIONS, REPEATING, Target, Told, ask
-from tlt_core.data import encode_prompt
-from tlt_core.drafter.eagle3_files import save_eagle3
-from tlt_core.drafter.eagle3_model import choose_draft_vocabulary, eagle3_from_target, tap_scales
-from tlt_core.drafter.eagle3_sequence import observe
-from tlt_core.drafter.eagle3_train import Eagle3Trainer, TrainSettings
+from tlt_core.data.dataset import encode_prompt
+from tlt_core.drafter.eagle3.files import save_eagle3
+from tlt_core.drafter.eagle3.model import choose_draft_vocabulary, eagle3_from_target, tap_scales
+from tlt_core.drafter.eagle3.observe import observe
+from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
 from tlt_core.model.load import load_decoder, load_tokenizer
-from tlt_core.serving import vllm_server
+from tlt_core.rollout.vllm import environment as vllm_environment
 
 TRAIN_STEPS = 60
 
@@ -22,7 +22,7 @@ TRAIN_STEPS = 60
 @pytest.fixture(scope="session")
 def vllm_python() -> Path:
     """Interpreter of vLLM's environment."""
-    path = vllm_server.vllm_python()
+    path = vllm_environment.vllm_python()
     if not path.is_file():
         pytest.skip(f"{path} does not exist: run 'make test-vllm', which builds vLLM's environment")
     return path
@@ -55,7 +55,7 @@ def drafter(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
     scales = tap_scales(torch.cat([s.taps_LE for s in sequences]))
     model = eagle3_from_target(target.decoder, ids_J, scales=scales, seed=0)
     settings = TrainSettings(learning_rate=1e-3, total_steps=TRAIN_STEPS, depth=DEPTH)
-    trainer = Eagle3Trainer(model, target.decoder.embed_tokens.weight, settings)
+    trainer = Eagle3Trainer(model, target.decoder, settings)
     for step in range(TRAIN_STEPS):
         trainer.step([sequences[(6 * step + i) % len(sequences)] for i in range(6)])
     folder = tmp_path_factory.mktemp("export") / "drafter-eagle3"

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from conf.schema import SpeculationConfig, StrategyConfig
-from tlt_core import adaptive
+from conf.rollout import SpeculationConfig, StrategyConfig
+from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.model.load import load_decoder
+from tlt_core.rollout import build
 from tlt_core.rollout.engine import RoundTrace
-from tlt_core.serving.vllm_server import SpecCounters
-from tlt_core.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
+from tlt_core.rollout.replica import SpecCounters
 
 DEPTH = 3
 
@@ -29,7 +29,7 @@ def decode(
     """Greedy, float32, past any stop token."""
     decoder = load_decoder(folder, dtype=torch.float32)
     max_len = max(map(len, prompts)) + max_tokens + 1
-    engine = adaptive.make_engine(decoder, cfg, max_live=max_live, max_len=max_len, seed=0)
+    engine = build.make_engine(decoder, cfg, max_live=max_live, max_len=max_len, seed=0)
     waiting = [GenerationRequest(NoiseKey(0, 0, i, 0), torch.tensor(list(p)).int()) for i, p in enumerate(prompts)]
     rollouts: list[Rollout] = []
     rounds: list[RoundTrace] = []
@@ -39,7 +39,7 @@ def decode(
         return taken
 
     params = SamplingParams(temperature=0.0, max_new_tokens=max_tokens)
-    engine.generate(pull, rollouts.append, params, on_round=rounds.append)
+    engine.decode(pull, rollouts.append, params, on_round=rounds.append)
     assert not engine.drafter_failures
     return Decoded(sorted(rollouts, key=lambda r: r.key.prompt_id), rounds)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from conf.schema import SpeculationConfig
+from conf.rollout import SpeculationConfig
 from tests.vllm.own_engine import DEPTH, chain_counters, decode
 from tests.vllm.servers import MAX_TOKENS
 

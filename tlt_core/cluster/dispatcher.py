@@ -1,13 +1,16 @@
 """Hands out requests to workers and gathers what they finish.  A plain class; the group runs it as a Ray actor.
 
-    driver  --begin(groups)-->  Dispatcher  <--pull / push / report / ask--  workers
+    driver  --begin(groups)-->  Dispatcher  <--pull / push / report / ask--  workers (`feed`)
     driver  <--drain()--------
 
 consumes: groups of requests, finished rollouts, what idle workers report.  waits: never.  produces: requests, finished
 rollouts, orders for idle workers (train the drafter, wait, stop: `spot/coordinator`).
 
-`pull`: one queue, and nobody gets more than a fair share of what is still outstanding, so that requests go to the
-worker that is free.  `static`: whole groups are dealt up front, as classic data parallel does.
+`pull`: one queue.  No worker gets more than a fair share of the outstanding requests, so they go to free workers.
+`static`: whole groups are dealt up front, as in classic data parallelism.
+
+Rollouts come by `push`, not as a stream from the worker's call, because the dispatcher must hear of each in any case:
+fair shares, the end of rollout and the loss of a worker depend on it.
 """
 
 import time
@@ -15,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from tlt_core.items.types import GenerationRequest, Rollout
 from tlt_core.spot.coordinator import (
     Action,
     Coordinator,
@@ -27,14 +31,13 @@ from tlt_core.spot.coordinator import (
     WorkerIdle,
     WorkerLost,
 )
-from tlt_core.types import GenerationRequest, Rollout
 
 
 class Pulled(NamedTuple):
     """Answer to `pull`."""
 
     requests: tuple[GenerationRequest, ...]
-    exhausted: bool  # nothing will ever come for this worker in this phase: do not ask again
+    exhausted: bool  # no request is left for this worker in this phase: do not ask again
 
 
 class Drained(NamedTuple):
@@ -57,9 +60,11 @@ class Dispatcher:
         step: int = 0,
         spot: SpotSettings = SpotSettings(enabled=False),  # noqa: B008 (immutable)
     ) -> None:
-        """Start a phase of RL step `step`.  `groups[i]` are the requests of one prompt.  spot: who may train when.
+        """Start a phase of RL step `step`.
 
-        Without any request the phase is one of waiting, which lasts until `end`."""
+        groups: the requests of each prompt; none: a phase of waiting, which lasts until `end`.  spot: who may train
+        when.
+        """
         self._coordinator = Coordinator(num_workers, spot)
         self._coordinator.handle(PhaseBegan(step, time.time()))
         self._ended_s = 0.0
@@ -94,7 +99,7 @@ class Dispatcher:
             self._coordinator.handle(RolloutOver(time.time()))
 
     def end(self) -> None:
-        """Whatever was waited for is there."""
+        """End a phase of waiting."""
         self._coordinator.handle(RolloutOver(time.time()))
 
     def report(self, worker: int, tokens: int) -> None:
@@ -102,7 +107,7 @@ class Dispatcher:
         self._tokens[worker] = tokens
 
     def ask(self, event: WorkerIdle | Progress) -> Order:
-        """A worker without requests reports; it is told what to do until the phase is over."""
+        """A worker without requests asks what to do next."""
         order = self._coordinator.handle(event)
         assert order is not None, "a report is answered"
         if order.action is Action.STOP:
@@ -115,12 +120,8 @@ class Dispatcher:
         return self._live[worker] == 0 and (self._shared or not self._queues[worker])
 
     def phase(self) -> PhaseReport:
-        """What every worker did in the phase, up to the last one's leaving it."""
+        """What every worker did in the phase, until the last one left it."""
         return self._coordinator.report(self._ended_s or time.time())
-
-    def over(self) -> bool:
-        """Has every request of the phase finished?"""
-        return self._outstanding == 0
 
     def drain(self) -> Drained:
         """What finished since the last call, and the live counts."""

@@ -1,8 +1,8 @@
 """Everything of a worker that has to do with drafting: what its engine speculates with, how that learns, who watches.
 
-prepare -> tuner measured, or restored where policy, arms and machine are those it learnt with; canary restored
-observe -> the canary sees every training round; a drafter that has collapsed is suspended
-publish -> candidates of all workers summed, measured, swapped in between two rollouts
+prepare -> the tuner is restored if policy, arms and machine are those it learnt with, else measured anew
+observe -> every training round is watched; a drafter that has collapsed is suspended
+publish -> candidates of all workers are summed, tried, and swapped in between two rollouts
 """
 
 import json
@@ -14,17 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conf.schema import DrafterConfig, SpeculationConfig
-from tlt_core import adaptive
-from tlt_core.canary import Canary, CanaryReport
-from tlt_core.doctor import machine
-from tlt_core.drafter.eagle3 import Eagle3Drafter
-from tlt_core.drafter.eagle3_files import export_weights, load_eagle3, save_eagle3
-from tlt_core.drafter.ngram import NgramDrafter
+from conf.drafter import DrafterConfig
+from conf.rollout import SpeculationConfig
+from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
+from tlt_core.drafter.eagle3.files import export_weights, load_eagle3, save_eagle3
+from tlt_core.drafter.ngram.drafter import NgramDrafter
+from tlt_core.items.speculation import RoundReport
+from tlt_core.machine.doctor import machine
+from tlt_core.rollout import build
 from tlt_core.rollout.engine import RolloutEngine
-from tlt_core.speculation import RoundReport
 from tlt_core.spot.comparison import Comparison
-from tlt_core.spot_training import SpotTraining
+from tlt_core.spot.training import SpotTraining
+from tlt_core.tuner.collapse import CollapseMonitor, CollapseReport
 from tlt_core.tuner.policies import UNKNOWN, RecordedTuner
 
 _DRAFTER_DIR = "drafter-eagle3"  # of a checkpoint: the drafter in use
@@ -38,7 +39,7 @@ class DrafterPublished(NamedTuple):
     """What one worker made of a drafter candidate.  All workers agree."""
 
     accepted: bool
-    canary: Comparison | None  # on what all workers have held back; None: known before
+    trial: Comparison | None  # of the average, on what all workers have held back; None: known before
     checksum: int  # of the drafter now in use
 
 
@@ -53,17 +54,19 @@ def newest_drafter(cfg: SpeculationConfig, checkpoint: Path | None) -> Speculati
 class Drafting:
     """See the module docstring.  One a worker."""
 
-    def __init__(self, engine: RolloutEngine, *, rank: int, world_size: int) -> None:
+    def __init__(self, engine: RolloutEngine | None, *, rank: int, world_size: int) -> None:
+        """engine: None where the worker's replica is not ours.  Nothing is drafted, tuned or trained here then."""
         self._engine, self._rank, self._world_size = engine, rank, world_size
+        self._speculation = None if engine is None else engine.speculation
         self.spot: SpotTraining | None = None
-        drafters = {} if engine.speculation is None else engine.speculation.drafters
+        drafters = {} if self._speculation is None else self._speculation.drafters
         self._drafter = drafters.get("eagle3")
-        self._canary_errors = 0.0
-        self._canary = Canary(name for name, drafter in drafters.items() if drafter.taps)
+        self._trial_errors = 0.0
+        self._canary = CollapseMonitor(name for name, drafter in drafters.items() if drafter.taps)
 
     @property
     def _tuner(self) -> RecordedTuner | None:
-        tuner = None if self._engine.speculation is None else self._engine.speculation.tuner
+        tuner = None if self._speculation is None else self._speculation.tuner
         return tuner if isinstance(tuner, RecordedTuner) else None
 
     def prepare(self, checkpoint: Path | None) -> None:
@@ -74,7 +77,8 @@ class Drafting:
         if self._tuner is not None and state.pop("of", None) == self._tuner_of():
             self._tuner.load_state_dict(state)
             return
-        adaptive.calibrate(self._engine)
+        if self._engine is not None:
+            build.calibrate(self._engine)
         for drafter in self._canary.report().suspended:
             if self._tuner is not None:
                 self._tuner.suspend(drafter)
@@ -90,9 +94,8 @@ class Drafting:
         resume: bool,
     ) -> None:
         """Make the drafter trainable.  speculation: names the folder that the engine's drafter came from.
-        compute_dtype: of the training; the engine drafts in its own.  folder: in which each worker has one of its
-        own."""
-        if speculation.drafter_path is None or self._drafter is None:
+        compute_dtype: of the training; the engine drafts in its own.  folder: each worker has a subfolder."""
+        if speculation.drafter_path is None or self._drafter is None or self._engine is None:
             return
         decoder = self._engine.decoder
         self.spot = SpotTraining(
@@ -108,7 +111,7 @@ class Drafting:
             method=cfg.method,
             loss=cfg.idle_loss,
         )
-        self._canary_errors = cfg.spot.canary_errors
+        self._trial_errors = cfg.spot.canary_errors
 
     def observe(self, report: RoundReport) -> None:
         """A round of a training rollout was made."""
@@ -116,7 +119,7 @@ class Drafting:
         if verdict is not None and verdict.collapsed and self._tuner is not None:
             self._tuner.suspend(verdict.drafter)
 
-    def canary(self) -> CanaryReport:
+    def canary(self) -> CollapseReport:
         """What is known since the latest publish."""
         return self._canary.report()
 
@@ -133,19 +136,18 @@ class Drafting:
     def publish(self, shares: Sequence[float], version: int, *, measured: Comparison | None) -> DrafterPublished:
         """Sum the workers' candidates, each times its share, and draft with the result from now on.
 
-        A collective: every worker takes part.  shares: by rank.  measured: what is known of the sum.  None: it is
-        nobody's own candidate, so it is measured on all canaries first, and refused when it is worse than the drafter
-        in use.
+        A collective: every worker takes part.  shares: by rank.  measured: the trial of the sum.  None: nobody has
+        tried it, so all workers try it first, and it is refused when it drafts worse than the drafter in use.
         """
         spot, parameters_N = self._spot(), self._weighted(shares)
-        canary = self._measured(parameters_N) if measured is None else measured
-        accepted = measured is not None or not canary.is_worse(errors=self._canary_errors)
+        trial = self._tried(parameters_N) if measured is None else measured
+        accepted = measured is not None or not trial.is_worse(errors=self._trial_errors)
         if accepted:
             self._swap(parameters_N, version, is_mine=shares[self._rank] == 1)
-            self.changed("eagle3", change=canary.change)
+            self.changed("eagle3", change=trial.change)
         else:
             spot.reject()
-        return DrafterPublished(accepted, canary if measured is None else None, spot.checksum)
+        return DrafterPublished(accepted, trial if measured is None else None, spot.candidate.checksum)
 
     def refuse(self) -> None:
         """No candidate of this phase is published."""
@@ -153,14 +155,13 @@ class Drafting:
 
     def exchange_ngrams(self) -> None:
         """See `NgramDrafter.exchange`."""
-        speculation = self._engine.speculation
-        for drafter in () if speculation is None else speculation.drafters.values():
+        for drafter in () if self._speculation is None else self._speculation.drafters.values():
             if isinstance(drafter, NgramDrafter):
                 drafter.exchange()
 
     def export(self, out_dir: Path, *, dtype: torch.dtype) -> None:
         """Write the drafter in use as a folder that vLLM and SGLang load."""
-        save_eagle3(self._spot().used, out_dir, dtype=dtype)
+        save_eagle3(self._spot().candidate.used, out_dir, dtype=dtype)
 
     def save(self, folder: Path, *, dtype: torch.dtype) -> None:
         """This worker's part of a checkpoint.  The drafter's training state follows in the background."""
@@ -180,9 +181,9 @@ class Drafting:
 
     def _tuner_of(self) -> dict[str, Any]:
         """What a tuner's knowledge holds for: another policy knows other things, another machine has other costs."""
-        assert self._engine.speculation is not None, "there is a tuner"
+        assert self._speculation is not None, "there is a tuner"
         own = {name: value for name, value in machine().items() if name in _COSTS_DEPEND_ON}
-        arms = [str(strategy) for strategy in self._engine.speculation.menu]
+        arms = [str(strategy) for strategy in self._speculation.menu]
         return own | {"policy": type(self._tuner).__name__, "arms": arms}
 
     def _spot(self) -> SpotTraining:
@@ -190,6 +191,7 @@ class Drafting:
         return self.spot
 
     def _swap(self, parameters_N: Tensor, version: int, *, is_mine: bool) -> None:
+        assert self._engine is not None, "there is training, so there is an engine with a drafter"
         assert isinstance(self._drafter, Eagle3Drafter), "there is training, so there is a drafter"
         decoder = self._engine.decoder
         shared = list({w.data_ptr(): w for w in (decoder.head_weight, decoder.embed_tokens.weight)}.values())
@@ -200,18 +202,18 @@ class Drafting:
 
     def _weighted(self, shares: Sequence[float]) -> Tensor:
         """The candidates' parameters, each times its share; where it is one worker's alone, that one's."""
-        spot, share = self._spot(), shares[self._rank]
+        candidate, share = self._spot().candidate, shares[self._rank]
         if 1.0 not in shares:
-            parameters_N = spot.contribution(share)
+            parameters_N = candidate.contribution(share)
             self._sum(parameters_N)
             return parameters_N
-        parameters_N = spot.contribution(1.0) if share == 1 else spot.room()
+        parameters_N = candidate.contribution(1.0) if share == 1 else candidate.room()
         if self._world_size > 1:
             dist.broadcast(parameters_N, src=list(shares).index(1.0))
         return parameters_N
 
-    def _measured(self, parameters_N: Tensor) -> Comparison:
-        sums = torch.tensor(self._spot().canary_of(parameters_N), dtype=torch.float64)
+    def _tried(self, parameters_N: Tensor) -> Comparison:
+        sums = torch.tensor(self._spot().candidate.compare(parameters_N), dtype=torch.float64)
         self._sum(sums)
         return Comparison(*sums.tolist())
 

@@ -1,6 +1,6 @@
 """The worker group: N Ray actors and the dispatcher that feeds them, driven by one controller.
 
-    driver --- generate / update / publish / save ---> Worker 0 .. N-1   (Ray actors, one processor each)
+    driver --- serve_requests / update / publish / save ---> Worker 0 .. N-1   (Ray actors, one processor each)
        \\--- begin / drain ---> Dispatcher <--- pull / push --- workers
 
 consumes: groups of requests, training shares.  waits: for all workers, while it watches each of them.
@@ -19,24 +19,26 @@ from typing import Any, NamedTuple
 import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
-from conf.schema import ClusterConfig
-from tlt_core.canary import outliers
+from conf.system import ClusterConfig
 from tlt_core.cluster.dispatcher import Dispatcher, Drained
 from tlt_core.cluster.drafting import DrafterPublished
+from tlt_core.cluster.messages import GenerateReport, UpdateReport, WorkerSpec
 from tlt_core.cluster.placement import lost_nodes, require_room, reserve, start_ray
 from tlt_core.cluster.rendezvous import LOOPBACK
 from tlt_core.cluster.shared_folders import expected_files, probe_file, require_seen
-from tlt_core.cluster.worker import GenerateReport, UpdateReport, Worker, WorkerSpec
+from tlt_core.cluster.weight_digest import outliers
+from tlt_core.cluster.worker import Worker
 from tlt_core.grpo.batch import TrainBatch
+from tlt_core.items.types import GenerationRequest, SamplingParams
+from tlt_core.machine.precision import as_torch
 from tlt_core.spot.comparison import Comparison
 from tlt_core.spot.coordinator import PhaseReport, SpotSettings
-from tlt_core.spot_training import SpotResult
-from tlt_core.types import GenerationRequest, SamplingParams
+from tlt_core.spot.training import SpotResult
 
 log = logging.getLogger(__name__)
 
-_POLL_S = 0.02  # how often what is waited for is looked at
-_WATCH_S = 0.1  # how often finished rollouts are gathered and workers watched
+_POLL_S = 0.02  # how often the driver checks whether it must still wait
+_WATCH_S = 0.1  # how often it gathers finished rollouts
 _POST_MORTEM_S = 10.0  # for Ray to notice that a process or node is gone, after its peers have felt it
 _RESUME = "Start the same command again to resume from the newest checkpoint."
 
@@ -46,7 +48,7 @@ class WorkerDied(RuntimeError):
 
 
 class Generated(NamedTuple):
-    """What the workers did in a generation phase."""
+    """What the workers did in a rollout phase."""
 
     reports: list[GenerateReport]  # by rank; a worker that died when it had nothing left to decode is missing
     phase: PhaseReport
@@ -68,6 +70,7 @@ class WorkerGroup:
         Raises ClusterError when the cluster has no room for the workers, or their nodes do not see the same files.
         """
         self.num_workers = cluster.num_workers
+        self._rollout_dtype = spec.rollout.dtype
         self._workers: list[Any] = []
         start_ray(cluster)
         try:
@@ -97,7 +100,7 @@ class WorkerGroup:
             with contextlib.ExitStack() as stack:
                 if shared is not None:
                     files |= stack.enter_context(probe_file(shared.resolve()))
-                missing = self._call_all("unseen", [(files,)] * self.num_workers)
+                missing = self._on_all("unseen", files)
             require_seen(missing, self._placement.nodes, driver=self._placement.driver)
         except BaseException:
             self.kill()
@@ -106,14 +109,14 @@ class WorkerGroup:
     def _join(self) -> None:
         addresses = [LOOPBACK if self._placement.is_local else node.address for node in self._placement.nodes]
         (meeting_point,) = self._get([self._workers[0].host_group.remote(addresses[0])])
-        self._call_all("join", [(meeting_point, address) for address in addresses])
+        self._on_each("join", [(meeting_point, address) for address in addresses])
 
     def __enter__(self) -> "WorkerGroup":
         return self
 
     def __exit__(self, error_type: type | None, *_: object) -> None:
         if error_type is None and ray.is_initialized():  # else the group was killed
-            self._call_all("leave", [()] * self.num_workers)
+            self._on_all("leave")
         self.kill()
 
     def kill(self) -> None:
@@ -125,10 +128,12 @@ class WorkerGroup:
         ray.shutdown()
 
     def load(self, checkpoint: Path | None, policy_version: int) -> None:
-        """Build every worker's replica and trainer."""
-        self._call_all("load", [(checkpoint, policy_version)] * self.num_workers)
+        """Build all parts of every worker, from the start model or from a checkpoint."""
+        self._on_all("load", checkpoint, policy_version)
 
-    def generate(
+    # ------------------------------------------------------------------------------------------ phases
+
+    def run_phase(
         self,
         groups: Sequence[Sequence[GenerationRequest]],
         params: SamplingParams,
@@ -144,90 +149,94 @@ class WorkerGroup:
         is_training: these are the rollouts of RL step `step`.  spot: when idle workers train the drafter.  A worker
         that dies when it has nothing left to decode does not end the phase: the next one fails.
         """
-        begun = self._dispatcher.begin.remote(
-            groups, num_workers=self.num_workers, dispatch=dispatch, step=step, spot=spot
-        )
-        self._get([begun])
-        running = {
-            w.generate.remote(self._dispatcher, params, step, is_training): rank for rank, w in enumerate(self._workers)
-        }
-        pending, reports = list(running), dict[int, GenerateReport]()
-        while pending:
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=_WATCH_S)
-            for call in done:
-                report = self._report_of(call, running[call])
-                if report is not None:
-                    reports[running[call]] = report
-            on_progress(self._get([self._dispatcher.drain.remote()])[0])
-        phase = self._get([self._dispatcher.phase.remote()])[0]
-        return Generated([reports[rank] for rank in sorted(reports)], phase)
+        self._begin(groups, dispatch=dispatch, step=step, spot=spot)
+        calls = [w.serve_requests.remote(self._dispatcher, params, step, is_training) for w in self._workers]
+        reports = self._gather(calls, lambda: on_progress(self._ask_dispatcher("drain")), every_s=_WATCH_S)
+        return Generated(reports, self._ask_dispatcher("phase"))
 
     def train_while(self, waiting: Callable[[], bool], *, step: int, spot: SpotSettings) -> Waited:
-        """All workers train the drafter while the driver waits for something, as idle ones do during a rollout."""
-        begun = self._dispatcher.begin.remote([], num_workers=self.num_workers, dispatch="pull", step=step, spot=spot)
-        self._get([begun])
-        running = {w.wait.remote(self._dispatcher): rank for rank, w in enumerate(self._workers)}
-        pending, results, ended = list(running), dict[int, SpotResult](), False
+        """Have all workers train the drafter, as idle ones do during a rollout, until `waiting` is false."""
+
+        def end_when_there() -> None:
+            if not waiting():
+                self._ask_dispatcher("end")
+
+        self._begin([], dispatch="pull", step=step, spot=spot)
+        calls = [w.train_while_waiting.remote(self._dispatcher) for w in self._workers]
+        results = self._gather(calls, end_when_there, every_s=_POLL_S)
+        return Waited(results, self._ask_dispatcher("phase"))
+
+    def _begin(
+        self, groups: Sequence[Sequence[GenerationRequest]], *, dispatch: str, step: int, spot: SpotSettings
+    ) -> None:
+        self._ask_dispatcher("begin", groups, num_workers=self.num_workers, dispatch=dispatch, step=step, spot=spot)
+
+    def _gather(self, calls: Sequence[Any], look: Callable[[], None], *, every_s: float) -> list[Any]:
+        """The workers' reports by rank, without those that died idle.  look: called now and then, and at the end."""
+        ranks = {call: rank for rank, call in enumerate(calls)}
+        pending, reports = list(calls), dict[int, Any]()
         while pending:
-            if not ended and not waiting():
-                self._get([self._dispatcher.end.remote()])
-                ended = True
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=_POLL_S)
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=every_s)
             for call in done:
-                result = self._report_of(call, running[call])
-                if result is not None:
-                    results[running[call]] = result
-        phase = self._get([self._dispatcher.phase.remote()])[0]
-        return Waited([results[rank] for rank in sorted(results)], phase)
+                report = self._report_of(call, ranks[call])
+                if report is not None:
+                    reports[ranks[call]] = report
+            look()
+        return [reports[rank] for rank in sorted(reports)]
+
+    def _ask_dispatcher(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return self._get([getattr(self._dispatcher, method).remote(*arguments, **options)])[0]
 
     def _report_of(self, call: Any, rank: int) -> Any:
         """None: the worker died idle, and the phase goes on."""
         try:
-            report = ray.get(call)
+            return ray.get(call)
         except ActorDiedError as error:
-            if not self._get([self._dispatcher.lost.remote(rank)])[0]:
+            if not self._ask_dispatcher("lost", rank):
                 self._get([call])
             reason = str(error).splitlines()[0]
             log.warning("worker %d died while it had nothing to decode; rollout goes on (%s)", rank, reason)
             return None
         except RayError:
-            self._get([call])
-            raise
-        return report
+            return self._get([call])  # raises
+
+    # ------------------------------------------------------------------------------------------ drafter
 
     def publish_drafter(
         self, shares: Sequence[float], *, version: int, measured: Comparison | None
     ) -> list[DrafterPublished]:
-        """The workers' candidates, weighted by `shares`, into all drafters.  See `Drafting.publish`."""
-        return self._call_all("publish_drafter", [(tuple(shares), version, measured)] * self.num_workers)
+        """Publish the sum of the workers' candidates, weighted by `shares`.  See `Drafting.publish`."""
+        return self._on_all("call_drafting", "publish", tuple(shares), version, measured=measured)
 
     def refuse_drafter(self) -> None:
-        """The workers' candidates are dropped."""
-        self._call_all("refuse_drafter", [()] * self.num_workers)
+        """Drop the workers' candidates."""
+        self._on_all("call_drafting", "refuse")
 
     def exchange_ngrams(self) -> None:
-        """The n-gram drafters draft from another memory until the next call."""
-        self._call_all("exchange_ngrams", [()] * self.num_workers)
+        """Let the n-gram drafters draft from another memory until the next call."""
+        self._on_all("call_drafting", "exchange_ngrams")
 
     def export_drafter(self, out_dir: Path) -> None:
-        """The drafter in use as a folder that vLLM and SGLang load; every worker has the same."""
-        self._get([self._workers[0].export_drafter.remote(out_dir)])
+        """Write the drafter in use as a folder that vLLM and SGLang load.  Every worker has the same."""
+        self._get([self._workers[0].call_drafting.remote("export", out_dir, dtype=as_torch(self._rollout_dtype))])
+
+    # ------------------------------------------------------------------------------------------ policy
 
     def update(self, shares: Sequence[Sequence[TrainBatch]]) -> list[UpdateReport]:
-        """Optimizer steps: `shares[i][w]` is worker w's part of optimizer step i."""
-        return self._call_all("update", [([step[w] for step in shares],) for w in range(self.num_workers)])
+        """Make one RL step's optimizer steps: `shares[i][w]` is worker w's part of step i."""
+        return self._on_each("update", [([step[w] for step in shares],) for w in range(self.num_workers)])
 
     def supervised_step(self, shares: Sequence[TrainBatch]) -> dict[str, float]:
-        """One supervised step."""
-        return self._call_all("supervised_step", [(share,) for share in shares])[0]
+        """Make one supervised step; `shares[w]` is worker w's part."""
+        return self._on_each("supervised_step", [(share,) for share in shares])[0]
 
     def reference_logprobs(self, shares: Sequence[TrainBatch]) -> list[Any]:
-        """Reference log-probs of each worker's share."""
-        return self._call_all("reference_logprobs", [(share,) for share in shares])
+        """Log-probs of each worker's share under the model that RL started from."""
+        return self._on_each("reference_logprobs", [(share,) for share in shares])
 
     def publish(self, policy_version: int) -> None:
-        """New weights into all rollout replicas.  Raises WorkerDied when one of them holds others than the rest."""
-        published = self._call_all("publish", [(policy_version,)] * self.num_workers)
+        """Load the new weights into all rollout replicas.  Raises WorkerDied when these differ afterwards."""
+        published = self._on_all("publish", policy_version)
         wrong = outliers(published)
         if wrong:
             self.kill()
@@ -237,24 +246,30 @@ class WorkerGroup:
             )
 
     def save(self, folder: Path) -> None:
-        """Every worker's part of a checkpoint."""
-        self._call_all("save", [(folder,)] * self.num_workers)
+        """Write every worker's part of a checkpoint."""
+        self._on_all("save", folder)
 
     def export(self, out_dir: Path, *, tokenizer_from: Path, dtype: str) -> None:
-        """The policy as a Hugging Face folder."""
-        self._call_all("export", [(out_dir, tokenizer_from, dtype)] * self.num_workers)
+        """Write the policy as a Hugging Face folder."""
+        self._on_all("export", out_dir, tokenizer_from, dtype)
 
-    def _call_all(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        calls = [getattr(w, method).remote(*a) for w, a in zip(self._workers, arguments, strict=True)]
+    # ------------------------------------------------------------------------------------------ calls
+
+    def _on_all(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
+        """Call a method of every worker."""
+        return self._wait_for([getattr(w, method).remote(*arguments, **options) for w in self._workers])
+
+    def _on_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call a method of every worker, with arguments of its own."""
+        return self._wait_for([getattr(w, method).remote(*a) for w, a in zip(self._workers, arguments, strict=True)])
+
+    def _wait_for(self, calls: Sequence[Any]) -> list[Any]:
+        """Answers of all workers.  The first call that fails ends the group at once."""
         pending = list(calls)
         while pending:
             done, pending = ray.wait(pending, num_returns=1)
-            self._raise_failed(done)
+            self._get(done)
         return self._get(calls)
-
-    def _raise_failed(self, done: Sequence[Any]) -> None:
-        for call in done:
-            self._get([call])
 
     def _get(self, calls: Sequence[Any]) -> list[Any]:
         try:
@@ -267,8 +282,8 @@ class WorkerGroup:
             raise failure from error
 
     def _post_mortem(self, error: RayError) -> WorkerDied:
-        """Which worker it was.  Logged at once: the end of Ray has been seen to end the driver, too."""
-        dead = self._dead_workers()  # a peer in a collective fails before its call does
+        """Say which worker failed.  Logged at once, since the driver may end together with Ray."""
+        dead = self._dead_workers()  # its peers in a collective fail before its own call does
         if not isinstance(error, RayTaskError):
             text = f"{_who(dead)}  {_RESUME}  ({error})"
         else:
@@ -277,8 +292,8 @@ class WorkerGroup:
         return WorkerDied(text)
 
     def _dead_workers(self) -> list[str]:
-        """Which workers are gone, in words.  Those that live answer, or are busy."""
-        asked = {worker.alive.remote(): rank for rank, worker in enumerate(self._workers)}
+        """Which workers are gone, in words.  A living worker answers, or is busy."""
+        asked = {worker.__ray_ready__.remote(): rank for rank, worker in enumerate(self._workers)}
         pending, dead, until_s = list(asked), list[int](), time.monotonic() + _POST_MORTEM_S
         while pending and not dead and (left_s := until_s - time.monotonic()) > 0:
             answered, pending = ray.wait(pending, num_returns=1, timeout=left_s)

@@ -3,7 +3,7 @@
     cluster section -> require_room -> reserve -> Placement (bundles and nodes by rank)
 
 consumes: the cluster section.  waits: `_WAIT_S` at most, for processors that something else uses.
-produces: a placement group with one bundle a worker; ClusterError, before any model is loaded, where there is no room.
+produces: a placement group with one bundle per worker, or a ClusterError before any model is loaded.
 """
 
 import logging
@@ -18,16 +18,15 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from conf.schema import ClusterConfig
+from conf.system import ClusterConfig
 
 log = logging.getLogger(__name__)
 
-_WAIT_S = 30.0  # what a run that has just ended held is free after a second or two
+_WAIT_S = 30.0  # a run that has just ended frees its processors after a second or two
 _CONNECT_S = 5.0
 _STRATEGIES = {"pack": "PACK", "spread": "SPREAD"}
 _PASSED_ON = ("GLOO_", "NCCL_")  # the driver's settings of the network between workers
-# glibc 2.35 and newer; older ones do not know it and go on.  New memory then comes in pages of 2 MB: a first policy
-# update touches 1.2 GB, which were 300,000 page faults (updates take 0.97 of the time, median of eight pairs).
+# New memory comes in pages of 2 MB, which saves page faults in the update.  Needs glibc 2.35; older ones ignore it.
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
@@ -65,7 +64,7 @@ class Placement(NamedTuple):
 
 
 def check_cluster(cluster: ClusterConfig) -> None:
-    """Before anything is made: is there room for the workers?  Joins the cluster for a moment.  Raises ClusterError."""
+    """Is there room for the workers?  Joins a running cluster for a moment to see.  Raises ClusterError."""
     if cluster.address == "local":
         wanted, found = cluster.num_workers * cluster.gpus_per_worker, torch.cuda.device_count()
         if wanted > found:
@@ -93,7 +92,7 @@ def start_ray(cluster: ClusterConfig) -> None:
     }
     if cluster.address == "local":
         for name, value in environment.items():
-            if name.startswith("RAY_"):  # for the raylet, which hands them on
+            if name.startswith("RAY_"):  # for the raylet, which passes them on
                 os.environ.setdefault(name, value)
         num_cpus = cluster.num_workers * cluster.threads_per_worker
         ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **options)
@@ -117,14 +116,14 @@ def _require_listener(address: str) -> None:
 
 
 def worker_environment(cluster: ClusterConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables of every worker process.  They hold on a cluster that somebody else has started, too."""
+    """Variables of every worker process, also on a cluster that somebody else has started."""
     threads = str(cluster.threads_per_worker)
-    tunables = filter(None, (_HUGE_PAGES, environment.get("GLIBC_TUNABLES")))  # of two values the last one counts
+    tunables = filter(None, (_HUGE_PAGES, environment.get("GLIBC_TUNABLES")))  # the last value of a tunable counts
     return {
         **{name: value for name, value in environment.items() if name.startswith(_PASSED_ON)},
         "GLIBC_TUNABLES": ":".join(tunables),
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads),
-        # Ray would run workers at niceness 15: any other process on the machine, the driver too, would starve them.
+        # Ray's default is niceness 15: any other process on the machine, even the driver, would starve the workers.
         "RAY_worker_niceness": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
@@ -143,9 +142,9 @@ def require_room(cluster: ClusterConfig) -> None:
 
 
 def reserve(cluster: ClusterConfig) -> Placement:
-    """A place for each worker, those of one node with neighbouring ranks, the driver's node first.
+    """A place for each worker.  Workers of a node have consecutive ranks; the driver's node comes first.
 
-    Raises ClusterError when the places are taken and stay so.
+    Raises ClusterError when the processors stay taken.
     """
     bundle = {"CPU": float(cluster.threads_per_worker), "GPU": float(cluster.gpus_per_worker)}
     bundle = {name: amount for name, amount in bundle.items() if amount}
@@ -154,7 +153,7 @@ def reserve(cluster: ClusterConfig) -> Placement:
         remove_placement_group(group)
         raise ClusterError(
             f"{_asked(cluster)}; the cluster is large enough, but only {_amounts([ray.available_resources()])} were "
-            f"free within {_WAIT_S:.0f} s.  Wait until what else runs on it has ended ('ray status'), or: "
+            f"free within {_WAIT_S:.0f} s.  Wait until other jobs on it have ended ('ray status'), or: "
             f"{_remedy(cluster)}"
         )
     nodes = {node["NodeID"]: Node(node["NodeID"], node["NodeManagerAddress"]) for node in ray.nodes()}
@@ -169,7 +168,7 @@ def reserve(cluster: ClusterConfig) -> Placement:
 
 
 def lost_nodes(nodes: Sequence[Node]) -> set[str]:
-    """Ids of those that are no longer in the cluster."""
+    """Ids of the nodes that have left the cluster."""
     return {node.id for node in nodes} - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
 
 

@@ -1,8 +1,8 @@
-"""How the workers of a group find each other: the store that torch.distributed meets at, and the network it then uses.
+"""How the workers of a group find each other: the store where torch.distributed meets, and the network that it uses.
 
     worker 0:  host_store(its own node's address) -> "address:port"  --driver-->  every worker: join_group
 
-The port is chosen by binding it, on the node where it is used, so nobody can take it in between.
+The port is chosen by binding it on the node that uses it, so nobody can take it in between.
 """
 
 import ipaddress
@@ -18,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_store(address: str, *, world_size: int) -> tuple[dist.TCPStore, str]:
-    """The store, listening on that address of this machine alone, and its "address:port".  It lives with the object."""
+    """The store, listening on that address only, and its "address:port".  It lives as long as the object."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as listener:
         listener.bind((address, 0))
@@ -33,11 +33,11 @@ def host_store(address: str, *, world_size: int) -> tuple[dist.TCPStore, str]:
 def join_group(
     meeting_point: str, *, own_address: str, rank: int, world_size: int, device: torch.device, store: dist.Store | None
 ) -> None:
-    """Form the torch.distributed group: gloo on CPU; on GPU NCCL, and gloo for what is on the CPU.
+    """Form the torch.distributed group: gloo on CPU; on GPU NCCL, and gloo for CPU tensors.
 
-    store: of the worker that hosts it.  own_address: of this worker's node; traffic goes through its interface, not
-    through whatever the host's name resolves to (which is the loopback on many machines).  What GLOO_SOCKET_IFNAME or
-    NCCL_SOCKET_IFNAME says stays.
+    store: given by the worker that hosts it.  own_address: of this worker's node.  Traffic goes through the interface
+    with that address, because the host's name resolves to the loopback on many machines.  GLOO_SOCKET_IFNAME and
+    NCCL_SOCKET_IFNAME take precedence.
     """
     host, _, port = meeting_point.rpartition(":")
     if store is None:

@@ -2,8 +2,7 @@
 
     driver: expected_files, probe_file  ->  {path: size}  ->  worker on each node: unseen  ->  driver: require_seen
 
-Files are looked up by their full names, never by listing a folder: a network disk may hold back a new entry of a
-listing for a minute.
+Files are looked up by their full names, not by listing a folder: a network disk may list a new file a minute late.
 """
 
 import contextlib
@@ -15,13 +14,13 @@ from tlt_core.cluster.placement import ClusterError, Node
 
 
 def expected_files(folders: Sequence[Path]) -> dict[Path, int]:
-    """Files of these folders and their sizes."""
+    """The files of these folders, with their sizes."""
     return {path: path.stat().st_size for folder in folders for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 @contextlib.contextmanager
 def probe_file(folder: Path) -> Iterator[dict[Path, int]]:
-    """A file that nobody can have seen before, for as long as the context lasts."""
+    """A new file with an unpredictable name, removed at the end of the context."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f".seen-by-all-{secrets.token_hex(8)}"
     path.write_text(path.name)
@@ -32,12 +31,12 @@ def probe_file(folder: Path) -> Iterator[dict[Path, int]]:
 
 
 def unseen(files: Mapping[Path, int]) -> tuple[Path, ...]:
-    """Those that this machine does not see, or sees with another size."""
+    """The files that this machine does not see, or sees with another size."""
     return tuple(path for path, size in files.items() if not path.is_file() or path.stat().st_size != size)
 
 
 def require_seen(missing: Sequence[Sequence[Path]], nodes: Sequence[Node], *, driver: Node) -> None:
-    """missing: what each worker does not see, by rank.  Raises ClusterError."""
+    """missing: the files that each worker does not see, by rank.  Raises ClusterError when there are any."""
     for rank, (paths, node) in enumerate(zip(missing, nodes, strict=True)):
         if paths:
             raise ClusterError(

@@ -1,0 +1,1 @@
+"""Drafters: they guess the next tokens of live requests."""

@@ -1,6 +1,6 @@
-"""The drafter's model card: what it is, how to serve it, and what was measured.  What was not measured is not said.
+"""The drafter's model card: what it is, how to serve it, and what was measured.
 
-In: `provenance.json` as a dictionary, so the card says what the record says.
+In: the content of `provenance.json`, so the card agrees with the record and claims nothing that was not measured.
 """
 
 import json
@@ -30,8 +30,8 @@ def _head(record: Mapping[str, Any]) -> str:
             "",
             f"One decoder layer that guesses the next tokens of its target from the target's hidden states (streams "
             f"{drafter['taps']}); it may propose {drafter['draft_vocab_size']} of {target['vocab_size']} tokens.  The "
-            "target checks every guess, so a drafter changes the time that text takes, not the text.  It fits this "
-            "target only: the policy that was exported with it (its digests are in `provenance.json`).",
+            "target checks every guess, so a drafter makes decoding faster and does not change the text.  It fits only "
+            "the policy that was exported with it, whose digests are in `provenance.json`.",
             "",
             "Before serving: `tlt verify-export DRAFTER --target POLICY`.",
         ]
@@ -47,7 +47,7 @@ def _serving(record: Mapping[str, Any]) -> str:
         f"  --speculative-num-steps {depth} --speculative-num-draft-tokens {depth + 1}",
     ]
     table = serving.get("num_speculative_tokens_per_batch_size", [])
-    useless = ["**As measured here no chain pays at any batch size: serve the target without the drafter.**", ""]
+    useless = ["**As measured here, no chain pays at any batch size: serve the target without the drafter.**", ""]
     lines = [
         "## Serving",
         "",
@@ -60,11 +60,11 @@ def _serving(record: Mapping[str, Any]) -> str:
         *sglang,
         "```",
         "",
-        f"`vllm serve ./drafter-eagle3` works too: target ({record['target']['name']}) and chain length ({depth}) are "
-        "then taken from the drafter's `config.json`, and batch sizes make no difference.",
+        f"`vllm serve ./drafter-eagle3` works too: target ({record['target']['name']}) and chain length ({depth}, at "
+        "every batch size) then come from the drafter's `config.json`.",
         "",
-        "Always name the method: by a folder's name alone vLLM may take a drafter for a plain draft model.  SGLang "
-        "drafts chains of one length; `--speculative-adaptive` (0.5.23) lets it vary.",
+        "Always name the method: otherwise vLLM guesses it from the folder's name and may take the drafter for a plain "
+        "draft model.  SGLang drafts chains of one length; `--speculative-adaptive` (0.5.23) lets it vary.",
     ]
     return "\n".join(lines)
 
@@ -77,43 +77,34 @@ def _measured(record: Mapping[str, Any]) -> str:
     if not measured and not overlaps:
         return "\n".join([*lines, "Nothing was measured for this export (`tlt export --prompts 0`)."])
     if measured:
-        depth = max(len(row["survival"]) for row in measured["acceptance"])
+        depth = max(len(chains["survival"]) for chains in measured["acceptance"])
         data = record["dataset"]
         lines += [
             f"Share of chains accepted to each position, on {measured['acceptance'][0]['responses']} held-out prompts "
             f"of {_name(data)} (digest `{data['digest'][:12]}`).  Length: tokens of a round with a chain of {depth}, "
             "the target's own token included (1: no gain).",
             "",
-            _row(["temperature", *(f"position {i}" for i in range(1, depth + 1)), "length", "tokens", "chains"]),
-            _row(["---"] * (depth + 4)),
+            _table_row(["temperature", *(f"position {i}" for i in range(1, depth + 1)), "length", "tokens", "chains"]),
+            _table_row(["---"] * (depth + 4)),
         ]
-        for row in measured["acceptance"]:
-            shares = [f"{share:.3f}" for share in row["survival"]]
-            lines.append(
-                _row(
-                    [
-                        f"{row['temperature']:g}",
-                        *shares,
-                        f"{row['accept_length']:.2f}",
-                        row["tokens"],
-                        row["offered"][0],
-                    ]
-                )
-            )
+        for chains in measured["acceptance"]:
+            shares = [f"{share:.3f}" for share in chains["survival"]]
+            totals = (f"{chains['accept_length']:.2f}", chains["tokens"], chains["offered"][0])
+            lines.append(_table_row([f"{chains['temperature']:g}", *shares, *totals]))
         if measured["top_p"] < 1 or measured["top_k"]:
             lines += ["", f"Above temperature 0 with top_p={measured['top_p']}, top_k={measured['top_k']}."]
         lines += [
             "",
-            "At temperature 0 any engine accepts these.  Above it these are TLT's, whose drafts use the noise that the "
-            "target samples with; vLLM and SGLang draft differently there and accept another share, not measured.",
+            "At temperature 0 these shares hold for every engine.  Above it they hold for TLT, whose drafts use the "
+            "noise that the target samples with; vLLM and SGLang draft differently there, which was not measured.",
         ]
     if overlaps:
         text = ", ".join(f"{overlaps[i]:.3f}" for i in sorted(overlaps))
         lines += [
             "",
             "Overlap with the target's distribution at temperature 1 on the warm-up's held-out rollouts, positions 1 "
-            f"to {max(overlaps)}: {text} (what an optimal coupling would accept of a draft whose predecessors were "
-            "right; from the end of the off-line training).",
+            f"to {max(overlaps)}: {text} (the share of drafts that an optimal coupling would accept after right ones, "
+            "at the end of the off-line training).",
         ]
     return "\n".join(lines)
 
@@ -128,17 +119,17 @@ def _schedule(record: Mapping[str, Any]) -> str:
         "## Chain length by batch size",
         "",
         "`num_speculative_tokens_per_batch_size`, from the acceptance above and the cost of rounds measured with TLT's "
-        f"engine on {where}, {record['drafter']['dtype']}, {measured['context']} tokens of context a request.  "
-        "Costs are the machine's own: export again where it is served, for a table of that machine.",
+        f"engine on {where}, {record['drafter']['dtype']}, {measured['context']} tokens of context per request.  "
+        "Costs depend on the machine: for the serving machine's table, export there.",
         "",
     ]
-    for row in measured["schedules"]:
-        lines.append(f"- temperature {row['temperature']:g}: `{json.dumps(row['table'])}`")
-    lines += ["", "Tokens a second expected at temperature 0 (K drafts a round; 0: plain decoding):", ""]
+    for schedule in measured["schedules"]:
+        lines.append(f"- temperature {schedule['temperature']:g}: `{json.dumps(schedule['table'])}`")
+    lines += ["", "Expected tokens per second at temperature 0 (K drafts per round; 0: plain decoding):", ""]
     rates = measured["schedules"][0]["tokens_per_s"]
     columns = len(next(iter(rates.values())))
-    lines += [_row(["requests", *(f"K={k}" for k in range(columns))]), _row(["---"] * (columns + 1))]
-    lines += [_row([size, *(f"{rate:.0f}" for rate in rates_K)]) for size, rates_K in rates.items()]
+    lines += [_table_row(["requests", *(f"K={k}" for k in range(columns))]), _table_row(["---"] * (columns + 1))]
+    lines += [_table_row([size, *(f"{rate:.0f}" for rate in rates_K)]) for size, rates_K in rates.items()]
     return "\n".join(lines)
 
 
@@ -161,5 +152,5 @@ def _name(data: Mapping[str, Any]) -> str:
     return f"{', '.join(data['tasks'])} ({data['generator']})"
 
 
-def _row(cells: Sequence[object]) -> str:
+def _table_row(cells: Sequence[object]) -> str:
     return "| " + " | ".join(map(str, cells)) + " |"

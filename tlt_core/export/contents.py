@@ -1,13 +1,13 @@
-"""What an exported folder may hold: plain files of known kinds, all its own, all as its `provenance.json` lists them.
+"""What an exported folder may hold: plain files of known kinds, exactly those that its `provenance.json` lists.
 
-Looked at before any file is read as what it claims to be, so nothing that is refused here has been opened by anyone.
+These checks come before any file is loaded, so no file that is refused here has been opened as what it claims to be.
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-from tlt_core.store import sha256_of
+from tlt_core.items.store import sha256_of
 
 PROVENANCE = "provenance.json"
 _KINDS = (".safetensors", ".json", ".md", ".txt", ".jinja", ".model")  # .model: SentencePiece, a plain protobuf

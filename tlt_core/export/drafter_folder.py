@@ -1,12 +1,20 @@
-"""Export of a drafter: read, measured on held-out prompts, written anew with everything that a server wants to know.
+"""Export of a drafter: read, measured on held-out prompts, rewritten with all that a server needs.
 
-    model.safetensors config.json     the layout of `eagle3_files`, with the speculators keys (`hybrid.py`)
+    model.safetensors, config.json    the layout of `drafter/eagle3/files`, with the speculators keys
     README.md                         the card: serving commands, acceptance, chain length by batch size
     probe.json                        a few responses of the target, on which `verify` replays the drafter
-    provenance.json                   everything else
+    provenance.json                   origin, measurements, digests
 
-The drafter passes through our reader and writer, so whatever spelling it came in, it leaves in the one layout that
-loads everywhere.
+The drafter passes through our reader and writer, so it always leaves in the one layout that loads everywhere.
+
+`config.json` serves three routes:
+
+    vllm serve POLICY --speculative-config '{"model": DRAFTER, ...}'
+    vllm serve DRAFTER                              target, method and chain length come from the speculators keys
+    sglang --speculative-draft-model-path DRAFTER   ignores the speculators keys and reads a plain llama configuration
+
+The layout is that of speculators (vllm-project), as vLLM 0.32 reads it.  `norm_before_residual` must be given: without
+it vLLM assumes true on the speculators route and false on the other.
 """
 
 import json
@@ -16,28 +24,29 @@ from typing import Any
 
 import torch
 
-from conf.schema import RolloutConfig, RunConfig
-from tlt_core import data
-from tlt_core.drafter.eagle3_files import load_eagle3, save_eagle3
-from tlt_core.drafter.eagle3_model import Eagle3Model
+from conf.rollout import RolloutConfig
+from conf.run import RunConfig
+from tlt_core.data import dataset
+from tlt_core.drafter.eagle3.files import load_eagle3, save_eagle3
+from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.export import card, replay
-from tlt_core.export.hybrid import with_speculators
-from tlt_core.export.measure import Measured, measure
+from tlt_core.export.measure import Measured, depth_table, expected_rates, measure
 from tlt_core.export.record import Source, identity, write_json, write_record
-from tlt_core.export.schedule import depth_table, expected_rates
+from tlt_core.items.types import SamplingParams
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.load import load_config, load_decoder, load_tokenizer, stop_token_ids
-from tlt_core.types import SamplingParams
 
 _PROBE_SEQUENCES, _PROBE_TOKENS = 4, 256
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batch sizes whose rates are recorded
+_SPECULATORS_VERSION = "0.3.0"  # of the format; nothing newer is used
+_NOT_THE_LAYER = ("architectures", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "eagle_config", "tap_scales")
 
 
 def write_drafter(
     cfg: RunConfig, source: Source, folder: Path, origin: Mapping[str, Any], *, verifier: str, num_prompts: int
 ) -> None:
     """Read, measure, write.  Raises ModelError when the drafter does not fit the policy."""
-    assert source.drafter is not None, "the caller has looked"
+    assert source.drafter is not None, "the caller checks this"
     model = load_eagle3(source.drafter, load_config(source.policy))
     raw = json.loads((source.drafter / "config.json").read_text(encoding="utf-8"))
     dtype = raw.get("dtype") or raw.get("torch_dtype") or cfg.rollout.dtype
@@ -67,7 +76,7 @@ def write_drafter(
 
 
 def _serving(schedules: Sequence[Mapping[str, Any]], *, trained_depth: int) -> dict[str, Any]:
-    """vLLM's settings: the table of temperature 0, which holds for any engine, or the depth that was trained."""
+    """vLLM's settings: the table for temperature 0, which holds for any engine, or the trained depth."""
     if not schedules:
         return {"num_speculative_tokens": trained_depth}
     table = schedules[0]["table"]
@@ -78,13 +87,27 @@ def _serving(schedules: Sequence[Mapping[str, Any]], *, trained_depth: int) -> d
 
 
 def _add_speculators(path: Path, policy: Path, *, verifier: str, serving: Mapping[str, Any]) -> None:
-    hybrid = with_speculators(
-        json.loads(path.read_text(encoding="utf-8")),
-        verifier=verifier,
-        verifier_architectures=load_config(policy).to_hf()["architectures"],
-        num_speculative_tokens=serving["num_speculative_tokens"],
-    )
-    write_json(path, hybrid)
+    """verifier: what vLLM loads as target when it is given the drafter alone: a folder or a hub name."""
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": serving["num_speculative_tokens"],
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    speculators = {
+        "speculators_model_type": "eagle3",
+        "speculators_version": _SPECULATORS_VERSION,
+        "target_hidden_size": raw["hidden_size"],
+        "transformer_layer_config": {key: value for key, value in raw.items() if key not in _NOT_THE_LAYER},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": {"name_or_path": verifier, "architectures": load_config(policy).to_hf()["architectures"]},
+        },
+    }
+    write_json(path, raw | speculators)
 
 
 def _measure(cfg: RunConfig, source: Source, model: Eagle3Model, *, num_prompts: int) -> Measured:
@@ -99,7 +122,7 @@ def _measure(cfg: RunConfig, source: Source, model: Eagle3Model, *, num_prompts:
     return measure(
         load_decoder(source.policy, dtype=as_torch(rollout.dtype), device=device),
         model,
-        data.load(source.data_dir, "validation", tokenizer)[:num_prompts],
+        dataset.load(source.data_dir, "validation", tokenizer)[:num_prompts],
         temperatures=sorted({0.0, rollout.temperature}),
         params=params,
         depth=cfg.drafter.depth,
@@ -109,7 +132,7 @@ def _measure(cfg: RunConfig, source: Source, model: Eagle3Model, *, num_prompts:
 
 
 def _schedules(measured: Measured) -> list[dict[str, Any]]:
-    """By temperature: the table, and some of the rates that it rests on, by batch size and chain length."""
+    """For each temperature the table, and some of the rates behind it by batch size and chain length."""
     schedules = []
     for row in measured.acceptance:
         rates = expected_rates(row.survival, measured.seconds_BK)
@@ -138,7 +161,7 @@ def _measured_record(
 
 
 def _write_probe(folder: Path, policy: Path, measured: Measured) -> None:
-    """A few of the greedy responses, and how many tokens of them the drafter guesses at once."""
+    """A few greedy responses, and how many of their tokens the drafter's first guess gets right."""
     probe: list[replay.ProbeSequence] = []
     for rollout in measured.greedy:
         tokens = tuple(rollout.tokens[:_PROBE_TOKENS].tolist())

@@ -1,30 +1,38 @@
-"""How a drafter does on held-out prompts: chains accepted by position and temperature, and what rounds cost here.
+"""How a drafter does on held-out prompts: acceptance by position and temperature, the cost of a round, and from the two
+the chain length to draft at each batch size (vLLM's `num_speculative_tokens_per_batch_size`).
 
-Both are measured with our engine on this machine.  Acceptance at temperature 0 is any engine's: a draft is right when
-it is the target's arg-max.  Above it, it is ours, whose drafts use the target's own noise; engines that draft the
-arg-max or sample independently accept less (see the README, "Exact trajectories").
+    rate(B, K) = B (1 + s_1 + .. + s_K) / seconds(B, K)        s_j: share of the chains accepted to position j
 
-Costs are those of the tuner's model, fed by rounds with chains of every length at several batch sizes.
+K(B) is the shortest chain whose rate is within 2 % of the best: a draft token that gains less may cost more on the
+serving machine.  K = 0 decodes plainly.
+
+Acceptance and costs are measured with our engine on this machine.  At temperature 0 the acceptance holds for every
+engine: a draft is right when it is the target's arg-max.  Above 0 it holds for ours alone, whose drafts use the
+target's own noise; engines that draft the arg-max or sample independently accept less.  Costs are those of the tuner's
+model, fitted to rounds with chains of every length at several batch sizes.
 
 Shapes: B batch sizes 1 .. B, K chain lengths 0 .. K.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import NamedTuple
 
-from tlt_core import adaptive
-from tlt_core.drafter.eagle3 import Eagle3Drafter
-from tlt_core.drafter.eagle3_model import Eagle3Model
-from tlt_core.drafter.eagle3_static import room_for
+from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
+from tlt_core.drafter.eagle3.model import Eagle3Model
+from tlt_core.drafter.eagle3.static import room_for
+from tlt_core.items.speculation import OFF, RoundReport, Strategy
+from tlt_core.items.types import GenerationRequest, NoiseKey, Prompt, Rollout, SamplingParams
 from tlt_core.model.decoder import Decoder
+from tlt_core.rollout import build
 from tlt_core.rollout.engine import RolloutEngine, RoundTrace, Speculation
-from tlt_core.speculation import OFF, RoundReport, Strategy
 from tlt_core.tuner.policies import RecordedTuner, make_tuner
-from tlt_core.types import GenerationRequest, NoiseKey, Prompt, Rollout, SamplingParams
 
-_NOISE_STEP = -(1 << 29)  # RL steps count from 1, validation below 0, the warm-up at -2^30
+_NOISE_STEP = -(1 << 29)  # RL steps count up from 1, validation down from -1; the warm-up uses -2^30
 _COST_TOKENS = 32  # of each request while costs are measured
-_UNSETTLED = 2  # rounds of a batch before its costs count: the drafter reads the prompts in them
+_UNSETTLED = 2  # first rounds of a batch, whose costs do not count: the drafter reads the prompts in them
+_WITHIN = 0.98  # of the best rate, for the shortest chain
 _NAME = "eagle3"
 
 
@@ -43,7 +51,7 @@ class ChainAcceptance(NamedTuple):
 
     @property
     def survival(self) -> tuple[float, ...]:
-        """Share of drafts that are accepted to position 1, 2, ..; never rising."""
+        """Share of chains that are accepted to position 1, 2, ..; never rising."""
         shares, most = [], 1.0
         for offered, accepted in zip(self.offered, self.accepted, strict=True):
             most = min(most, accepted / offered) if offered else 0.0
@@ -65,6 +73,14 @@ class Measured(NamedTuple):
     greedy: tuple[Rollout, ...]  # responses at temperature 0
 
 
+class DepthRange(NamedTuple):
+    """DepthRange(first=1, last=8, depth=3): three draft tokens while 1 to 8 requests are decoded."""
+
+    first: int
+    last: int
+    depth: int
+
+
 class _ChainSweep(RecordedTuner):
     """Chains of each length in turn, and plain rounds."""
 
@@ -78,7 +94,7 @@ class _ChainSweep(RecordedTuner):
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
         """See `Tuner`."""
-        # The longest chain first: the drafter catches up in the rounds that do not count.
+        # The longest chain comes first, so that the drafter reads the prompts in rounds that do not count.
         self._chosen = self._arms[-1 - self._round % len(self._arms)]
         return self._chosen
 
@@ -103,7 +119,7 @@ def measure(
     """Decode the prompts once at each temperature with chains of `depth`, then time rounds up to `max_live` requests.
 
     policy: in the dtype and on the device that it is served with; its weights may be re-arranged for decoding.
-    temperatures: 0 must be among them.  params: everything but the temperature.
+    temperatures: must include 0.  params: everything but the temperature.
     """
     chains = [Strategy(_NAME, k, 1, k) for k in range(1, depth + 1)]
     longest = max(len(p.tokens) for p in prompts)
@@ -117,11 +133,11 @@ def measure(
         )
 
     requests = [GenerationRequest(NoiseKey(seed, _NOISE_STEP, p.id, 0), p.tokens) for p in prompts]
-    rows, responses = [], {}
+    acceptance, responses = [], {}
     for temperature in sorted(temperatures):
         engine = engine_with(make_tuner("fixed", chains[-1:]))
-        row, finished = _accept(engine, requests, _with(params, temperature=temperature), depth=depth)
-        rows.append(row)
+        accepted, finished = _accept(engine, requests, replace(params, temperature=temperature), depth=depth)
+        acceptance.append(accepted)
         responses[temperature] = finished
     tokens = [len(r.tokens) - len(r.completion) // 2 for r in responses[0.0]]
     context = sum(tokens) // len(tokens)
@@ -132,11 +148,36 @@ def measure(
         [sweep.cost.round_seconds(arm, live, live * arm.tokens, live * context) for arm in (OFF, *chains)]
         for live in range(1, max_live + 1)
     ]
-    return Measured(tuple(rows), seconds, context, tuple(responses[0.0]))
+    return Measured(tuple(acceptance), seconds, context, tuple(responses[0.0]))
 
 
-def _with(params: SamplingParams, *, temperature: float) -> SamplingParams:
-    return SamplingParams(temperature, params.top_p, params.top_k, params.max_new_tokens, params.stop_token_ids)
+def expected_rates(survival: Sequence[float], seconds_BK: Sequence[Sequence[float]]) -> list[list[float]]:
+    """Tokens a second for each batch size and chain length.
+
+    survival: s_1 .. s_K; seconds_BK: of a round, entry [b - 1][k].  Raises ValueError where the two do not match.
+    """
+    emitted = [1.0]
+    for share in survival:
+        emitted.append(emitted[-1] + share)
+    rates = []
+    for live, seconds_K in enumerate(seconds_BK, start=1):
+        if len(seconds_K) != len(emitted) or min(seconds_K) <= 0:
+            raise ValueError(
+                f"costs {list(seconds_K)} at batch size {live}: one positive number of seconds is needed for each "
+                f"chain length from 0 to {len(survival)}"
+            )
+        rates.append([live * tokens / seconds for tokens, seconds in zip(emitted, seconds_K, strict=True)])
+    return rates
+
+
+def depth_table(rates_BK: Sequence[Sequence[float]]) -> list[DepthRange]:
+    """The table, from `expected_rates`.  Ranges begin at 1 and leave no gap; vLLM uses the last for larger batches."""
+    depths = [next(k for k, rate in enumerate(row) if rate >= _WITHIN * max(row)) for row in rates_BK]
+    table = []
+    for depth, group in groupby(enumerate(depths, start=1), key=lambda item: item[1]):
+        sizes = [size for size, _ in group]
+        table.append(DepthRange(sizes[0], sizes[-1], depth))
+    return table
 
 
 def _accept(
@@ -163,7 +204,7 @@ def _time_rounds(
     max_live: int,
 ) -> None:
     """Rounds of one request, of a few and of many."""
-    adaptive.calibrate(engine)
+    build.calibrate(engine)
     greedy = SamplingParams(temperature=0.0, max_new_tokens=_COST_TOKENS)
     for live in sorted({1, min(4, max_live), max_live}):
         sweep.begin()
@@ -185,5 +226,5 @@ def _decode(
     def pull(wanted: int) -> list[GenerationRequest]:
         return [waiting.pop() for _ in range(min(wanted, len(waiting)))]
 
-    engine.generate(pull, finished.append, params, on_round=traces.append)
+    engine.decode(pull, finished.append, params, on_round=traces.append)
     return sorted(finished, key=lambda r: r.key)

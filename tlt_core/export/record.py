@@ -1,5 +1,10 @@
-"""`provenance.json`: where an exported folder comes from, what it was made for, and the digest of each of its files."""
+"""`provenance.json`: where an exported folder comes from, what it was made for, and the digest of each of its files.
 
+A drafter belongs to a target, named by two digests: of its weights and of its tokenizer.  Folders with equal digests
+are the same model for a drafter, wherever they are and whatever else they hold.
+"""
+
+import hashlib
 import json
 import re
 import sys
@@ -9,12 +14,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from conf.schema import RunConfig
-from tlt_core import doctor, provenance
+from conf.run import RunConfig
 from tlt_core.export.contents import PROVENANCE
-from tlt_core.export.digests import tokenizer_digest, weights_digest
-from tlt_core.model.load import load_config
-from tlt_core.store import sha256_of
+from tlt_core.items.store import sha256_of
+from tlt_core.machine import doctor, provenance
+from tlt_core.model.config import ModelError
+from tlt_core.model.load import load_config, load_tokenizer
+
+_SAMPLE_TEXT = "def f(x):\n    return {'\u00e9t\u00e9': 3.14 * x, \"a  b\": [x]}  # 12345 \u4f60\u597d\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +31,12 @@ class Source:
     policy: Path
     drafter: Path | None  # None: the policy alone
     data_dir: Path
-    step: int | None  # RL steps that the policy has behind it, where they are known
+    step: int | None  # RL steps that the policy was trained for; None: unknown
     run_dir: Path | None = None  # folder with the run's own records; None: the configuration's
 
 
 def origin(cfg: RunConfig, source: Source) -> dict[str, Any]:
-    """What both records begin with."""
+    """What the records of policy and drafter have in common."""
     machine = doctor.machine()
     manifest = json.loads((source.data_dir / "manifest.json").read_text(encoding="utf-8"))
     run_dir = source.run_dir or cfg.run_dir
@@ -63,12 +70,12 @@ def origin(cfg: RunConfig, source: Source) -> dict[str, Any]:
 
 
 def _without_secrets(argv: Sequence[str]) -> list[str]:
-    """An export goes to other people: `tracking.uri=https://user:password@host` may stand in a command line."""
+    """An export goes to other people, and a command line may hold `tracking.uri=https://user:password@host`."""
     return [re.sub(r"//[^/@\s]+@", "//***@", word) for word in argv]
 
 
 def identity(policy: Path) -> dict[str, Any]:
-    """What makes a folder the target of a drafter.  Raises ModelError."""
+    """What names a target in the drafter's record.  Raises ModelError."""
     config = load_config(policy)
     return {
         "weights_sha256": weights_digest(policy),
@@ -80,12 +87,34 @@ def identity(policy: Path) -> dict[str, Any]:
     }
 
 
+def weights_digest(folder: Path) -> str:
+    """Over the names and bytes of the folder's safetensors files.  Raises ModelError when there are none."""
+    files = {path.name: sha256_of(path) for path in sorted(folder.glob("*.safetensors"))}
+    if not files:
+        raise ModelError(f"{folder} holds no safetensors; give the Hugging Face folder of the target")
+    return _digest(files)
+
+
+def tokenizer_digest(folder: Path) -> str:
+    """Over the vocabulary and the tokens of a sample text, which is what token ids mean.  Raises ModelError.
+
+    The files themselves may differ between copies in settings that change no token (padding, chat template).
+    """
+    tokenizer = load_tokenizer(folder)
+    sample = tokenizer.encode(_SAMPLE_TEXT, add_special_tokens=False)
+    return _digest([sorted(tokenizer.get_vocab().items()), sample])
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def write_record(folder: Path, record: Mapping[str, Any]) -> None:
-    """Add the digest of every file of the folder, and write `provenance.json` there: last of all."""
+    """Write `provenance.json` with the digest of every other file of the folder: call it last."""
     files = {path.name: sha256_of(path) for path in sorted(folder.iterdir())}
     write_json(folder / PROVENANCE, {**record, "files": files})
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """As people read it."""
+    """Indented, for people."""
     path.write_text(json.dumps(content, indent=1), encoding="utf-8")

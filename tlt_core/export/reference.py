@@ -1,19 +1,19 @@
-"""The drafter and its target computed once more, by other code: torch, safetensors and transformers alone.
+"""A second implementation of drafter and target, with torch, safetensors and transformers alone.
 
-Run as a script, in a process of its own; imports nothing of this project, so an error in our decoder, in our reading of
-the files, or in what we take for the EAGLE-3 layer cannot repeat itself here.
+It runs as a script in its own process and imports nothing of this project.  So an error in our decoder, in how we read
+the files, or in how we understand the EAGLE-3 layer cannot occur in both.
 
     python -I reference.py DRAFTER TARGET IN.safetensors OUT.safetensors
 
-DRAFTER "-": the target alone.  In: tokens_T (int64) of several sequences back to back, lengths_S, known_S.  Of a
-sequence of L tokens, its first n = known tokens are taken as decoded, the rest as the path that is drafted.  Out,
-float32, sequence after sequence:
+DRAFTER "-": the target alone.  In: tokens_T (int64) of several sequences back to back, lengths_S, known_S.  Of the L
+tokens of a sequence, the first n = known count as decoded, the rest as the drafted path.  Out, float32, sequence after
+sequence:
 
-    draft logits      L - 1 rows: p < n - 1 after its tokens 0 .. p + 1; n - 1 + i after i + 1 tokens of the path
+    draft logits      [L - 1]: entry p < n - 1 after the tokens 0 .. p + 1; n - 1 + i after i + 1 tokens of the path
     hidden states k   of the target, as they enter its layer k: what the drafter reads
     target logits
 
-Straight from the paper and the layout's description, no cache, no batching, no fusing.
+Written straight from the paper and the layout's description: no cache, no batching, no fused projections.
 
 Shapes: T tokens, E tapped width, D hidden size, J draft vocabulary, V vocabulary, H heads, d head size.
 """
@@ -45,16 +45,16 @@ class Drafter:
         }
 
     def logits(self, embeds_LD: Tensor, taps_LE: Tensor, known: int) -> Tensor:
-        """[L - 1, J].  embeds: of the sequence's tokens."""
+        """Draft logits, [L - 1, J].  embeds_LD: embeddings of the sequence's tokens."""
         fused_LD = self._linear("fc", taps_LE)
         keys: list[Tensor] = []
         values: list[Tensor] = []
-        rows, y_D = [], torch.empty(0)
+        logits, y_D = [], torch.empty(0)
         for position in range(len(embeds_LD) - 1):
             hidden_D = fused_LD[position] if position < known - 1 else y_D
             y_D = self._layer(embeds_LD[position + 1], hidden_D, position, keys, values)
-            rows.append(self._linear("lm_head", self._norm("norm", y_D)))
-        return torch.stack(rows)
+            logits.append(self._linear("lm_head", self._norm("norm", y_D)))
+        return torch.stack(logits)
 
     def _layer(
         self, embed_D: Tensor, hidden_D: Tensor, position: int, keys: list[Tensor], values: list[Tensor]

@@ -1,8 +1,8 @@
-"""An exported drafter computed on recorded text: by our own code here, and by `reference.py` in a fresh process.
+"""An exported drafter computed on recorded text, by our own code here and by `reference.py` in a fresh process.
 
-The probe is a few responses of the target (greedy, fp32 up to near-ties), with the number of places at which the
-drafter's first guess is the token that came.  A drafter whose parts do not belong together (another draft vocabulary,
-another head, another target of the same shape) still loads everywhere; it only guesses wrong, and that is seen here.
+The probe is a few greedy responses of the target, with the number of positions where the drafter's first guess was the
+token that followed.  A drafter whose parts do not belong together (another draft vocabulary, another head, another
+target of the same shape) still loads everywhere, but guesses wrong, which is found here.
 
 Shapes: L tokens of one sequence, T of all, E tapped width, D hidden size, J draft vocabulary, V vocabulary.
 """
@@ -19,17 +19,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kernels.packed_attention import packed_causal_attention
-from tlt_core.drafter.eagle3_model import Eagle3Model, rope_table
+from kernels.attention.packed_attention import packed_causal_attention
+from tlt_core.drafter.eagle3.model import Eagle3Model, rope_table
 from tlt_core.export.contents import Refused
 from tlt_core.model.decoder import Decoder
 
 PROBE = "probe.json"
-LOGITS = "draft logits"  # these name what is computed, also in reports
+LOGITS = "draft logits"  # this and the next two name results, here and in messages
 _TARGET = "target logits"
 _TAP = "hidden states {}"
-_PATH = 3  # tokens at the end of a sequence that are drafted one after the other
-_SYNTHETIC = 24  # tokens where there is no probe
+_PATH = 3  # tokens at the end of a sequence that count as the drafted path
+_SYNTHETIC = 24  # tokens of the sequence that replaces a missing probe
 _LIMIT_S = 1800.0
 _REFERENCE = Path(__file__).with_name("reference.py")
 
@@ -47,24 +47,24 @@ class ProbeSequence(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """Places where the drafter's first guess was the token that came."""
+    """How often the drafter's first guess was the token that followed."""
 
     agreeing: int
     positions: int
 
 
 def is_probe(tokens: Sequence[int], prompt_len: int) -> bool:
-    """Whether a sequence is long enough: some places where the target spoke, and the drafted path."""
+    """Whether a sequence is long enough: some tokens of the response, and the drafted path."""
     return prompt_len >= 2 and len(tokens) >= prompt_len + _PATH + 2
 
 
 def synthetic_probe(vocab_size: int) -> list[ProbeSequence]:
-    """Tokens without meaning, where no text is recorded: enough to compare logits."""
+    """Meaningless tokens, enough to compare logits where no text is recorded."""
     return [ProbeSequence(tuple((17 + 31 * i) % vocab_size for i in range(_SYNTHETIC)), _SYNTHETIC)]
 
 
 def read_probe(raw: Any, *, vocab_size: int) -> tuple[list[ProbeSequence], Agreement]:
-    """From the content of probe.json.  Raises Refused when it is none."""
+    """Parse the content of probe.json.  Raises Refused."""
     try:
         sequences = [ProbeSequence(tuple(map(int, s["tokens"])), int(s["prompt_len"])) for s in raw["sequences"]]
         told = Agreement(int(raw["agreeing"]), int(raw["positions"]))
@@ -80,8 +80,7 @@ def read_probe(raw: Any, *, vocab_size: int) -> tuple[list[ProbeSequence], Agree
 
 @torch.no_grad()
 def replay(decoder: Decoder, probe: Sequence[ProbeSequence], *, model: Eagle3Model | None = None) -> dict[str, Tensor]:
-    """What our own code computes, by name, sequence after sequence; the drafter's logits and the hidden states that it
-    reads only where there is a drafter.  Both are float32."""
+    """Results of our own code by name, float32, sequence after sequence; without a drafter, only target logits."""
     results: dict[str, list[Tensor]] = {}
     taps = model.config.taps if model is not None else ()
     for sequence in probe:
@@ -105,7 +104,7 @@ def replay(decoder: Decoder, probe: Sequence[ProbeSequence], *, model: Eagle3Mod
 
 
 def draft_logits(model: Eagle3Model, embeds_LD: Tensor, taps_LE: Tensor, *, known: int) -> Tensor:
-    """Rows as in `reference.py`, [L - 1, J]."""
+    """Draft logits as in `reference.py`, [L - 1, J]."""
     rope = rope_table(model.config, len(embeds_LD), dtype=embeds_LD.dtype, device=embeds_LD.device)
     keys: list[Tensor] = []
     values: list[Tensor] = []
@@ -117,15 +116,15 @@ def draft_logits(model: Eagle3Model, embeds_LD: Tensor, taps_LE: Tensor, *, know
         offsets, key_offsets = torch.tensor([0, len(q_THd)]), torch.tensor([0, len(k)])
         return packed_causal_attention(q_THd, k, v, offsets, key_offsets_S1=key_offsets)
 
-    rows = [model(embeds_LD[1:known], model.fuse(taps_LE[: known - 1]), rope[: known - 1], attend)]
+    hidden = [model(embeds_LD[1:known], model.fuse(taps_LE[: known - 1]), rope[: known - 1], attend)]
     for position in range(known - 1, len(embeds_LD) - 1):
         here = slice(position, position + 1)
-        rows.append(model(embeds_LD[position + 1 : position + 2], rows[-1][-1:], rope[here], attend))
-    return model.logits(torch.cat(rows))
+        hidden.append(model(embeds_LD[position + 1 : position + 2], hidden[-1][-1:], rope[here], attend))
+    return model.logits(torch.cat(hidden))
 
 
 def agreement(logits_TJ: Tensor, ids_J: Tensor, probe: Sequence[ProbeSequence]) -> Agreement:
-    """Over the rows that read hidden states and predict tokens of the answer."""
+    """Counted where the drafter reads the target's hidden states and predicts a token of the response."""
     agreeing = positions = 0
     parts = logits_TJ.split([len(s.tokens) - 1 for s in probe])
     for sequence, part_LJ in zip(probe, parts, strict=True):
@@ -137,8 +136,7 @@ def agreement(logits_TJ: Tensor, ids_J: Tensor, probe: Sequence[ProbeSequence]) 
 
 
 def replay_elsewhere(target: Path, probe: Sequence[ProbeSequence], *, drafter: Path | None = None) -> dict[str, Tensor]:
-    """The same by `reference.py`, in a fresh process that sees nothing of this project.  Raises Refused when it
-    fails."""
+    """`replay` by `reference.py`, in a fresh process that cannot import this project.  Raises Refused when it fails."""
     with tempfile.TemporaryDirectory(prefix="tlt-verify-") as scratch:
         given, out = Path(scratch) / "in.safetensors", Path(scratch) / "out.safetensors"
         tensors = {
@@ -148,13 +146,8 @@ def replay_elsewhere(target: Path, probe: Sequence[ProbeSequence], *, drafter: P
         }
         save_file(tensors, given)
         # -I: neither this folder nor PYTHONPATH is searched for modules.
-        command = [
-            sys.executable,
-            "-I",
-            str(_REFERENCE),
-            str(drafter.resolve()) if drafter else "-",
-            str(target.resolve()),
-        ]
+        folders = [str(drafter.resolve()) if drafter else "-", str(target.resolve())]
+        command = [sys.executable, "-I", str(_REFERENCE), *folders]
         offline = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
         try:
             done = subprocess.run(
@@ -168,13 +161,13 @@ def replay_elsewhere(target: Path, probe: Sequence[ProbeSequence], *, drafter: P
             )
         except subprocess.TimeoutExpired:
             raise Refused(
-                f"the reference implementation was not done after {_LIMIT_S:.0f} s in a fresh process; verify on a "
-                "machine with more memory or less work"
+                f"the reference implementation did not finish within {_LIMIT_S:.0f} s in a fresh process; verify on a "
+                "machine with more memory or less load"
             ) from None
         if done.returncode:
             said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
             raise Refused(
-                f"the reference implementation cannot load it in a fresh process ({said[0]}); servers will not either: "
-                "export again"
+                f"the reference implementation cannot load it in a fresh process ({said[0]}), and servers cannot "
+                "either; export again"
             )
         return load_file(out)

@@ -1,9 +1,9 @@
-"""`tlt verify-export`: may this export be served with this target?
+"""`tlt verify-export`: whether an export may be served with a target.
 
     contents -> digests -> config, layers, tensors, values, vocabulary -> target -> replay in a fresh process
 
-Each check is one line: what was found, or the reason and the remedy.  A check whose ground is missing is skipped.
-Nothing is unpickled, no code of the folder is run, and nothing is read through links or paths that lead out of it.
+Each check gives one line: what was found, or the problem and the remedy.  A check is skipped when one that it builds on
+has failed.  Nothing is unpickled, no code of the folder runs, and no link or path out of the folder is followed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,17 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tlt_core.drafter.eagle3_files import load_eagle3
-from tlt_core.export import config_checks, replay, tensor_checks
+from tlt_core.drafter.eagle3.files import load_eagle3
+from tlt_core.export import layout, replay
 from tlt_core.export.contents import Refused, check_contents, check_digests, read_json, read_provenance
-from tlt_core.export.digests import tokenizer_digest, weights_digest
 from tlt_core.export.folder import DRAFTER, KEPT, POLICY
+from tlt_core.export.record import tokenizer_digest, weights_digest
 from tlt_core.model.config import ModelError
 from tlt_core.model.load import load_config, load_decoder, resolve
 
-_TOLERANCE = 1e-3  # of the spread of the values compared; 1e-5 is usual between two fp32 implementations
-_REPLAY_RESTS_ON = ("digests", "values", "vocabulary", "target", "layers", "tokenizer", "weights", "verifier")
-_SLACK = 0.02  # share of the probe's guesses that may turn out otherwise: near-ties
+_TOLERANCE = 1e-3  # share of the standard deviation; two fp32 implementations usually differ by 1e-5
+_REPLAY_NEEDS = ("digests", "values", "vocabulary", "target", "layers", "tokenizer", "weights", "verifier")
+_SLACK = 0.02  # share of the probe's guesses that may differ, because of near-ties
 
 
 class Check(NamedTuple):
@@ -38,7 +38,7 @@ def verify(export: Path, *, target: str | None, other_weights: bool = False) -> 
     """Every check, in order.
 
     export: what `tlt export` wrote, or the drafter's folder alone.  target: folder, hub name or embedded model; None:
-    the policy beside the drafter.  other_weights: the target's weights need not be those that were exported (a further
+    the policy beside the drafter.  other_weights: accept a target whose weights are not the exported ones (a further
     trained or quantised copy).  Raises ModelError where there is nothing to verify, or no target.
     """
     if not export.is_dir():
@@ -50,7 +50,7 @@ def verify(export: Path, *, target: str | None, other_weights: bool = False) -> 
         return _Drafter(export, resolve(target), target, other_weights=other_weights).run()
     checks = [_check("export", lambda: _check_root(export))]
     if not passed(checks):
-        return [*checks, Check("policy, drafter", "skipped", "they rest on it")]
+        return [*checks, Check("policy, drafter", "skipped", "they need it")]
     if policy.is_dir():
         checks += _verify_policy(policy, replayed=target is None and drafter.is_dir())
     if drafter.is_dir():
@@ -85,7 +85,7 @@ def _check_root(export: Path) -> str:
 
 
 def _verify_policy(policy: Path, *, replayed: bool) -> list[Check]:
-    """replayed: it is loaded as the drafter's target anyway."""
+    """replayed: the drafter's check replays it anyway."""
     stages: list[tuple[str, Callable[[], str]]] = [
         ("policy contents", lambda: check_contents(policy)),
         ("policy digests", lambda: check_digests(policy)),
@@ -95,7 +95,7 @@ def _verify_policy(policy: Path, *, replayed: bool) -> list[Check]:
     checks: list[Check] = []
     for name, check in stages:
         good = passed(checks)
-        checks.append(_check(name, check) if good else Check(name, "skipped", "rests on the policy's checks before"))
+        checks.append(_check(name, check) if good else Check(name, "skipped", "needs the policy's earlier checks"))
     return checks
 
 
@@ -116,58 +116,58 @@ class _Drafter:
         self._tensors: dict[str, Tensor] = {}
 
     def run(self) -> list[Check]:
-        """In order; each names the checks that it builds on."""
+        """All checks in order; each names those that it needs."""
         stages: list[tuple[str, Callable[[], str], tuple[str, ...]]] = [
             ("contents", lambda: check_contents(self._folder), ()),
             ("digests", lambda: check_digests(self._folder), ("contents",)),
             ("config", self._check_config, ("contents",)),
             ("tensors", self._check_tensors, ("config",)),
-            ("values", lambda: tensor_checks.check_values(self._tensors), ("tensors",)),
-            ("vocabulary", lambda: tensor_checks.check_vocabulary(self._tensors, self._raw), ("tensors",)),
+            ("values", lambda: layout.check_values(self._tensors), ("tensors",)),
+            ("vocabulary", lambda: layout.check_vocabulary(self._tensors, self._raw), ("tensors",)),
             ("target", self._check_target, ("config",)),
             ("layers", self._check_layers, ("config",)),
             ("tokenizer", self._check_tokenizer, ("contents",)),
             ("weights", self._check_weights, ("contents",)),
             ("verifier", self._check_verifier, ("config",)),
-            ("replay", self._check_replay, _REPLAY_RESTS_ON),
+            ("replay", self._check_replay, _REPLAY_NEEDS),
         ]
         outcomes: dict[str, Check] = {}
-        for name, check, ground in stages:
-            missing = [g for g in ground if outcomes[g].outcome != "ok"]
-            skipped = Check(f"drafter {name}", "skipped", f"rests on: {', '.join(missing)}")
+        for name, check, needs in stages:
+            missing = [n for n in needs if outcomes[n].outcome != "ok"]
+            skipped = Check(f"drafter {name}", "skipped", f"needs: {', '.join(missing)}")
             outcomes[name] = skipped if missing else _check(f"drafter {name}", check)
         return list(outcomes.values())
 
     def _check_config(self) -> str:
         self._raw = read_json(self._folder / "config.json")
-        return config_checks.check_config(self._raw)
+        return layout.check_config(self._raw)
 
     def _check_tensors(self) -> str:
-        self._tensors = tensor_checks.read_tensors(self._folder)
-        return tensor_checks.check_tensors(self._tensors, self._raw)
+        self._tensors = layout.read_tensors(self._folder)
+        return layout.check_tensors(self._tensors, self._raw)
 
     def _check_target(self) -> str:
-        return config_checks.check_sizes(self._raw, load_config(self._target))
+        return layout.check_sizes(self._raw, load_config(self._target))
 
     def _check_layers(self) -> str:
-        return config_checks.check_taps(self._raw, load_config(self._target).num_layers)
+        return layout.check_taps(self._raw, load_config(self._target).num_layers)
 
     def _check_tokenizer(self) -> str:
         if tokenizer_digest(self._target) != self._recorded("tokenizer_sha256"):
             raise Refused(
-                f"{self._target} has another tokenizer than the target that the drafter was exported for: "
-                "token ids mean other text; give that target, or train a drafter for this one with 'tlt warmup'"
+                f"{self._target} has another tokenizer than the target that the drafter was exported for, so token ids "
+                "mean other text; give that target, or train a drafter for this one with 'tlt warmup'"
             )
-        return "the target's is the one that was exported"
+        return "the target's is the exported one"
 
     def _check_weights(self) -> str:
         if weights_digest(self._target) == self._recorded("weights_sha256"):
-            return "the target's are those that were exported"
+            return "the target's are the exported ones"
         if self._other_weights:
-            return "not those that were exported, as --other-weights allows: the acceptance on the card is not theirs"
+            return "not the exported ones, as --other-weights allows: the card's acceptance does not apply"
         raise Refused(
-            f"the weights of {self._target} are not those that the drafter was exported for: it would draft, but "
-            "accept less than the card says; give that target, or say --other-weights if this one is meant"
+            f"the weights of {self._target} are not those that the drafter was exported for: fewer drafts would be "
+            "accepted than the card says; give that target, or say --other-weights if this one is meant"
         )
 
     def _recorded(self, key: str) -> str:
@@ -177,7 +177,7 @@ class _Drafter:
         return target[key]
 
     def _check_verifier(self) -> str:
-        """What `vllm serve DRAFTER` would load as target."""
+        """Whether `vllm serve DRAFTER` would load this target."""
         name = self._raw["speculators_config"]["verifier"]["name_or_path"]
         path = Path(name)
         if name == self._target_name or (path.is_dir() and path.resolve() == self._target.resolve()):
@@ -196,39 +196,42 @@ class _Drafter:
     def _check_replay(self) -> str:
         decoder = load_decoder(self._target, dtype=torch.float32)
         model = load_eagle3(self._folder, decoder.config)
-        probe, told = replay.synthetic_probe(decoder.config.vocab_size), None
+        probe, recorded = replay.synthetic_probe(decoder.config.vocab_size), None
         if (self._folder / replay.PROBE).is_file():
             raw = read_json(self._folder / replay.PROBE)
-            probe, told = replay.read_probe(raw, vocab_size=decoder.config.vocab_size)
+            probe, recorded = replay.read_probe(raw, vocab_size=decoder.config.vocab_size)
         ours = replay.replay(decoder, probe, model=model)
-        del decoder  # a large target need not be in memory twice
+        del decoder  # so that a large target is not in memory twice
         theirs = replay.replay_elsewhere(self._target, probe, drafter=self._folder)
         worst = compare(ours, theirs)
-        found = replay.agreement(theirs[replay.LOGITS], tensor_checks.draft_ids(self._tensors, self._raw), probe)
+        found = replay.agreement(theirs[replay.LOGITS], layout.draft_ids(self._tensors, self._raw), probe)
         text = f"loads in a fresh process; logits, hidden states and target as ours to {worst:.0e}"
-        if told is None or self._other_weights:
-            return f"{text}; the recorded guesses are another target's" if told else f"{text} (no recorded text)"
-        if found.positions != told.positions or abs(found.agreeing - told.agreeing) > max(1, _SLACK * told.positions):
+        if recorded is None:
+            return f"{text} (no recorded text)"
+        if self._other_weights:
+            return f"{text}; the recorded guesses are another target's"
+        slack = max(1, _SLACK * recorded.positions)
+        if found.positions != recorded.positions or abs(found.agreeing - recorded.agreeing) > slack:
             raise Refused(
                 f"of {found.positions} recorded tokens the drafter guesses {found.agreeing}, at its export it guessed "
-                f"{told.agreeing} of {told.positions}: its parts, or its target, do not belong together; export again"
+                f"{recorded.agreeing} of {recorded.positions}: its parts, or drafter and target, do not belong "
+                "together; export again"
             )
         return f"{text}; guesses {found.agreeing} of {found.positions} recorded tokens, as at its export"
 
 
 def compare(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """Largest difference, as a share of the spread of what is compared.  Raises Refused beyond the tolerance."""
+    """Largest difference, as a share of the standard deviation.  Raises Refused beyond the tolerance."""
     worst = 0.0
     for name, a in ours.items():
         b = theirs[name]
         if a.shape != b.shape:
             raise Refused(f"{name}: ours have shape {tuple(a.shape)}, the reference's {tuple(b.shape)}; report this")
-        # Not (x <= y): a NaN must not pass.
         share = float((a - b).abs().max() / b.std().clamp_min(1e-9))
-        if not share <= _TOLERANCE:
+        if not share <= _TOLERANCE:  # a NaN must not pass
             raise Refused(
-                f"{name} differ from the reference implementation's by {share:.1e} of their spread (at most "
-                f"{_TOLERANCE:.0e}): the export would not do in a server what it did here; report this"
+                f"{name} differ from the reference implementation's by {share:.1e} of their standard deviation (at "
+                f"most {_TOLERANCE:.0e}): the export would behave differently in a server; report this"
             )
         worst = max(worst, share)
     return worst

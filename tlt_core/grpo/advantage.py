@@ -1,8 +1,8 @@
 """Group-relative advantages, and the shaping of rewards before them.
 
-In: one reward per response and the prompt it answers.  Out: one advantage per response, float32; every token of the
-response gets it.  Means and deviations are taken in float64, so a group whose rewards are equal has advantages of
-exactly 0 (never rounding noise divided by a tiny deviation).
+In: one reward per response and the prompt it answers.  Out: one advantage per response, float32, for all its tokens.
+Means and deviations are float64.  A group of equal rewards has advantages of exactly 0, never rounding noise divided by
+a tiny deviation.
 
 Shapes: R responses, G groups (distinct prompts), T tokens of all responses.
 """
@@ -12,9 +12,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from conf.schema import KLConfig
+from conf.update import KLConfig
 from tlt_core.grpo.loss import kl_estimate
-from tlt_core.types import RolloutBatch
+from tlt_core.items.types import RolloutBatch
 
 Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
 
@@ -55,7 +55,7 @@ def informative(rewards_R: Tensor, prompt_ids_R: Tensor) -> Tensor:
 
 
 def overlong_penalty(response_lens_R: Tensor, *, max_new_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:
-    """DAPO's soft overlong punishment (Yu et al., arXiv 2503.14476, eq. 13), to be subtracted from the rewards.
+    """DAPO's soft overlong punishment (Yu et al., arXiv 2503.14476, eq. 13); subtract it from the rewards.
 
     0 up to max_new_tokens - buffer_tokens, then linear up to `penalty` at max_new_tokens.  [R] float32, >= 0.
     """

@@ -2,9 +2,9 @@
 
     ScoredBatch -> [optimizer step][worker] TrainBatch -> MicroBatch (one pass, see `micro_batch`)
 
-Sequences are packed back to back, never padded.  A group of responses stays in one minibatch; within a minibatch
-sequences are dealt to workers so that each has about the same amount to compute.  Every share carries the token and
-sequence counts of its whole optimizer step, so losses are sums that need no later division.
+Sequences are packed back to back, never padded.  A group of responses stays in one minibatch.  Within a minibatch,
+sequences are dealt to the workers so that each has about the same amount to compute.  Every share carries the token
+and sequence counts of its whole optimizer step, so losses are sums that need no division later.
 
 Shapes: S sequences of a share, T their tokens, C their completion tokens; R responses of the rollout batch.
 """
@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from conf.schema import AlgorithmConfig, UpdateConfig
-from tlt_core.types import FinishReason, RolloutBatch, ScoredBatch
+from conf.update import AlgorithmConfig, UpdateConfig
+from tlt_core.items.types import FinishReason, RolloutBatch, ScoredBatch
 
 Example = tuple[Tensor, Tensor]  # prompt tokens and completion tokens, int32
 
@@ -33,12 +33,12 @@ class TrainBatch:
     offsets_S1: Tensor  # [S + 1] int64
     prompt_lens_S: Tensor  # int64
     prompt_ids_S: Tensor  # int64; sequences with the same id have the same prompt
-    rows_S: Tensor  # int64, the sequence's place in the rollout batch (or in the list of examples)
+    sources_S: Tensor  # int64, the sequence's index in the rollout batch (or in the list of examples)
     advantages_S: Tensor  # float32
     rollout_logprobs_C: Tensor  # float32
     num_tokens: int  # completion tokens of the optimizer step, all workers together
     num_sequences: int  # sequences of the optimizer step, all workers together
-    old_logprobs_C: Tensor | None = None  # None: the policy has not moved since the rollout's step began
+    old_logprobs_C: Tensor | None = None  # None: the policy has not changed since the RL step began
     ref_logprobs_C: Tensor | None = None  # None: no KL term
 
     def __post_init__(self) -> None:
@@ -64,7 +64,7 @@ class TrainBatch:
         return self.lengths_S - self.prompt_lens_S
 
     def with_old_logprobs(self, old_logprobs_C: Tensor) -> "TrainBatch":
-        """The same share with the log-probabilities of the policy before the first optimizer step."""
+        """The same share with the log-probabilities of the policy before the RL step's first optimizer step."""
         return replace(self, old_logprobs_C=old_logprobs_C)
 
 
@@ -80,52 +80,52 @@ def make_train_batches(
 ) -> list[list[TrainBatch]]:
     """Shares indexed [optimizer step][worker].
 
-    Groups are dealt into `cfg.num_minibatches` in an order drawn from (seed, step); a later epoch visits the same
-    minibatches (the same objects) in another order.  With `mask_truncated` responses that hit the length limit are
-    left out, so minibatches (all of them, in an extreme step) may disappear from the result.
+    Groups are dealt into `cfg.num_minibatches` in an order drawn from (seed, step), where step is the RL step.  Later
+    epochs visit the same minibatches (the same objects) in another order.  With `mask_truncated`, responses that hit
+    the length limit are left out, so some minibatches, or even all, may be missing from the result.
     ref_logprobs_T: reference log-probabilities aligned with the rollouts' tokens_T.
     """
     rollouts = scored.rollouts
     kept_R = torch.ones(len(rollouts), dtype=torch.bool)
     if algorithm.mask_truncated:
         kept_R = rollouts.finish_R != FinishReason.LENGTH
-    # what a sequence costs, in forward passes: backward is worth two, and is not made where it is known to be zero
+    # cost of a sequence in forward passes: backward counts as two, and is skipped where the gradient is known to be 0
     passes_R = torch.where((scored.advantages_R != 0) | (not skips_zero_advantage(cfg, algorithm)), 3, 1)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     groups = rollouts.prompt_ids_R.unique()
     groups = groups[torch.randperm(len(groups), generator=generator)]
     minibatches = []
     for part in groups.tensor_split(cfg.num_minibatches):
-        rows = (torch.isin(rollouts.prompt_ids_R, part) & kept_R).nonzero().flatten()
-        if len(rows):
-            shares = _deal(rollouts, rows, passes_R, num_workers=num_workers)
-            minibatches.append([_take(rollouts, r, rows, scored.advantages_R, ref_logprobs_T) for r in shares])
+        chosen = (torch.isin(rollouts.prompt_ids_R, part) & kept_R).nonzero().flatten()
+        if len(chosen):
+            shares = _deal(rollouts, chosen, passes_R, num_workers=num_workers)
+            minibatches.append([_take(rollouts, s, chosen, scored.advantages_R, ref_logprobs_T) for s in shares])
     orders = [list(range(len(minibatches)))]
     orders += [torch.randperm(len(minibatches), generator=generator).tolist() for _ in range(cfg.num_epochs - 1)]
     return [minibatches[index] for order in orders for index in order]
 
 
 def skips_zero_advantage(cfg: UpdateConfig, algorithm: AlgorithmConfig) -> bool:
-    """Whether sequences with advantage 0 are measured without a backward pass: their gradient is zero when the loss is
-    proportional to the advantage.  Not under DeepSpeed, where all workers must make the same passes."""
+    """Whether sequences with advantage 0 get no backward pass: their gradient is 0 when the loss is proportional to the
+    advantage.  Never under DeepSpeed, where all workers must make the same passes."""
     kl_in_loss = algorithm.kl.coef > 0 and algorithm.kl.place == "loss"
     return cfg.backend.kind == "torch" and not kl_in_loss
 
 
 def make_forward_batches(rollouts: RolloutBatch, *, num_workers: int) -> list[TrainBatch]:
-    """All responses, one share per worker, for log-probabilities only (of the reference model, say)."""
-    rows = torch.arange(len(rollouts))
-    shares = _deal(rollouts, rows, torch.ones_like(rows), num_workers=num_workers)
-    return [_take(rollouts, share, rows, torch.zeros(len(rollouts)), None) for share in shares]
+    """All responses, one share per worker, for log-probabilities only (of the reference model, for example)."""
+    chosen = torch.arange(len(rollouts))
+    shares = _deal(rollouts, chosen, torch.ones_like(chosen), num_workers=num_workers)
+    return [_take(rollouts, share, chosen, torch.zeros(len(rollouts)), None) for share in shares]
 
 
 def join_logprobs(shares: Sequence[TrainBatch], logprobs: Sequence[Tensor], rollouts: RolloutBatch) -> Tensor:
-    """Log-probabilities of the shares' completion tokens, put where the rollouts have them; 0 on prompts.  [T]"""
+    """Log-probabilities of the shares' completion tokens, aligned with the rollouts' tokens; 0 on prompts.  [T]"""
     result_T = torch.zeros(len(rollouts.tokens_T))
     for share, logprobs_C in zip(shares, logprobs, strict=True):
         parts = logprobs_C.split(share.response_lens_S.tolist())
-        for row, part in zip(share.rows_S.tolist(), parts, strict=True):
-            end = int(rollouts.offsets_R1[row + 1])
+        for source, part in zip(share.sources_S.tolist(), parts, strict=True):
+            end = int(rollouts.offsets_R1[source + 1])
             result_T[end - len(part) : end] = part
     return result_T
 
@@ -133,16 +133,16 @@ def join_logprobs(shares: Sequence[TrainBatch], logprobs: Sequence[Tensor], roll
 def make_supervised_batches(
     examples: Sequence[Example], *, tokens_per_step: int, num_workers: int, seed: int
 ) -> list[list[TrainBatch]]:
-    """Shares indexed [optimizer step][worker] of one pass over (prompt, completion) pairs in an order drawn from seed.
+    """Shares indexed [optimizer step][worker]: one pass over (prompt, completion) pairs in an order drawn from seed.
 
-    A step takes examples until the next would exceed tokens_per_step (a longer one gets a step of its own).
+    An optimizer step takes examples until the next would exceed tokens_per_step; a longer example gets its own step.
     """
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
     lengths = [len(prompt) + len(completion) for prompt, completion in examples]
     steps = []
-    for chosen in fill(order, lambda row, _: lengths[row], budget=tokens_per_step):
-        num_tokens = sum(len(examples[row][1]) for row in chosen)
-        shares = _lightest_first(chosen, lambda row, _: lengths[row], num_workers=num_workers)
+    for chosen in fill(order, lambda index, _: lengths[index], budget=tokens_per_step):
+        num_tokens = sum(len(examples[index][1]) for index in chosen)
+        shares = _lightest_first(chosen, lambda index, _: lengths[index], num_workers=num_workers)
         steps.append([_take_examples(examples, share, num_tokens, len(chosen)) for share in shares])
     return steps
 
@@ -153,7 +153,7 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 Cost = Callable[[int, Sequence[int]], int]
-"""cost(item, run): tokens that an item adds to those that are there already."""
+"""cost(item, run): tokens that an item adds to a run."""
 
 
 def fill(order: Sequence[int], cost: Cost, *, budget: int) -> Iterator[list[int]]:
@@ -171,7 +171,7 @@ def fill(order: Sequence[int], cost: Cost, *, budget: int) -> Iterator[list[int]
 
 
 def _lightest_first(order: Sequence[int], cost: Cost, *, num_workers: int) -> list[list[int]]:
-    """Longest first, each to the worker who then has the least; a share keeps the order of the items."""
+    """Longest item first, each to the worker that has the least then; a share keeps the order of the items."""
     shares: list[list[int]] = [[] for _ in range(num_workers)]
     loads = [0] * num_workers
     for item in sorted(order, key=lambda i: -cost(i, ())):
@@ -183,36 +183,36 @@ def _lightest_first(order: Sequence[int], cost: Cost, *, num_workers: int) -> li
     return [sorted(share, key=place.__getitem__) for share in shares]
 
 
-def _deal(rollouts: RolloutBatch, rows: Tensor, passes_R: Tensor, *, num_workers: int) -> list[Tensor]:
-    """Shares of about the same number of tokens to compute (a prompt counts once per worker), times passes."""
+def _deal(rollouts: RolloutBatch, chosen: Tensor, passes_R: Tensor, *, num_workers: int) -> list[Tensor]:
+    """Shares with about the same tokens to compute, times passes; a prompt counts once per worker."""
     prompts: list[int] = rollouts.prompt_ids_R.tolist()
     prompt_lens: list[int] = rollouts.prompt_lens_R.tolist()
     responses: list[int] = rollouts.response_lens_R.tolist()
     passes: list[int] = passes_R.tolist()
 
-    def cost(row: int, share: Sequence[int]) -> int:
-        shared = any(prompts[other] == prompts[row] for other in share)
-        return passes[row] * (responses[row] + (0 if shared else prompt_lens[row]))
+    def cost(index: int, share: Sequence[int]) -> int:
+        shared = any(prompts[other] == prompts[index] for other in share)
+        return passes[index] * (responses[index] + (0 if shared else prompt_lens[index]))
 
-    shares = _lightest_first(rows.tolist(), cost, num_workers=num_workers)
+    shares = _lightest_first(chosen.tolist(), cost, num_workers=num_workers)
     return [torch.tensor(share, dtype=torch.int64) for share in shares]
 
 
 def _take(
-    rollouts: RolloutBatch, share: Tensor, rows: Tensor, advantages_R: Tensor, ref_logprobs_T: Tensor | None
+    rollouts: RolloutBatch, share: Tensor, chosen: Tensor, advantages_R: Tensor, ref_logprobs_T: Tensor | None
 ) -> TrainBatch:
-    """The share's responses; `rows` are those of the whole optimizer step."""
+    """The share's responses; `chosen` are those of the whole optimizer step."""
     part = rollouts.take(share.tolist()) if len(share) else None
     return TrainBatch(
         tokens_T=rollouts.tokens_T[:0] if part is None else part.tokens_T,
         offsets_S1=torch.zeros(1, dtype=torch.int64) if part is None else part.offsets_R1,
         prompt_lens_S=rollouts.prompt_lens_R[share],
         prompt_ids_S=rollouts.prompt_ids_R[share],
-        rows_S=share,
+        sources_S=share,
         advantages_S=advantages_R[share],
         rollout_logprobs_C=_completions(rollouts, share, rollouts.logprobs_T),
-        num_tokens=int(rollouts.response_lens_R[rows].sum()),
-        num_sequences=len(rows),
+        num_tokens=int(rollouts.response_lens_R[chosen].sum()),
+        num_sequences=len(chosen),
         ref_logprobs_C=None if ref_logprobs_T is None else _completions(rollouts, share, ref_logprobs_T),
     )
 
@@ -224,17 +224,17 @@ def _completions(rollouts: RolloutBatch, share: Tensor, values_T: Tensor) -> Ten
     return torch.cat(parts) if parts else values_T[:0]
 
 
-def _take_examples(examples: Sequence[Example], rows: list[int], num_tokens: int, num_sequences: int) -> TrainBatch:
-    tokens = [torch.cat(examples[row]) for row in rows]
-    prompt_lens = torch.tensor([len(examples[row][0]) for row in rows], dtype=torch.int64)
+def _take_examples(examples: Sequence[Example], share: list[int], num_tokens: int, num_sequences: int) -> TrainBatch:
+    tokens = [torch.cat(examples[index]) for index in share]
+    prompt_lens = torch.tensor([len(examples[index][0]) for index in share], dtype=torch.int64)
     offsets = offsets_of(torch.tensor([len(t) for t in tokens], dtype=torch.int64))
     return TrainBatch(
         tokens_T=torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int32),
         offsets_S1=offsets,
         prompt_lens_S=prompt_lens,
-        prompt_ids_S=torch.tensor(rows, dtype=torch.int64),
-        rows_S=torch.tensor(rows, dtype=torch.int64),
-        advantages_S=torch.ones(len(rows)),
+        prompt_ids_S=torch.tensor(share, dtype=torch.int64),
+        sources_S=torch.tensor(share, dtype=torch.int64),
+        advantages_S=torch.ones(len(share)),
         rollout_logprobs_C=torch.zeros(int(offsets[-1] - prompt_lens.sum())),
         num_tokens=num_tokens,
         num_sequences=num_sequences,

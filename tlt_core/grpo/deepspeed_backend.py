@@ -1,13 +1,14 @@
-"""DeepSpeed ZeRO over the worker group, behind the same interface as `torch_backend`.  The only file that knows it.
+"""DeepSpeed ZeRO over the worker group, behind the same interface as `torch_backend`.  Only this file imports it.
 
     stage 0  nothing sharded     1  optimizer state     2  and gradients     3  and parameters
 
 DeepSpeed averages gradients over workers while our losses are shares of a sum, so losses are multiplied by the number
 of workers.  Gradients add up over any number of backward passes until `step` (DeepSpeed's unmanaged accumulation).
-With float32 weights everything is float32; with bf16 weights DeepSpeed keeps float32 masters, and adds gradients up
-in float32 from stage 1 on.
+With float32 weights everything is float32.  With bf16 weights DeepSpeed keeps float32 masters, and adds gradients up in
+float32 from stage 1 on.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -27,8 +28,8 @@ from deepspeed.utils import (
 )
 from torch import Tensor, nn
 
-from conf.schema import AdamWConfig
-from conf.schema import DeepSpeedBackend as DeepSpeedConfig
+from conf.optimizer import AdamWConfig
+from conf.update import DeepSpeedBackend as DeepSpeedConfig
 from tlt_core.grpo.micro_batch import idle_micro_batch
 from tlt_core.grpo.optimizer import decay_groups
 from tlt_core.grpo.policy import PolicyModel, inputs_of
@@ -37,7 +38,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class DeepSpeedBackend:
-    """See the module docstring.  torch.distributed must be initialised, for one worker too."""
+    """See the module docstring.  torch.distributed must be initialised, even for one worker."""
 
     needs_equal_passes = True
 
@@ -59,7 +60,7 @@ class DeepSpeedBackend:
         if self._plain:
             optimizer.register_step_pre_hook(self._clip)
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it; a worker sees one device only
-        # Its shared-memory all-reduce is compiled for over a minute on first use and serves CPU hosts only.
+        # The shared-memory all-reduce takes over a minute to compile on first use and serves CPU hosts only.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self._engine, *_ = deepspeed.initialize(
             model=model,
@@ -86,7 +87,7 @@ class DeepSpeedBackend:
         self._engine.backward(loss * self._world_size)
 
     def step(self, lr: float) -> float:
-        """One optimizer step on the gradients added since the last one; returns their global norm before clipping."""
+        """See `update.Backend`."""
         for settings in self._engine.optimizer.param_groups:
             settings["lr"] = lr
         self._engine.step()
@@ -113,7 +114,7 @@ class DeepSpeedBackend:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Tensor], *, step: int) -> None:
-        """Set masters, moments and weights; `step` optimizer steps had been made."""
+        """Set masters, moments and weights; step: optimizer steps made so far."""
         for name, parameter in self._trainable.items():
             values = {kind: state[f"{kind}/{name}"].to(parameter.device) for kind in ("master", *_MOMENTS)}
             if self._stage == 3:
@@ -137,15 +138,18 @@ class DeepSpeedBackend:
     # ------------------------------------------------------------------------------------------ inside
 
     def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Without ZeRO in float32 DeepSpeed clips but does not report the norm, so it is done here, after the
-        all-reduce and before the step."""
+        """Clip here, after the all-reduce and before the step: in float32 without ZeRO, DeepSpeed does not report the
+        norm.  There it does not skip a step whose gradient is not finite either; AdamW skips parameters without one."""
         self._norm = float(nn.utils.clip_grad_norm_(self._trainable.values(), self._max_norm))
+        if not math.isfinite(self._norm):
+            for parameter in self._trainable.values():
+                parameter.grad = None
 
     def _make_optimizer_state(self, device: torch.device) -> None:
-        """A step with zero gradient and zero learning rate: afterwards moments exist and can be read and set.
+        """Make a step with gradient 0 and learning rate 0, after which moments exist and can be read and set.
 
         Stages 1 and 2 link weights to their moments in the step of the first parameter group and would miss those of
-        the second, so theirs are made before."""
+        the second group, so both are made before."""
         if self._stage in (1, 2):
             optimizer = self._engine.basic_optimizer
             for shard in (shard for group in optimizer.param_groups for shard in group["params"]):

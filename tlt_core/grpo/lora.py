@@ -1,4 +1,4 @@
-"""Low-rank adapters on our decoder, through peft: only they train, rollouts get the merged weights.
+"""Low-rank adapters on our decoder, by peft.  Only the adapters are trained; rollouts use the merged weights.
 
 Hu et al., arXiv 2106.09685: W' = W + alpha / rank * B A, with B = 0 at the start.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from conf.schema import LoraConfig
+from conf.update import LoraConfig
 
 _BASE = ".base_layer."  # how peft names the adapted weight inside its wrapper
 
@@ -18,7 +18,7 @@ _BASE = ".base_layer."  # how peft names the adapted weight inside its wrapper
 def inject_adapters(model: nn.Module, cfg: LoraConfig, *, seed: int = 0) -> None:
     """Freeze the model and put adapters on the linear layers named in cfg.target_modules, in place.
 
-    seed: of matrix A, equal on all workers.  Raises ValueError when no module has such a name.
+    seed: for matrix A, equal on all workers.  Raises ValueError when no module has such a name.
     """
     import peft
 

@@ -6,8 +6,8 @@
     w_t   = min(pi_old(a_t) / pi_rollout(a_t), tis_cap)                  truncated importance sampling, a constant
     loss  = sum_t n_t (w_t l_t + coef KL_t)                              n_t: share of the token, see `token_weights`
 
-Losses and measurements are *sums* over completion tokens with shares that refer to the whole optimizer step.  So they
-add up exactly over micro-batches and workers, and a step may be cut anywhere.
+Losses and measurements are *sums* over completion tokens, and a token's share refers to the whole optimizer step.  So
+they add up exactly over micro-batches and workers, however the optimizer step is divided.
 
 Shapes: C completion tokens, S sequences, M measurements.
 """
@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from conf.schema import AlgorithmConfig
+from conf.update import AlgorithmConfig
 
 KLKind = Literal["k1", "k2", "k3"]
 
@@ -36,7 +36,7 @@ class TokenData(NamedTuple):
     advantages_C: Tensor
     weights_C: Tensor  # n_t of the module docstring
     rollout_logprobs_C: Tensor
-    old_logprobs_C: Tensor | None  # None: the policy has not moved since, so old = current
+    old_logprobs_C: Tensor | None  # None: the policy has not changed since, so old = current
     ref_logprobs_C: Tensor | None  # None: no KL term
 
 
@@ -46,6 +46,7 @@ class LossTerms(NamedTuple):
     loss: Tensor  # scalar
     sums_M: Tensor  # float64, columns `_SUMS`
     largest: Tensor  # float64 scalar, largest |p - q|
+    finite_C: Tensor  # bool, the token's term of the loss is a finite number
 
 
 def token_weights(
@@ -94,7 +95,8 @@ def policy_loss(logprobs_C: Tensor, entropy_C: Tensor, data: TokenData, *, algor
     if data.ref_logprobs_C is not None:
         kl_C = kl_estimate(logprobs_C, data.ref_logprobs_C, kind=algorithm.kl.kind)
     kl_coef = algorithm.kl.coef if algorithm.kl.place == "loss" else 0.0
-    loss = (data.weights_C * (terms_C + kl_coef * kl_C)).sum()
+    losses_C = data.weights_C * (terms_C + kl_coef * kl_C)
+    loss = losses_C.sum()
     with torch.no_grad():
         p, q = old_C.exp().double(), data.rollout_logprobs_C.exp().double()
         diff = (p - q).abs()
@@ -104,7 +106,8 @@ def policy_loss(logprobs_C: Tensor, entropy_C: Tensor, data: TokenData, *, algor
             -log_ratio_C, entropy_C, tis_C, diff, p, q, p * p, q * q, p * q,
         )  # fmt: skip
         sums_M = torch.stack([column.detach().double().sum() for column in columns])
-        return LossTerms(loss, sums_M, diff.max() if len(diff) else diff.new_zeros(()))
+        largest = diff.max() if len(diff) else diff.new_zeros(())
+        return LossTerms(loss, sums_M, largest, losses_C.isfinite())
 
 
 def empty_sums() -> Tensor:
@@ -115,13 +118,13 @@ def empty_sums() -> Tensor:
 def loss_metrics(sums_M: Tensor, largest: Tensor) -> dict[str, float]:
     """Metrics of one optimizer step (verl's names) from the sums over its micro-batches and workers.
 
-    pg_loss and kl_loss are aggregated as the loss is; everything else is a mean over completion tokens.  The
-    training/ metrics compare the probabilities p of the update policy (before the step) and q recorded in rollout.
+    pg_loss and kl_loss are aggregated as the loss is; all others are means over completion tokens.  The training/
+    metrics compare probabilities: p of the policy before the optimizer step, computed here, and q recorded in rollout.
     """
     s = dict(zip(_SUMS, sums_M.tolist(), strict=True))
     n = max(s["tokens"], 1.0)
     spread = (s["pp"] - s["p"] ** 2 / n) * (s["qq"] - s["q"] ** 2 / n)
-    # constant probabilities have no correlation; they agree if they are equal everywhere
+    # correlation is undefined for constant probabilities; report 1 if they are equal everywhere
     constant = 1.0 if s["prob_diff"] == 0 else 0.0
     correlation = (s["pq"] - s["p"] * s["q"] / n) / spread**0.5 if spread > 0 else constant
     return {

@@ -1,7 +1,7 @@
 """From one worker's share of an optimizer step to single forward/backward passes.
 
-Sequences are packed back to back, never padded, and the prompt of a group is computed once for all its responses that
-meet in a pass.
+Sequences are packed back to back, never padded.  The prompt of a group is computed once for all its responses that are
+in the same pass.
 
 Shapes: U input tokens, Q attention segments, C completion tokens, S sequences of the share.
 """
@@ -19,26 +19,26 @@ from tlt_core.grpo.batch import TrainBatch, fill, offsets_of
 class MicroBatch(NamedTuple):
     """Some sequences of a share, ready for one pass over U input tokens in Q attention segments.
 
-    The last token of a sequence predicts nothing, so it is not fed.  A prompt with several responses is fed once, as a
-    segment of its own; the segment of a response reads the keys of the prompt and then its own.
+    The last token of a sequence predicts nothing and is left out.  A prompt with several responses is fed once, as its
+    own segment; the segment of a response reads the keys of the prompt and then its own.
     """
 
     tokens_U: Tensor  # int32
     positions_U: Tensor  # int64, index in the sequence
     offsets_Q1: Tensor  # int64, segments in input tokens
-    key_rows: Tensor | None  # int64, input tokens whose keys the segments read; None: each segment reads its own
-    key_offsets_Q1: Tensor  # int64, segments in key_rows
-    rows_C: Tensor  # int64, input tokens whose output predicts a completion token
+    keys: Tensor | None  # int64, input tokens whose keys the segments read; None: each segment reads its own
+    key_offsets_Q1: Tensor  # int64, segments in `keys`
+    outputs_C: Tensor  # int64, input tokens whose output predicts a completion token
     targets_C: Tensor  # int64, the completion tokens
     place_C: Tensor  # int64, where the completion tokens are in the share's [C] arrays
     sequence_C: Tensor  # int64, which of the share's sequences they belong to
-    needs_grad: bool  # False: only measured, its gradient is known to be zero
+    needs_grad: bool  # False: the gradient is known to be 0, so the pass only measures
 
 
 def micro_batches(batch: TrainBatch, *, token_budget: int, skip_zero_advantage: bool) -> Iterator[MicroBatch]:
     """Cut a share into passes of at most `token_budget` tokens (a longer sequence gets a pass of its own).
 
-    skip_zero_advantage: sequences whose advantage is 0 get passes of their own that are only measured.
+    skip_zero_advantage: sequences whose advantage is 0 get their own passes, without gradient.
     """
     live_S = batch.advantages_S != 0 if skip_zero_advantage else torch.ones(len(batch), dtype=torch.bool)
     prompts: list[int] = batch.prompt_ids_S.tolist()
@@ -56,7 +56,7 @@ def micro_batches(batch: TrainBatch, *, token_budget: int, skip_zero_advantage: 
 
 
 def idle_micro_batch() -> MicroBatch:
-    """A pass over one token that predicts nothing: for a worker that must join in collectives without having work."""
+    """A pass over one token that predicts nothing, for a worker without work that must join the collectives."""
     none, one = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
     bounds = torch.tensor([0, 1])
     return MicroBatch(one.int(), one, bounds, None, bounds, none, none, none, none, needs_grad=True)
@@ -68,7 +68,7 @@ def _micro_batch(batch: TrainBatch, chosen: Sequence[int], *, needs_grad: bool) 
     source: list[Tensor] = []  # input tokens, as indexes into the share's tokens
     positions: list[Tensor] = []
     segments: list[tuple[int, Tensor]] = []  # number of input tokens, and the input tokens whose keys they read
-    rows: list[Tensor] = []
+    outputs: list[Tensor] = []
     used = 0
     for _, group in groupby(chosen, key=lambda s: int(batch.prompt_ids_S[s])):
         members = list(group)
@@ -83,7 +83,7 @@ def _micro_batch(batch: TrainBatch, chosen: Sequence[int], *, needs_grad: bool) 
             source.append(starts[s] + prompt_lens[s] + torch.arange(len(own)))
             positions.append(prompt_lens[s] + torch.arange(len(own)))
             used += len(own)
-            rows += [prompt[-1:], own]  # the prompt's last token predicts the first of the response
+            outputs += [prompt[-1:], own]  # the prompt's last token predicts the first of the response
             queries = len(own) + (len(prompt) if len(members) == 1 else 0)
             if queries:
                 segments.append((queries, torch.cat([prompt, own])))
@@ -94,9 +94,9 @@ def _micro_batch(batch: TrainBatch, chosen: Sequence[int], *, needs_grad: bool) 
         tokens_U=batch.tokens_T[torch.cat(source)],
         positions_U=torch.cat(positions),
         offsets_Q1=offsets_of(lengths),
-        key_rows=None if torch.equal(lengths, key_lengths) else torch.cat([keys for _, keys in segments]),
+        keys=None if torch.equal(lengths, key_lengths) else torch.cat([keys for _, keys in segments]),
         key_offsets_Q1=offsets_of(key_lengths),
-        rows_C=torch.cat(rows),
+        outputs_C=torch.cat(outputs),
         targets_C=torch.cat([batch.tokens_T[starts[s] + prompt_lens[s] : starts[s + 1]] for s in chosen]).long(),
         place_C=torch.cat([torch.arange(places[s], places[s + 1]) for s in chosen]),
         sequence_C=chosen_S.repeat_interleave(batch.response_lens_S[chosen_S]),

@@ -1,18 +1,18 @@
-"""AdamW settings that every back end shares: learning-rate schedule and weight-decay groups."""
+"""What every back end's AdamW shares: learning-rate schedule and weight-decay groups."""
 
 import math
 from collections.abc import Iterable
 
 from torch import nn
 
-from conf.schema import AdamWConfig, ConstantSchedule
+from conf.optimizer import AdamWConfig, ConstantSchedule
 
 
 def learning_rate(cfg: AdamWConfig, step: int, *, total_steps: int) -> float:
     """Learning rate of optimizer step `step` (0-based) out of `total_steps`.
 
-    Linear warm-up that reaches the peak at step warmup_steps - 1, then constant, or linear or cosine decay that would
-    reach final_fraction of the peak at step total_steps (and stays there in a run that is prolonged).
+    Linear warm-up reaches the peak at step warmup_steps - 1.  Then the rate is constant, or decays linearly or as a
+    cosine to final_fraction of the peak at step total_steps and stays there.
     """
     schedule = cfg.schedule
     if step < schedule.warmup_steps:

@@ -1,7 +1,7 @@
 """The policy as the update sees it: packed tokens in, log-probabilities of completion tokens out.
 
-Decoder, packed causal attention and the fused LM head put together.  Only rows that predict a completion token go
-through the LM head.  `PolicyModel` is an nn.Module so that DeepSpeed can hook it; `Policy` is a frozen one.
+Decoder, packed causal attention and fused LM head put together.  Only positions that predict a completion token go
+through the LM head.  `PolicyModel` is an nn.Module so that DeepSpeed can hook it.
 
 Shapes: U input tokens, Q attention segments, C completion tokens.
 """
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels.packed_attention import packed_causal_attention
-from kernels.token_logprob import linear_token_logprob
+from kernels.attention.packed_attention import packed_causal_attention
+from kernels.sampling.token_logprob import linear_token_logprob
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.micro_batch import MicroBatch, micro_batches
 from tlt_core.model.decoder import Decoder
@@ -35,20 +35,20 @@ class PolicyModel(nn.Module):
         tokens_U: Tensor,
         positions_U: Tensor,
         offsets_Q1: Tensor,
-        key_rows: Tensor | None,
+        keys: Tensor | None,
         key_offsets_Q1: Tensor,
-        rows_C: Tensor,
+        outputs_C: Tensor,
         targets_C: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy at the sampling temperature, both [C] float32 (fields of `MicroBatch`)."""
 
         def attend(layer: int, q_UHd: Tensor, k_UKd: Tensor, v_UKd: Tensor) -> Tensor:
-            if key_rows is not None:
-                k_UKd, v_UKd = k_UKd.index_select(0, key_rows), v_UKd.index_select(0, key_rows)
+            if keys is not None:
+                k_UKd, v_UKd = k_UKd.index_select(0, keys), v_UKd.index_select(0, keys)
             return packed_causal_attention(q_UHd, k_UKd, v_UKd, offsets_Q1, key_offsets_S1=key_offsets_Q1)
 
         hidden_UD = self.decoder(tokens_U, positions_U, attend).last_TD
-        hidden_CD = hidden_UD.index_select(0, rows_C)
+        hidden_CD = hidden_UD.index_select(0, outputs_C)
         logprob_C, entropy_C = linear_token_logprob(
             hidden_CD, self.decoder.head_weight, targets_C, temperature=self.temperature
         )
@@ -56,20 +56,20 @@ class PolicyModel(nn.Module):
 
 
 def inputs_of(micro: MicroBatch, device: torch.device) -> tuple[Tensor | None, ...]:
-    """Arguments of `PolicyModel.forward`, on its device.  Segment offsets are read by the host and stay there."""
+    """Arguments of `PolicyModel.forward`, on its device.  Segment offsets stay on the host, which reads them."""
     return (
         micro.tokens_U.to(device),
         micro.positions_U.to(device),
         micro.offsets_Q1,
-        None if micro.key_rows is None else micro.key_rows.to(device),
+        None if micro.keys is None else micro.keys.to(device),
         micro.key_offsets_Q1,
-        micro.rows_C.to(device),
+        micro.outputs_C.to(device),
         micro.targets_C.to(device),
     )
 
 
 class FrozenPolicy:
-    """Log-probabilities under a model that is never trained: the reference of the KL penalty."""
+    """Log-probabilities under a model that is not trained: the reference of the KL penalty."""
 
     def __init__(self, decoder: Decoder, *, temperature: float, token_budget: int, device: torch.device) -> None:
         self._model = PolicyModel(decoder.requires_grad_(False), temperature=temperature)
@@ -93,5 +93,5 @@ def measure_logprobs(
 
 
 def _recomputing(layer: nn.Module, *arguments: Any) -> Any:
-    """Run a layer keeping only its input; its activations are computed again in backward."""
+    """Run a layer and keep only its input; backward computes the activations again."""
     return checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)

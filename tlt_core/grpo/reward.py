@@ -3,8 +3,8 @@
     submit(key, prompt, response) ... submit(...)        as responses end
     collect(keys) -> scores                              when they are needed
 
-A response whose scoring hangs is killed after its time limit with its process and scores 0; one that raises scores 0;
-a scorer that kills its own process costs that one sample.  All of it is counted, none of it ends a run.
+No reward function can end a run.  A response scores 0 when a function raises, kills its process, exceeds the time
+limit (its process is then killed), or returns a number that is not finite or too large.  Metrics count these cases.
 """
 
 import logging
@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 
-from conf.schema import RewardConfig
+from conf.reward import RewardConfig
 from tlt_core.grpo import verifiers
 from tlt_core.grpo.verifiers import Item, Outcome
-from tlt_core.types import Prompt, ScoreStatus
+from tlt_core.items.types import Prompt, ScoreStatus
 
 log = logging.getLogger(__name__)
 
-_MAX_WARNINGS = 10  # a message may quote the response, then each is different
+_MAX_WARNINGS = 10  # a message may quote the response, so messages may all be different
 
 _STATUS = {
     verifiers.OK: ScoreStatus.OK,
@@ -57,7 +57,7 @@ def check_reward_functions(cfg: RewardConfig) -> None:
 
 
 class Scorer:
-    """Owns the pool.  Its processes start in the background: the constructor does not wait for them."""
+    """Owns the pool, whose processes start in the background."""
 
     def __init__(self, cfg: RewardConfig) -> None:
         check_reward_functions(cfg)
@@ -81,11 +81,11 @@ class Scorer:
         self._futures[key] = self._pool.submit(verifiers.score_response, self._cfg.timeout_s, self._functions, item)
 
     def collect(self, keys: Sequence[Hashable]) -> list[Score]:
-        """Scores in the order of `keys`; waits for what is not ready, at most the time limit a response."""
-        return [self._score(self._futures.pop(key)) for key in keys]
+        """Scores in the order of `keys`; waits for those that are not ready, at most the time limit for each."""
+        return [self._score(key, self._futures.pop(key)) for key in keys]
 
     def is_ready(self, keys: Sequence[Hashable], *, within_s: float = 0.0) -> bool:
-        """Would `collect` return at once?  Waits for it as long as that."""
+        """Whether `collect` would return at once; waits up to `within_s` for that."""
         return not wait([self._futures[key] for key in keys], timeout=within_s).not_done
 
     def close(self) -> None:
@@ -99,23 +99,23 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _score(self, future: "Future[Outcome]") -> Score:
+    def _score(self, key: Hashable, future: "Future[Outcome]") -> Score:
         zeros = (0.0,) * len(self._functions)
         try:
             outcome = future.result()
         except TimeoutError:
-            self._warn(f"scoring took longer than reward.timeout_s={self._cfg.timeout_s} s; the sample scores 0")
+            self._warn(f"scoring took longer than reward.timeout_s={self._cfg.timeout_s} s; the sample scores 0", key)
             return Score(zeros, 0.0, ScoreStatus.TIMEOUT, self._cfg.timeout_s)
         except ProcessExpired as error:
-            self._warn(f"a scoring process ended with exit code {error.exitcode}; the sample scores 0")
+            self._warn(f"a scoring process ended with exit code {error.exitcode}; the sample scores 0", key)
             return Score(zeros, 0.0, ScoreStatus.ERROR, 0.0)
         if outcome.message:
-            self._warn(f"a reward function failed: {outcome.message}; the sample scores 0 for it")
+            self._warn(f"a reward function failed: {outcome.message}; the sample scores 0 for it", key)
         total = sum(w * c for w, c in zip(self._weights, outcome.components, strict=True))
         return Score(outcome.components, total, _STATUS[outcome.status], outcome.seconds)
 
-    def _warn(self, message: str) -> None:
-        """The first few different failures: the counts are in the metrics."""
+    def _warn(self, message: str, key: Hashable) -> None:
+        """Log each failure once, with the first sample it happened to, and only the first few: metrics count them."""
         if message not in self._warned and len(self._warned) < _MAX_WARNINGS:
             self._warned.add(message)
-            log.warning("%s", message)
+            log.warning("sample %s: %s", key, message)

@@ -1,4 +1,4 @@
-"""Plain torch data parallel: every worker holds all weights, gradients are summed over workers.  Fastest on CPU.
+"""Plain data parallelism in torch: each worker holds all weights, gradients are summed over workers.  Fastest on CPU.
 
     backward:  grad (compute dtype) --added in fp32, then freed--> flat gradient
     step:      all-reduce in buckets, clip by global norm, fused AdamW on flat fp32 masters, copy to compute weights
@@ -7,13 +7,14 @@ All trainable weights live in two flat buffers (with and without weight decay), 
 With float32 weights the masters are the compute weights.  Everything is deterministic: same input, same bits.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from conf.schema import AdamWConfig
+from conf.optimizer import AdamWConfig
 from tlt_core.grpo.optimizer import decay_groups
 from tlt_core.grpo.policy import PolicyModel
 
@@ -39,7 +40,7 @@ class TorchBackend:
             eps=cfg.eps,
             fused=True,
         )
-        for group in self._groups:  # made here, not in the first step, so that a checkpoint always has the same keys
+        for group in self._groups:  # made here rather than in the first step, so that a checkpoint always has them
             self._optimizer.state[group.master] = {
                 "step": torch.zeros((), device=group.master.device),
                 "exp_avg": torch.zeros_like(group.master),
@@ -56,22 +57,24 @@ class TorchBackend:
         loss.backward()
 
     def step(self, lr: float) -> float:
-        """One optimizer step on the gradients added since the last one; returns their global norm before clipping."""
+        """See `update.Backend`."""
         gradients = [group.gradient for group in self._groups]
         if self._world_size > 1:
             buckets = [b for g in gradients for b in g.split(_BUCKET_ELEMENTS)]
             for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
                 work.wait()
         norm = float(torch.stack([flat_norm(g) for g in gradients]).norm())
-        if norm > self._cfg.max_grad_norm:
-            for gradient in gradients:
-                gradient.mul_(self._cfg.max_grad_norm / norm)
-        for settings in self._optimizer.param_groups:
-            settings["lr"] = lr
-        self._optimizer.step()
-        for group in self._groups:
-            group.publish_master()
-            group.gradient.zero_()
+        if math.isfinite(norm):
+            if norm > self._cfg.max_grad_norm:
+                for gradient in gradients:
+                    gradient.mul_(self._cfg.max_grad_norm / norm)
+            for settings in self._optimizer.param_groups:
+                settings["lr"] = lr
+            self._optimizer.step()
+            for group in self._groups:
+                group.publish_master()
+        for gradient in gradients:
+            gradient.zero_()
         return norm
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -93,7 +96,7 @@ class TorchBackend:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor], *, step: int) -> None:
-        """Set masters and moments; `step` optimizer steps had been made."""
+        """Set masters and moments; step: optimizer steps made so far."""
         for name, view in self.state_dict().items():
             view.copy_(state[name])
         for group in self._groups:
@@ -134,18 +137,18 @@ class _FlatGroup:
 
 
 def flat_norm(values: Tensor) -> Tensor:
-    """L2 norm of a long float32 vector.  torch adds up squares one after the other on CPUs, so that of 134 million
-    elements a twentieth of the norm is lost; of short pieces nothing is."""
-    pieces = (values,) if values.is_cuda else values.split(_NORM_ELEMENTS)  # a GPU adds up in a tree
+    """L2 norm of a long float32 vector, from the norms of short pieces.  On a CPU torch adds up all squares one after
+    the other, which loses 5 % of the norm of 134 million elements; a GPU adds them up in a tree."""
+    pieces = (values,) if values.is_cuda else values.split(_NORM_ELEMENTS)
     norm: Tensor = torch.stack([torch.linalg.vector_norm(piece) for piece in pieces]).norm()
     return norm
 
 
 def _accumulate_into(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add each backward's gradient to the float32 one as soon as it is there, and free it."""
+    """Add the gradient of each backward pass to the float32 one as soon as it exists, and free it."""
 
     def add(parameter: Tensor) -> None:
-        assert parameter.grad is not None, "torch calls this after it has accumulated a gradient"
+        assert parameter.grad is not None, "torch calls this after accumulating a gradient"
         gradient.add_(parameter.grad)
         parameter.grad = None
 

@@ -4,12 +4,13 @@
     all workers together:                          reduce gradients -> clip -> AdamW
     measurements of all micro-batches and workers: added up -> metrics
 
-The same machinery trains on worked solutions (`supervised_step`).  Who holds the optimizer is the back end's business.
-torch.distributed is initialised by the caller where there is more than one worker.
+`supervised_step` trains on worked solutions in the same way.  The back end holds the optimizer.  With several workers
+the caller initialises torch.distributed.
 """
 
+import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -18,7 +19,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from conf.schema import AdamWConfig, AlgorithmConfig, UpdateConfig
+from conf.optimizer import AdamWConfig
+from conf.update import AlgorithmConfig, UpdateConfig
 from tlt_core.grpo.batch import TrainBatch, skips_zero_advantage
 from tlt_core.grpo.lora import inject_adapters, merged_weights
 from tlt_core.grpo.loss import TokenData, empty_sums, loss_metrics, policy_loss, token_weights
@@ -26,9 +28,14 @@ from tlt_core.grpo.micro_batch import MicroBatch, idle_micro_batch, micro_batche
 from tlt_core.grpo.optimizer import learning_rate
 from tlt_core.grpo.policy import PolicyModel, inputs_of, measure_logprobs
 from tlt_core.grpo.torch_backend import TorchBackend
+from tlt_core.items.store import is_finite
 from tlt_core.model.decoder import Decoder
 
+log = logging.getLogger(__name__)
+
 _STATE_FILE = "trainer.safetensors"
+_MOST_SKIPPED = 3  # optimizer steps in a row
+_MOST_NAMED = 8  # responses in a message
 
 
 class UpdateError(ValueError):
@@ -36,13 +43,18 @@ class UpdateError(ValueError):
 
 
 class Backend(Protocol):
-    """Who holds the optimizer.  All workers call every method together."""
+    """Holds model and optimizer.  All workers call every method together."""
 
-    needs_equal_passes: bool  # forward and backward are collectives: every worker must make as many passes
+    needs_equal_passes: bool  # forward and backward are collectives, so every worker must make equally many passes
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]: ...
     def backward(self, loss: Tensor) -> None: ...
-    def step(self, lr: float) -> float: ...
+    def step(self, lr: float) -> float:
+        """One optimizer step on the gradients added since the last one; returns their global norm before clipping.
+
+        Gradients that are not finite are dropped, and nothing else changes."""
+        ...
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
     def state_dict(self) -> dict[str, Tensor]: ...
     def load_state_dict(self, state: dict[str, Tensor], *, step: int) -> None: ...
@@ -66,12 +78,13 @@ class PolicyTrainer:
         device: torch.device,
         optimizer: AdamWConfig | None = None,
     ) -> None:
-        """decoder: on `device`; its dtype is the compute dtype (masters are float32 in any case).
+        """decoder: on `device`; its dtype is the compute dtype (masters are always float32).
 
-        total_steps: optimizer steps of the run, for the schedule.  optimizer: used in place of cfg.optimizer.
+        total_steps: optimizer steps of the run, for the schedule.  optimizer: replaces cfg.optimizer.
         """
         self.config = decoder.config
         self.completed_steps = 0
+        self._skipped_in_row = 0
         self._cfg, self._algorithm = cfg, algorithm
         self._optimizer = optimizer or cfg.optimizer
         self._total_steps, self._max_new_tokens = total_steps, max_new_tokens
@@ -92,17 +105,26 @@ class PolicyTrainer:
     # ------------------------------------------------------------------------------------------ training
 
     def steps(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
-        """All optimizer steps of one RL step.  Metrics are means over them (learning rate: the last; maxima: the
-        largest).  No batches (everything was masked out): no step, no metrics."""
-        results = [self.step(batch) for batch in self._with_old_logprobs(batches)]
-        metrics = {name: sum(r[name] for r in results) / len(results) for name in (results[0] if results else ())}
-        for name in metrics:
+        """All optimizer steps of one RL step.
+
+        Metrics are means over the steps (learning rate: the last; maxima: the largest); there are none when no step
+        was made because everything was masked out or skipped.
+        """
+        results = [metrics for batch in self._with_old_logprobs(batches) if (metrics := self.step(batch))]
+        if not results:
+            return {}
+        merged = {name: sum(r[name] for r in results) / len(results) for name in results[0]}
+        for name in merged:
             if name.endswith("_max"):
-                metrics[name] = max(r[name] for r in results)
-        return metrics | ({"actor/lr": results[-1]["actor/lr"]} if results else {})
+                merged[name] = max(r[name] for r in results)
+        return merged | {"actor/lr": results[-1]["actor/lr"]}
 
     def step(self, batch: TrainBatch) -> dict[str, float]:
-        """One optimizer step on this worker's share; metrics are the same on every worker."""
+        """One optimizer step on this worker's share; metrics are the same on every worker.
+
+        A step whose gradient is not finite is skipped: the policy stays as it is, the log names the responses, and
+        there are no metrics.  Raises UpdateError when that happens three times in a row.
+        """
         algorithm = self._algorithm
         weights_S = token_weights(
             algorithm.loss_aggregation,
@@ -112,6 +134,7 @@ class PolicyTrainer:
             max_new_tokens=self._max_new_tokens,
         )
         sums_M, largest = empty_sums().to(self._device), torch.zeros((), dtype=torch.float64, device=self._device)
+        finite: list[tuple[MicroBatch, Tensor]] = []
         for micro in self._passes(batch, skip_zero_advantage=skips_zero_advantage(self._cfg, algorithm)):
             with torch.set_grad_enabled(micro.needs_grad):
                 logprobs_C, entropy_C = self._backend.forward(*inputs_of(micro, self._device))
@@ -120,20 +143,31 @@ class PolicyTrainer:
                 self._backend.backward(terms.loss)
             sums_M += terms.sums_M
             largest = torch.maximum(largest, terms.largest)
-        optimizer_metrics = self._finish_step()
-        return loss_metrics(self._reduced(sums_M), self._reduced(largest, maximum=True)) | optimizer_metrics
+            finite.append((micro, terms.finite_C))
+        norm, lr = self._optimizer_step()
+        if not math.isfinite(norm):
+            self._skip(norm, _not_finite(batch, finite))
+            return {}
+        self._skipped_in_row = 0
+        metrics = loss_metrics(self._reduced(sums_M), self._reduced(largest, maximum=True))
+        return metrics | {"actor/grad_norm": norm, "actor/lr": lr}
 
     def supervised_step(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step on the mean cross-entropy of completion tokens.  The temperature applies here too: a
-        supervised trainer is made with temperature 1."""
+        supervised trainer is made with temperature 1.  Raises UpdateError when the gradient is not finite."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         for micro in self._passes(batch, skip_zero_advantage=False):
             logprobs_C, _ = self._backend.forward(*inputs_of(micro, self._device))
             loss = -logprobs_C.sum() / batch.num_tokens
             self._backend.backward(loss)
             total += loss.detach()
-        optimizer_metrics = {k.replace("actor/", "coldstart/"): v for k, v in self._finish_step().items()}
-        return {"coldstart/loss": float(self._reduced(total))} | optimizer_metrics
+        norm, _ = self._optimizer_step()
+        if not math.isfinite(norm):
+            raise UpdateError(
+                f"the gradient norm is {norm} at supervised step {self.completed_steps}: the start model or the "
+                "learning rate is unusable; lower coldstart.optimizer.learning_rate"
+            )
+        return {"coldstart/loss": float(self._reduced(total))}
 
     def logprobs(self, batch: TrainBatch) -> Tensor:
         """Log-probabilities of the share's completion tokens under the current policy, [C] float32 on the CPU."""
@@ -147,19 +181,21 @@ class PolicyTrainer:
         """Every weight under the decoder's names, full, adapters merged, in the compute dtype.
 
         Consume it to the end on every worker: under ZeRO-3 gathering is a collective.  Items may be views of the live
-        weights: copy them before the next step.
+        weights: copy them before the next step.  Raises UpdateError on a weight that is not finite.
         """
-        prefix = "decoder."
-        named = ((name.removeprefix(prefix), weight) for name, weight in self._backend.named_weights())
-        return merged_weights(self._decoder, named) if self._cfg.lora.enabled else named
+        named = ((name.removeprefix("decoder."), weight) for name, weight in self._backend.named_weights())
+        for name, weight in merged_weights(self._decoder, named) if self._cfg.lora.enabled else named:
+            if not is_finite(weight):
+                raise UpdateError(_lost(f"weight {name}"))
+            yield name, weight
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything a resume needs, by parameter name, full on every worker: it fits any number of workers and
+        """Everything that a resume needs, by parameter name, full on every worker: it fits any number of workers and
         either back end."""
         return self._backend.state_dict() | {"step": torch.tensor(self.completed_steps)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on where `state_dict` was taken.  Raises UpdateError when it belongs to another model."""
+        """Go on where `state_dict` was taken.  Raises UpdateError when it belongs to another model or is not finite."""
         own = self._backend.state_dict()
         wrong = [n for n in own if n not in state or state[n].shape != own[n].shape] + sorted(
             set(state) - set(own) - {"step"}
@@ -169,12 +205,15 @@ class PolicyTrainer:
                 f"the saved trainer state does not fit the model ({len(wrong)} tensors, {wrong[0]!r} first): it was "
                 "written by a run with another model or LoRA setting; resume with that configuration"
             )
+        _require_finite(state)
         self.completed_steps = int(state["step"])
         self._backend.load_state_dict(state, step=self.completed_steps)
 
     def save(self, folder: Path) -> None:
-        """Write the trainer's part of a checkpoint: rank 0 writes, all take part in gathering."""
+        """Write the trainer's part of a checkpoint: rank 0 writes, all take part in gathering.  Raises UpdateError on
+        a state that is not finite."""
         state = self.state_dict()
+        _require_finite(state)
         if self._rank == 0:
             save_file(state, folder / _STATE_FILE)
 
@@ -183,14 +222,14 @@ class PolicyTrainer:
         self.load_state_dict(load_file(folder / _STATE_FILE))
 
     def close(self) -> None:
-        """Release the back end (DeepSpeed needs it before the process group goes)."""
+        """Release the back end (for DeepSpeed, before the process group is destroyed)."""
         self._backend.close()
 
     # ------------------------------------------------------------------------------------------ inside
 
     def _with_old_logprobs(self, batches: Sequence[TrainBatch]) -> list[TrainBatch]:
-        """With several optimizer steps the policy moves away from the one that sampled: remember its log-probs.  With
-        one step old and current policy are the same, and no extra pass is made."""
+        """With several optimizer steps the policy moves away from the one that sampled, so its log-probabilities are
+        computed before the first.  With one, old and current policy are the same, and no extra pass is needed."""
         if len(batches) <= 1:
             return list(batches)
         done = {id(batch): batch for batch in batches}  # epochs repeat the same object
@@ -220,18 +259,52 @@ class PolicyTrainer:
             ref_logprobs_C=pick(batch.ref_logprobs_C),
         )
 
-    def _finish_step(self) -> dict[str, float]:
+    def _optimizer_step(self) -> tuple[float, float]:
+        """Norm of the gradient, and the learning rate.  Counted only where the norm is finite."""
         lr = learning_rate(self._optimizer, self.completed_steps, total_steps=self._total_steps)
         norm = self._backend.step(lr)
-        if not math.isfinite(norm):
+        self.completed_steps += math.isfinite(norm)
+        return norm, lr
+
+    def _skip(self, norm: float, responses: list[str]) -> None:
+        """Count and report a skipped step.  responses: of this worker's share, those without a finite loss."""
+        if self._world_size > 1:
+            shares: list[list[str]] = [[] for _ in range(self._world_size)]
+            dist.all_gather_object(shares, responses)
+            responses = [name for share in shares for name in share]
+        self._skipped_in_row += 1
+        more = f" and {len(responses) - _MOST_NAMED} more" if len(responses) > _MOST_NAMED else ""
+        found = f"no finite loss for {', '.join(responses[:_MOST_NAMED])}{more}" if responses else "all losses finite"
+        problem = f"the gradient norm is {norm} at optimizer step {self.completed_steps} ({found})"
+        if self._skipped_in_row >= _MOST_SKIPPED:
             raise UpdateError(
-                f"the gradient norm is {norm} at optimizer step {self.completed_steps}: the policy is lost; resume "
-                f"from the newest checkpoint with a lower learning rate (now {lr:.2e})"
+                f"{problem}, the {_MOST_SKIPPED}. such step in a row: look at these responses and their rewards in the "
+                "run's steps/ folder; if all responses are affected, the weights are lost: remove the newest "
+                "checkpoint, and the run resumes from the one before"
             )
-        self.completed_steps += 1
-        return {"actor/grad_norm": norm, "actor/lr": lr}
+        if self._rank == 0:
+            log.warning("%s: the step is skipped, the policy stays as it is", problem)
 
     def _reduced(self, values: Tensor, *, maximum: bool = False) -> Tensor:
         if self._world_size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
         return values
+
+
+def _not_finite(batch: TrainBatch, finite: Sequence[tuple[MicroBatch, Tensor]]) -> list[str]:
+    """Responses with a term of the loss that is not finite.  finite: the passes, and whether each token's term is."""
+    bad = {s for micro, finite_C in finite for s in micro.sequence_C[~finite_C.cpu()].tolist()}
+    return [f"response {int(batch.sources_S[s])} (prompt {int(batch.prompt_ids_S[s])})" for s in sorted(bad)]
+
+
+def _require_finite(state: Mapping[str, Tensor]) -> None:
+    for name, value in state.items():
+        if not is_finite(value):
+            raise UpdateError(_lost(f"trainer state {name}"))
+
+
+def _lost(what: str) -> str:
+    return (
+        f"{what} holds NaN or infinite numbers, so the policy is lost; remove the newest checkpoint if it is the one "
+        "that was loaded, and the run resumes from the one before"
+    )

@@ -1,12 +1,11 @@
-"""Pure scoring functions, run in the scoring processes.
+"""The reward functions, as scoring processes run them.
 
-Nothing heavy is imported at the top (no torch), so a scoring process starts quickly.  `start` makes a process ready,
-`score_response` is the one entry afterwards: one response in, one number per reward function out.
+Nothing heavy is imported at the top (no torch), so a scoring process starts quickly.  `start` prepares a process; then
+`score_response` takes one response and returns one number per reward function.
 """
 
 import contextlib
 import importlib
-import math
 import os
 import re
 import time
@@ -15,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 OK, UNPARSEABLE, ERROR = "ok", "unparseable", "error"
+LARGEST_REWARD = 1e6  # of one function, in absolute value
 _MESSAGE_CHARS = 300
-_RIGHT = 0.99  # reasoning-gym gives partial credit that can be gamed; only a full score counts
+_RIGHT = 0.99  # only a full score counts: a policy can game reasoning-gym's partial credit
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FORMAT = re.compile(
     r"\A\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*\Z", re.DOTALL
@@ -47,16 +47,16 @@ class Unparseable(ValueError):
 
 
 def start(functions: Sequence[tuple[str, str]]) -> None:
-    """Make a new scoring process ready: silent, and with everything imported that the functions need.
+    """Prepare a new scoring process: silence it and import all that the functions need.
 
-    Runs before the process takes its first response, so no sample's time limit is spent on imports, not even where
-    the process replaces a killed one.  It calls no reward function.
+    It runs before the first response, so imports do not count against a sample's time limit, not even in a process that
+    replaces a killed one.  It calls no reward function.
     """
     sink = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # what a reward function prints must not garble the terminal
         os.dup2(sink, stream)
     for kind, path in functions:
-        # A failure here would be repeated by every replacement, for ever; scoring meets it again and reports it.
+        # Every replacement would fail here again, so failures are left to scoring, which reports them.
         with contextlib.suppress(BaseException):
             if kind in ("reasoning_gym", "math_verify"):
                 importlib.import_module(kind)
@@ -64,16 +64,16 @@ def start(functions: Sequence[tuple[str, str]]) -> None:
 
 
 def score_response(functions: Sequence[tuple[str, str]], item: Item) -> Outcome:
-    """Score with every (kind, path); a function that raises costs 0 for its component, nothing more."""
+    """Score with every (kind, path).  A function that raises gives 0 for its component and does no other harm."""
     started_s, components, status, message = time.perf_counter(), [], OK, ""
     for kind, path in functions:
         value = 0.0
         try:
-            value = _finite(resolve(kind, path)(item))
+            value = _checked(resolve(kind, path)(item))
         except Unparseable:
             status = UNPARSEABLE if status == OK else status
-        except BaseException as error:  # the boundary to users' code, sys.exit included: recorded, never the run's end
-            cause = "".join(traceback.format_exception_only(error)).strip()  # survives a failing __str__
+        except BaseException as error:  # users' code may raise anything, SystemExit included
+            cause = "".join(traceback.format_exception_only(error)).strip()  # works when __str__ raises, too
             status, message = ERROR, message or f"{path or kind}: {cause}"[:_MESSAGE_CHARS]
         components.append(value)
     return Outcome(tuple(components), status, message, time.perf_counter() - started_s)
@@ -100,11 +100,12 @@ def extract_answer(response: str) -> str:
     return found[-1].strip()
 
 
-def _finite(value: float) -> float:
-    """One NaN would spread through the group's advantages into every weight of the policy."""
+def _checked(value: float) -> float:
+    """One NaN would spread through the group's advantages into every weight, and so would a number that is infinite
+    in float32.  Raises ValueError."""
     value = float(value)
-    if not math.isfinite(value):
-        raise ValueError(f"the reward is {value}; return a finite number")
+    if not abs(value) <= LARGEST_REWARD:  # a NaN does not pass either
+        raise ValueError(f"the reward is {value:g}; return a finite number of at most {LARGEST_REWARD:g} in size")
     return value
 
 
@@ -133,7 +134,7 @@ def math_verify_reward(item: Item) -> float:
         text = extract_answer(item.response)
     except Unparseable:
         text = item.response
-    # The pool has a time limit of its own; math-verify's uses signals, which only the main thread may.
+    # The pool has its own time limit; math-verify's uses signals, which only work in the main thread.
     found = parse(text, parsing_timeout=None)
     if not found:
         raise Unparseable("no mathematical expression in the response")

@@ -1,0 +1,1 @@
+"""This computer: what it has, what it computes in, and the settings of a process."""

@@ -4,9 +4,9 @@
     update.dtype      bfloat16 where torch computes in it, else float32; float32 where rollout.dtype was set to that
     coldstart.dtype   as update.dtype
 
-A processor without bfloat16 instructions emulates it in torch, several times slower than float32.  Decided in one
-place, `settle`, before anything expensive: everything below gets the two words and decides nothing.  A run that goes on
-keeps the precision of its newest checkpoint; where this machine would have to emulate that, it is refused.
+On a processor without bfloat16 instructions torch emulates bfloat16, several times slower than float32.  `settle` alone
+decides, before any expensive work; the rest of the code gets the settled types.  A resumed run keeps the precision of
+its newest checkpoint, and is refused where this machine would emulate it.
 """
 
 import json
@@ -17,32 +17,32 @@ from typing import NamedTuple
 
 import torch
 
-from conf.schema import RunConfig
+from conf.run import RunConfig
 from kernels import native
-from tlt_core import checkpoint
+from tlt_core.items import checkpoint
 
 log = logging.getLogger(__name__)
 
 _CPU_FLAGS = ("amx_bf16", "avx512_bf16")  # /proc/cpuinfo names of x86 instructions on bf16 matrices and vectors
 _ONEDNN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-_UNLIMITED = ("ALL", "DEFAULT", "AMX", "BF16", "FP16", "AVX10")  # what the name of a limit that lets bf16 through has
+_UNLIMITED = ("ALL", "DEFAULT", "AMX", "BF16", "FP16", "AVX10")  # parts of the names of limits that allow bf16
 _AUTO, _HALF, _FULL = "auto", "bfloat16", "float32"
 
 
 class PrecisionError(ValueError):
-    """This machine would have to emulate what the run computes in.  The text has the override to go on with."""
+    """This machine would emulate the run's precision.  The text names the override to continue with."""
 
 
 class Precision(NamedTuple):
     """Precision(rollout="bfloat16", update="float32", coldstart="float32")"""
 
     rollout: str  # replica with its KV cache and drafter; exported policies and drafters
-    update: str  # forward and backward passes of the policy's and the drafter's training; masters are float32
-    coldstart: str  # the same of the cold start, and its folder's weights
+    update: str  # training passes of policy and drafter; master weights are float32
+    coldstart: str  # training passes of the cold start, and the weights that it saves
 
     @classmethod
     def of(cls, cfg: RunConfig) -> "Precision":
-        """As configured, `auto` included."""
+        """As configured, which may be `auto`."""
         return cls(cfg.rollout.dtype, cfg.update.dtype, cfg.coldstart.dtype)
 
     def __str__(self) -> str:
@@ -52,9 +52,9 @@ class Precision(NamedTuple):
 class Offers(NamedTuple):
     """What computes in bfloat16 on a machine.  Offers("C kernels (avx2)", "", "this processor has no ...")"""
 
-    rollout: str  # what does so in rollouts; empty: nothing
-    update: str  # ... in training, which is torch's
-    lacks: str  # why torch does not
+    rollout: str  # in rollouts; empty: nothing
+    update: str  # in training
+    lacks: str  # why torch would emulate it; empty: it would not
 
 
 # ------------------------------------------------------------------------------------------------ the machine
@@ -66,7 +66,7 @@ def kernels_isa() -> str | None:
 
 
 def bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
-    """bf16 instruction sets of this CPU, empty where it has none or does not say."""
+    """bf16 instruction sets of this CPU; empty where it has none or does not report them."""
     if not cpuinfo.is_file():
         return ()
     flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith("flags")), "").split()
@@ -74,7 +74,7 @@ def bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
 
 
 def offers(device: str, *, own_engine: bool = True) -> Offers:
-    """Of this machine.  device: cpu or cuda.  own_engine: rollouts are ours, not vLLM's, which has no C kernels."""
+    """What this machine offers.  device: cpu or cuda.  own_engine: False with vLLM, which has no C kernels."""
     lacks = _gpu_lacks() if device == "cuda" else _torch_lacks()
     torchs = "" if lacks else "GPU" if device == "cuda" else f"torch ({', '.join(bf16_instructions())})"
     isa = kernels_isa() if device == "cpu" and own_engine else None
@@ -82,8 +82,10 @@ def offers(device: str, *, own_engine: bool = True) -> Offers:
 
 
 def _torch_lacks() -> str:
-    """Why torch emulates bfloat16 on this CPU; empty where it does not.  It may be told to use fewer instructions than
-    there are, as when a smaller machine is rehearsed on a larger one."""
+    """Why torch emulates bfloat16 on this CPU; empty where it does not.
+
+    Environment variables can limit torch to fewer instructions than the CPU has, for example to imitate a smaller one.
+    """
     if not bf16_instructions():
         return "this processor has no bfloat16 instructions"
     capability = torch.backends.cpu.get_cpu_capability()
@@ -97,7 +99,7 @@ def _torch_lacks() -> str:
 
 
 def _gpu_lacks() -> str:
-    """A driver may have no GPU, its workers have: those are taken to be sm_80 or newer."""
+    """The same for the GPU.  A driver may have none: its workers' GPUs are then assumed to be sm_80 or newer."""
     if not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False):
         return ""
     return f"{torch.cuda.get_device_name()} has no bfloat16 (it takes sm_80 or newer)"
@@ -107,8 +109,11 @@ def _gpu_lacks() -> str:
 
 
 def resolve(asked: Precision, here: Offers, *, recorded: Precision | None = None, made: str = "") -> Precision:
-    """Without `auto`.  recorded: of the run's newest checkpoint.  made: of a cold start that a stage of dvc.yaml has
-    made, perhaps elsewhere.  Raises PrecisionError where `auto` would go on in emulated bfloat16."""
+    """Replace `auto`.  Raises PrecisionError where a resumed run would continue in emulated bfloat16.
+
+    recorded: precision of the run's newest checkpoint.  made: type of a cold start that a stage of dvc.yaml has made,
+    perhaps on another machine.
+    """
     rollout = asked.rollout
     if rollout == _AUTO and recorded is not None:
         rollout = recorded.rollout
@@ -118,7 +123,7 @@ def resolve(asked: Precision, here: Offers, *, recorded: Precision | None = None
         rollout = _HALF if here.rollout else _FULL
     update = asked.update
     if update == _AUTO and asked.rollout == _FULL and (recorded is None or recorded.rollout != _FULL):
-        update = _FULL  # who asks for float32 means all of it
+        update = _FULL  # float32 rollouts mean float32 everywhere
     elif update == _AUTO and recorded is not None:
         update = recorded.update
         if update == _HALF and not here.update:
@@ -126,7 +131,7 @@ def resolve(asked: Precision, here: Offers, *, recorded: Precision | None = None
     elif update == _AUTO:
         update = _HALF if here.update else _FULL
     coldstart = asked.coldstart
-    if coldstart == _AUTO:  # of a run that goes on it is made already, and where it began stays as it was
+    if coldstart == _AUTO:  # a resumed run has its cold start already
         coldstart = made or update if recorded is None else recorded.coldstart
     return Precision(rollout, update, coldstart)
 
@@ -134,12 +139,12 @@ def resolve(asked: Precision, here: Offers, *, recorded: Precision | None = None
 def _refusal(what: str, key: str, recorded: Precision, here: Offers) -> str:
     fresh = resolve(Precision(_AUTO, _AUTO, _AUTO), here)
     follows = ", and training with it" if what == "rollout" and recorded.update == _HALF else ""
-    remedy = "resume it on a machine like the one where it began" + (
+    remedy = "resume it on a machine like the one it started on" + (
         ", or install a C compiler here (Debian, Ubuntu: apt install gcc)" if what == "rollout" else ""
     )
     return (
-        f"this run's checkpoint says '{recorded}', and here {what}s in bfloat16 would be emulated, several times "
-        f"slower than float32: {here.lacks} ('{fresh}' is what a new run gets).  Either {remedy}, or go on in float32 "
+        f"this run's checkpoint says '{recorded}', but here {what}s in bfloat16 would be emulated, several times "
+        f"slower than float32: {here.lacks} (a new run would get '{fresh}').  Either {remedy}, or continue in float32 "
         f"with {key}=float32{follows}: results are then no longer those of the uninterrupted run to the bit, and "
         "losses differ slightly"
     )
@@ -149,12 +154,11 @@ def _refusal(what: str, key: str, recorded: Precision, here: Offers) -> str:
 
 
 def settle(cfg: RunConfig) -> RunConfig:
-    """The same run with `auto` replaced, and one line in the log that says by what.  Raises PrecisionError,
-    CheckpointError."""
+    """The same run with `auto` replaced; a log line says by what.  Raises PrecisionError, CheckpointError."""
     asked, chosen, here = Precision.of(cfg), decide(cfg), _offers_to(cfg)
     if _AUTO in asked:
         by = [f"bfloat16 by {here.rollout}" if chosen.rollout == _HALF and here.rollout else ""]
-        by += [f"torch would emulate bfloat16, {here.lacks}" if here.lacks else ""]
+        by += [f"torch would emulate bfloat16: {here.lacks}" if here.lacks else ""]
         log.info("precision: %s%s", chosen, "".join(f"; {reason}" for reason in by if reason))
     for key, dtype, able in (("rollout", chosen.rollout, here.rollout), ("update", chosen.update, here.update)):
         if dtype == _HALF and not able:
@@ -163,24 +167,24 @@ def settle(cfg: RunConfig) -> RunConfig:
 
 
 def decide(cfg: RunConfig) -> Precision:
-    """What `settle` will say, for commands that want to be refused before anything is started."""
+    """What `settle` will choose.  Commands call it to fail before they start anything.  Raises as `settle`."""
     newest = checkpoint.newest_valid(cfg.run_dir / "checkpoints")
     recorded = None if newest is None else recorded_in(checkpoint.load_state(newest))
     return resolve(Precision.of(cfg), _offers_to(cfg), recorded=recorded, made=_made_by_stage())
 
 
 def recorded_in(state: checkpoint.DriverState) -> Precision | None:
-    """None: a checkpoint from before there was a choice."""
+    """Precision of a checkpoint; None where it has none."""
     return Precision(**state.precision) if state.precision else None
 
 
 def for_rollouts(dtype: str, device: str) -> str:
-    """`rollout.dtype` of rollouts without a run."""
+    """The settled `rollout.dtype` of rollouts outside a run."""
     return resolve(Precision(dtype, _FULL, _FULL), offers(device)).rollout
 
 
 def as_torch(dtype: str) -> torch.dtype:
-    """The settled word as torch's type."""
+    """A settled type as torch's."""
     assert dtype != _AUTO, "settle() comes first"
     found: torch.dtype = getattr(torch, dtype)
     return found
@@ -191,7 +195,7 @@ def _offers_to(cfg: RunConfig) -> Offers:
 
 
 def _made_by_stage() -> str:
-    """Precision of the cold start that dvc.yaml tracks; empty where there is none."""
+    """Type of the cold start that dvc.yaml tracks; empty where there is none."""
     if "TLT_STAGES" not in os.environ:
         return ""
     reports = list(Path(os.environ["TLT_STAGES"]).glob("coldstart/*/coldstart.json"))

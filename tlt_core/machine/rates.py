@@ -1,8 +1,9 @@
-"""What this machine computes in a second, measured in about one: with the threads of all workers at once.
+"""What this machine computes in a second, measured in about one second.
 
-    product of a training pass  -> train_flops     products of a decode step  -> read_bytes (one token), decode_flops
+    product of a training pass -> train_flops     products of a decode step -> read_bytes (one token), decode_flops
 
-All workers at once, because they share memory, caches and, on some machines, the units that multiply.
+The threads of all workers run at the same time, because workers share memory, caches and, on some machines, the units
+that multiply.
 """
 
 import functools
@@ -15,25 +16,25 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from kernels.packed_linear import Panels, can_pack_panels
+from kernels.layers.packed_linear import Panels, can_pack_panels
 
-_PROBE_S = 0.25  # of each of the three products
-_ROWS = 1024  # tokens of a training pass: more change nothing
-_WEIGHT_BYTES = 48 << 20  # of a worker's decode weight: beyond its share of the caches
-_FURTHER = 16  # tokens of a decode step with several
+_PROBE_S = 0.25  # for each of the three products
+_ROWS = 1024  # tokens of a training pass; the rate does not grow beyond
+_WEIGHT_BYTES = 48 << 20  # weights of a worker's decode step, more than its share of the caches
+_FURTHER = 16  # tokens of a decode step besides the first
 
 
 class Rates(NamedTuple):
-    """Of one worker, while the others are as busy."""
+    """Rates of one worker while the others are as busy."""
 
     train_flops: float  # FLOP/s of a large product
     read_bytes: float  # bytes/s of weights, for one token
-    decode_flops: float  # FLOP/s of the further tokens of a decode step, whose weights are read anyway
+    decode_flops: float  # FLOP/s of further tokens in a decode step, which reads the weights anyway
 
 
 @functools.cache
 def measure(*, workers: int, threads: int, width: int, inner: int, update_dtype: str, rollout_dtype: str) -> Rates:
-    """width, inner: of the model, so that products have its shape."""
+    """Measure.  width, inner: hidden and intermediate size of the model, which give the products its shapes."""
     update, rollout = getattr(torch, update_dtype), getattr(torch, rollout_dtype)
     before, barrier = torch.get_num_threads(), threading.Barrier(workers)
 
@@ -46,7 +47,7 @@ def measure(*, workers: int, threads: int, width: int, inner: int, update_dtype:
         one_s = _seconds(lambda: linear(one), barrier)
         several_s = _seconds(lambda: linear(several), barrier)
         flops = 2 * _FURTHER * num_bytes / rollout.itemsize
-        # A further token may cost nothing (matrix tiles): the difference is then noise, and a whole pass its bound.
+        # With matrix tiles a further token may cost nothing and the difference is noise: a share of the pass bounds it.
         further_s = max(several_s - one_s, several_s / _FURTHER)
         return Rates(2 * _ROWS * width * inner / train_s, num_bytes / one_s, flops / further_s)
 
@@ -67,7 +68,7 @@ def _decode_product(width: int, dtype: torch.dtype) -> tuple[Callable[[torch.Ten
 
 
 def _seconds(call: Callable[[], object], barrier: threading.Barrier) -> float:
-    """Of one call, while the other workers make theirs."""
+    """Seconds of one call while the other workers make theirs."""
     call()
     barrier.wait()
     began_s, calls = time.perf_counter(), 0

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-_ONLY = {  # settings of which one value is implemented
+_ONLY = {  # settings for which only this value is implemented
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -46,7 +46,7 @@ class DecoderConfig:
     tie_word_embeddings: bool
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None = None  # this one and the next are carried through for other readers of our exports
+    bos_token_id: int | None = None  # this and the next are only kept for readers of our exports
     pad_token_id: int | None = None
 
     @property

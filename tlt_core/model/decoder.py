@@ -1,7 +1,8 @@
 """The decoder: one implementation for rollout, verification and training.
 
-Works on T tokens back to back; who attends to whom is the caller's `attend` (a KV cache in rollout, packed causal in
-training), so the decoder has never heard of caches or padding.  Query-key-value and gate-up projections are fused.
+Works on T tokens back to back.  The caller's `attend` decides which tokens see which (a KV cache in rollout, packed
+causal attention in training), so the decoder knows neither caches nor padding.  Query-key-value and gate-up projections
+are fused.
 
 Shapes: T tokens, D hidden size, H query heads, K key/value heads, d head size, V vocabulary, E tapped width.
 """
@@ -14,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.rms_norm import rms_norm
-from kernels.swiglu import swiglu
-from kernels.tree_layout import TreeLayout
+from kernels.layers.rms_norm import rms_norm
+from kernels.layers.swiglu import swiglu
+from kernels.tree.tree_layout import TreeLayout
 from tlt_core.model.config import DecoderConfig, ModelError
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -24,7 +25,7 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class PlacedAttend(NamedTuple):
-    """An `Attend` over a slot cache that says what it does, for layers that do it themselves."""
+    """An `Attend` over a slot cache that also exposes cache and layout, for layers that attend on their own."""
 
     attend: Attend
     layout: TreeLayout  # where each token's key and value go, and what it sees
@@ -44,7 +45,7 @@ class Hidden(NamedTuple):
     """Result of a forward pass."""
 
     last_TD: Tensor  # after the final norm
-    taps_TE: Tensor | None  # residual streams entering the tapped layers, side by side
+    taps_TE: Tensor | None  # residual streams that enter the tapped layers, concatenated
 
 
 class RmsNorm(nn.Module):
@@ -85,7 +86,7 @@ class Layer(nn.Module):
         if self.qk_norm:
             q, k = qk.split((queries, keys), dim=1)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
-        q_THd, k_TKd = _rotate(qk, rope).split((queries, keys), dim=1)  # together: small passes are bound by op count
+        q_THd, k_TKd = _rotate(qk, rope).split((queries, keys), dim=1)  # one call: op count bounds small passes
         x_TD = x_TD + self.o_proj(attend(layer, q_THd, k_TKd, v_TKd).flatten(-2))
         return x_TD + self.down_proj(swiglu(self.gate_up_proj(self.post_norm(x_TD))))
 
@@ -103,14 +104,13 @@ class Decoder(nn.Module):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._frequencies: Tensor
         self.register_buffer("_frequencies", rope_frequencies(config), persistent=False)
-        self.packed_head: nn.Module | None = None  # stands in for the LM head, see `packed.py`
-        self.packed_layers: Callable[[Tensor, Rope, PlacedAttend, Sequence[int]], Hidden] | None = (
-            None  # for all layers
-        )
+        # Replacements for the LM head and for all layers, see `packed`:
+        self.packed_head: nn.Module | None = None
+        self.packed_layers: Callable[[Tensor, Rope, PlacedAttend, Sequence[int]], Hidden] | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Decoder":
-        """Casting or moving a module does the same to its buffers, and frequencies in bfloat16 ruin positions.  Raises
-        ModelError once packed: kernels know where the weights lie."""
+        """Keep the rotary frequencies in float32 when the module is cast: bfloat16 ruins positions.  Raises ModelError
+        on a packed decoder, whose kernels hold addresses of the weights."""
         if self.packed_layers is not None:
             raise ModelError("a packed decoder cannot be moved or cast: load the plain one again")
         super()._apply(fn, recurse)
@@ -124,8 +124,8 @@ class Decoder(nn.Module):
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, *, taps: Sequence[int] = ()) -> Hidden:
         """Run T tokens at the given positions.
 
-        Tap k is the residual stream entering layer k (num_layers: the one before the final norm); taps_TE holds them
-        side by side in the order asked for.  Raises ValueError on a tap that does not exist.
+        Tap k is the residual stream that enters layer k (num_layers: the one before the final norm).  taps_TE
+        concatenates them in the given order.  Raises ValueError on a tap that does not exist.
         """
         if not all(0 <= k <= len(self.layers) for k in taps):
             raise ValueError(f"taps {tuple(taps)}: this decoder has taps 0 to {len(self.layers)}")

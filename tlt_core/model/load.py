@@ -14,11 +14,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tlt_core.items.store import is_finite, write_folder_atomically
 from tlt_core.model.config import DecoderConfig, ModelError
 from tlt_core.model.decoder import Decoder
-from tlt_core.model.embedded import EMBEDDED_NAME, embedded_model_dir, write_folder_atomically
+from tlt_core.model.embedded import EMBEDDED_NAME, embedded_model_dir
 
-_PLAIN = {  # ours -> Hugging Face, inside a layer
+_PLAIN = {  # our name -> Hugging Face's, inside a layer; all but the fused projections
     "input_norm.weight": "input_layernorm.weight",
     "q_norm.weight": "self_attn.q_norm.weight",
     "k_norm.weight": "self_attn.k_norm.weight",
@@ -64,7 +65,7 @@ def _download(name: str) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"model {name!r} is neither a local folder nor can it be had from the hub ({type(error).__name__}); check "
-            f"the spelling and the network, or use model.path={EMBEDDED_NAME}, which needs neither"
+            f"the spelling and the network, or use model.path={EMBEDDED_NAME}, which needs no network"
         ) from None
 
 
@@ -72,7 +73,7 @@ def load_config(folder: Path) -> DecoderConfig:
     """Read `config.json`.  Raises ModelError."""
     path = folder / "config.json"
     raw = _read_json(path)
-    # Chat models end their turn with a token that only the generation settings name (Llama 3, Qwen2.5).
+    # The token that ends a chat turn may stand in the generation settings only (Llama 3, Qwen2.5).
     generation = folder / "generation_config.json"
     if generation.is_file() and (eos := _read_json(generation).get("eos_token_id")) is not None:
         raw["eos_token_id"] = eos
@@ -110,14 +111,14 @@ def load_decoder(folder: Path, *, dtype: torch.dtype, device: str | torch.device
 
 
 def _blank(config: DecoderConfig, *, dtype: torch.dtype, device: str | torch.device) -> Decoder:
-    """A decoder with memory but no values: torch's own initialisation would take minutes for a large one."""
+    """A decoder with uninitialised weights: torch's own initialisation would take minutes for a large one."""
     with torch.device("meta"):
         decoder = Decoder(config)
     return decoder.to(dtype).to_empty(device=device)
 
 
 def random_decoder(config: DecoderConfig, *, seed: int, dtype: torch.dtype) -> Decoder:
-    """Normally distributed weights (std 0.02 as in the families' own initialisation), from the seed alone."""
+    """Normally distributed weights (std 0.02, as these families initialise them) that depend on the seed alone."""
     decoder = _blank(config, dtype=torch.float32, device="cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -161,7 +162,7 @@ def save_hf(
 ) -> None:
     """Write a plain Hugging Face folder that transformers, vLLM and SGLang load; an existing one is replaced.
 
-    `weights` are the decoder's parameters by name, each one once.  All or nothing.  Raises ModelError where the disk
+    `weights` are the decoder's parameters by name, each one once.  All or nothing.  Raises StoreError where the disk
     refuses.
     """
     tensors = {hf: part.to(dtype).contiguous() for name, w in weights for hf, part in _to_hf(name, w, config)}
@@ -169,7 +170,7 @@ def save_hf(
         missing = {hf for name, _ in Decoder(config).named_parameters() for hf in _hf_names(name)} - tensors.keys()
     assert not missing, f"weights to save lack {sorted(missing)[0]}"
     raw = config.to_hf()
-    # transformers 5 reads the first spelling, 4 and the servers the second.
+    # transformers 5 reads the first key; transformers 4 and the servers read the second.
     raw["dtype"] = raw["torch_dtype"] = str(dtype).removeprefix("torch.")
 
     def write(folder: Path) -> None:
@@ -207,12 +208,14 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
 def _from_hf(
     raw: dict[str, Tensor], config: DecoderConfig, folder: Path, wanted: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Take (and remove) our parameters out of the raw tensors."""
+    """Take our parameters out of the raw tensors, and remove those there.  Raises ModelError."""
     for name, shape in wanted.items():
         parts = []
         for hf in _hf_names(name):
             if hf not in raw:
                 raise ModelError(f"{folder} lacks the tensor {hf}; the checkpoint is incomplete or of another family")
+            if not is_finite(raw[hf]):
+                raise ModelError(f"{folder}: {hf} holds NaN or infinite numbers; download or copy the model again")
             parts.append(raw.pop(hf))
         value = torch.cat(parts) if len(parts) > 1 else parts[0]
         if tuple(value.shape) != shape:
@@ -222,7 +225,7 @@ def _from_hf(
         yield name, value
     if config.tie_word_embeddings:
         raw.pop("lm_head.weight", None)
-    for name in [n for n in raw if n.endswith("rotary_emb.inv_freq")]:  # derived; some old checkpoints store it
+    for name in [n for n in raw if n.endswith("rotary_emb.inv_freq")]:  # derived; old checkpoints may store it
         del raw[name]
 
 

@@ -1,9 +1,9 @@
-"""All layers of a packed decoder in a few calls of C (`kernels/native/layers.c`), instead of hundreds of torch's.
+"""All layers of a packed decoder in a few calls of C (`kernels/native/layers.c`) instead of hundreds of torch calls.
 
     residual stream, rotary table, PlacedAttend -> layers up to a tap -> a copy -> layers up to the next -> ... -> norm
 
-Every token's result is the same, bit for bit, in whatever pass it is computed: alone, in a batch, as a draft in a tree.
-So here speculation reproduces plain decoding exactly in bfloat16 too.
+A token's result is the same, bit for bit, in every pass: alone, in a batch, or as a draft token in a tree.  So
+speculation reproduces plain decoding exactly in bfloat16, too.
 
 Shapes: T tokens, D hidden size, E tapped width, Y layers.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import native
-from kernels.packed_linear import Panels
+from kernels.layers.packed_linear import Panels
 from tlt_core.model.decoder import Decoder, Hidden, Layer, PlacedAttend, RmsNorm, Rope
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ HEAD_DIMS = (64, 128)
 
 
 class NativeLayers:
-    """Stands in for a decoder's layers, see `Decoder.forward`.  Reads weights where the packed decoder keeps them."""
+    """Replaces a decoder's layers, see `Decoder.forward`.  Reads the weights where the packed decoder keeps them."""
 
     def __init__(self, decoder: Decoder, library: ctypes.CDLL) -> None:
         config = decoder.config
@@ -44,7 +44,7 @@ class NativeLayers:
 
     @classmethod
     def of(cls, decoder: Decoder) -> "NativeLayers | None":
-        """None where the kernels do not run, or are not made for such heads."""
+        """None where the kernels do not run or do not support the head size."""
         library = native.library()
         if library is not None and decoder.config.head_dim not in HEAD_DIMS:
             log.info("heads of %d: layers run on torch's kernels, products in C", decoder.config.head_dim)
@@ -56,12 +56,12 @@ class NativeLayers:
         return cls(decoder, library)
 
     def __call__(self, x_TD: Tensor, rope: Rope, attend: PlacedAttend, taps: Sequence[int]) -> Hidden:
-        """The residual stream entering the first layer, [T, D], which is overwritten; taps as in `Decoder.forward`."""
+        """x_TD: the residual stream that enters the first layer; overwritten.  taps: as in `Decoder.forward`."""
         layout, count = attend.layout, len(self._layers)
         caches = self._c_caches(attend)
         arrays = [x.contiguous() for x in layout]
-        rows_T, _, places_T, known_T, paths_TA, lengths_T = (x.data_ptr() for x in arrays)
-        where = native.CLayout(len(x_TD), rows_T, places_T, known_T, paths_TA, lengths_T, layout.paths_TA.shape[1])
+        slots_T, _, places_T, known_T, paths_TA, lengths_T = (x.data_ptr() for x in arrays)
+        where = native.CLayout(len(x_TD), slots_T, places_T, known_T, paths_TA, lengths_T, layout.paths_TA.shape[1])
         cos, signed_sin = (x.contiguous() for x in rope)
         tapped: dict[int, Tensor] = {}
         done = 0
@@ -87,11 +87,11 @@ class NativeLayers:
 
     def _c_caches(self, attend: PlacedAttend) -> "ctypes.Array[native.CCache]":
         keys, values = attend.keys_YSKCd, attend.values_YSKCd
-        assert keys.stride() == values.stride(), "keys and values are laid out alike"
-        assert keys.dtype == values.dtype == torch.bfloat16, "the cache has the weights' type"
+        assert keys.stride() == values.stride(), "keys and values have the same layout"
+        assert keys.dtype == values.dtype == torch.bfloat16, "the cache has the dtype of the weights"
         assert int(attend.layout.places_T.max()) < keys.shape[3], "a token lies beyond its slot"
-        assert keys.stride(4) == 1, "a head's features follow each other"
-        assert keys.stride(3) == keys.shape[4], "a head's places follow each other"
+        assert keys.stride(4) == 1, "the features of a head are contiguous"
+        assert keys.stride(3) == keys.shape[4], "the places of a head are contiguous"
         known = (keys.data_ptr(), values.data_ptr(), *keys.stride())
         if self._caches is None or self._caches[0] != known:
             entries = [
@@ -113,5 +113,5 @@ def _c_layer(layer: nn.Module) -> native.CLayer:
 
 
 def panels_of(linear: nn.Module) -> Panels:
-    """Of a `PackedLinear` that has some."""
+    """The panels of a `PackedLinear`."""
     return cast(Panels, linear.panels)

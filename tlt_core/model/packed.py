@@ -1,8 +1,8 @@
 """Pre-packed weights for rollout replicas on CPU, made once per policy version.
 
-A plain bf16 `F.linear` re-arranges its weight matrix inside every call, which costs more than the product itself at
-decode shapes (1 to 32 tokens).  Packed are `kernels.packed_linear`'s panels, or where those do not run oneDNN's blocked
-layout.  For inference only (no gradient).
+A plain bf16 `F.linear` re-arranges its weight matrix in every call, which costs more than the product itself at decode
+shapes (1 to 32 tokens).  The packed form is the panels of `kernels/layers/packed_linear`, or oneDNN's blocked layout
+where those do not run.  For inference only (no gradient).
 
     plain decoder -> pack_linears -> PackedWeights;  after each policy update: PackedWeights.repack(new weights)
 """
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from kernels.packed_linear import Panels, can_pack_panels
+from kernels.layers.packed_linear import Panels, can_pack_panels
 from tlt_core.model.config import ModelError
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.native_layers import NativeLayers
@@ -21,7 +21,7 @@ _HEAD_NAMES = {True: "embed_tokens.weight", False: "lm_head.weight"}  # by tie_w
 
 
 class PackedLinear(nn.Module):
-    """x W^T + b with W packed.  Holds no parameter: names and shapes are `PackedWeights`' affair."""
+    """x W^T + b with W packed.  It holds no parameter; `PackedWeights` checks names and shapes."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class PackedLinear(nn.Module):
         if self.panels is not None:
             self.panels.set_weight(weight)
             return
-        # A copy first: oneDNN may hand the same memory back where no re-arrangement pays, and the caller's may change.
+        # Copy first: oneDNN may return the same memory where re-arranging does not pay, and the caller may change it.
         copied = weight.detach().to(torch.bfloat16, copy=True).contiguous()
         self._packed = torch.ops.mkldnn._reorder_linear_weight(copied)
 
@@ -62,11 +62,11 @@ class PackedWeights:
         self._decoder, self._linears, self._head = decoder, linears, head
 
     def repack(self, weights: Iterable[tuple[str, Tensor]]) -> bool:
-        """Overwrite the decoder's weights: what `Decoder.load_weights` does for a plain one.  Returns whether packed
-        ones lie elsewhere now: oneDNN's do, panels stay where they are.
+        """Overwrite the decoder's weights, as `Decoder.load_weights` does for a plain decoder.  Returns whether packed
+        weights have moved: oneDNN's do, panels stay in place.
 
-        Names and shapes as in the plain decoder, any floating dtype.  Raises ModelError on a name or shape that does
-        not fit.  About 0.1 s for 135M parameters on one core.
+        Names and shapes are those of the plain decoder, the dtype any floating one.  Raises ModelError on a name or
+        shape that does not fit.
         """
         head_name = _HEAD_NAMES[self._decoder.config.tie_word_embeddings]
         for name, value in weights:
@@ -86,7 +86,7 @@ class PackedWeights:
 
 
 def can_pack(decoder: Decoder) -> bool:
-    """Whether `pack_linears` applies: bfloat16 weights on a CPU, for which our kernels or oneDNN's run here."""
+    """Whether `pack_linears` applies: bfloat16 weights on a CPU where our kernels or oneDNN's run."""
     weight = decoder.head_weight
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return False

@@ -1,0 +1,1 @@
+"""Requests in, sampled responses out: the decoding engine, its rounds, and vLLM in its place."""

@@ -1,7 +1,7 @@
-"""The live batch: bookkeeping of the requests that are being decoded, slot by slot.
+"""The live batch: the requests that are being decoded, row by row.
 
-Row i of every array belongs to slot i of the KV cache; rows 0 .. len-1 are live.  Tokens are committed row by row,
-and finished requests leave by swapping the last live row into their place.
+Row i of every array belongs to slot i of the KV cache; rows 0 .. len-1 are live.  When a request ends, the last live
+row takes its place.
 
 Shapes: B live rows, C longest sequence, A tokens that a round may emit per row.
 """
@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlt_core.sampling import stream_key
-from tlt_core.speculation import LiveView
-from tlt_core.types import FinishReason, GenerationRequest, Rollout, SamplingParams
+from tlt_core.items.speculation import LiveView
+from tlt_core.items.types import FinishReason, GenerationRequest, Rollout, SamplingParams
+from tlt_core.model.sampling import stream_key
 
 
 class Emitted(NamedTuple):
@@ -25,16 +25,11 @@ class Emitted(NamedTuple):
     logprobs_BA: Tensor  # float32, under the sampling policy
     counts_B: Tensor  # int64, how many of the A are meant, at least 1
 
-
-class RoundResult(NamedTuple):
-    """What a round emits, and the tapped hidden states of the tokens that it added to the cache."""
-
-    emitted: Emitted
-    tapped_rows_T: Tensor  # int64
-    tapped_positions_T: Tensor  # int64
-    taps_TE: Tensor | None  # None: none were asked for
-    last_TD: Tensor  # after the final norm
-    lognorms_T: Tensor  # float32, of the distributions that were sampled from there, see `sampling.lognorms`
+    def append_to(self, tokens_BC: Tensor, logprobs_BC: Tensor, lengths_B: Tensor) -> None:
+        """Write all A behind the known tokens; what lies beyond the count is overwritten by the next round."""
+        at_BA = lengths_B[:, None] + torch.arange(self.tokens_BA.shape[1], device=lengths_B.device)
+        tokens_BC.scatter_(1, at_BA, self.tokens_BA)
+        logprobs_BC.scatter_(1, at_BA, self.logprobs_BA)
 
 
 class Finished(NamedTuple):
@@ -50,6 +45,7 @@ class _Row(NamedTuple):
     request: GenerationRequest
     started_s: float
     limit: int  # length at which it is cut
+    number: int  # see `LiveBatch.numbers`
 
 
 class LiveBatch:
@@ -66,9 +62,15 @@ class LiveBatch:
         self.lengths: list[int] = []  # the same on the host
         self.streams_B = torch.zeros(max_live, dtype=torch.int64, device=device)
         self.longest = 0  # upper bound of the live lengths, known without asking the device
+        self._admitted = 0
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """A number for each row's request, which the request keeps for life."""
+        return tuple(row.number for row in self._rows)
 
     def request(self, row: int) -> GenerationRequest:
         """The request in a row."""
@@ -84,7 +86,8 @@ class LiveBatch:
             )
         most = params.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
         limit = length + min(most, params.max_new_tokens)
-        self._rows.append(_Row(request, time.time(), min(limit, self._max_len)))
+        self._rows.append(_Row(request, time.time(), min(limit, self._max_len), self._admitted))
+        self._admitted += 1
         self.lengths.append(length)
         self.tokens_BC[row, :length] = request.prompt_tokens.to(self.tokens_BC)
         self.lengths_B[row] = length
@@ -109,11 +112,9 @@ class LiveBatch:
         )
 
     def commit(self, emitted: Emitted, params: SamplingParams) -> list[Finished]:
-        """Append a round's tokens, each row's up to its end; report the rows that are done."""
-        live, width = len(self), emitted.tokens_BA.shape[1]
-        at_BA = self.lengths_B[:live, None] + torch.arange(width, device=self.lengths_B.device)
-        self.tokens_BC[:live].scatter_(1, at_BA, emitted.tokens_BA)  # beyond the count: overwritten by the next round
-        self.logprobs_BC[:live].scatter_(1, at_BA, emitted.logprobs_BA)
+        """Append a round's tokens, each row's up to the end of its response; returns the rows that are done."""
+        live = len(self)
+        emitted.append_to(self.tokens_BC[:live], self.logprobs_BC[:live], self.lengths_B[:live])
         both = torch.cat([emitted.tokens_BA, emitted.counts_B[:, None]], dim=1).tolist()  # the round's only host sync
         before = self.lengths
         finished = self.settle([tokens[:count] for *tokens, count in both], params)
@@ -122,7 +123,7 @@ class LiveBatch:
         return finished
 
     def settle(self, emitted: Sequence[Sequence[int]], params: SamplingParams) -> list[Finished]:
-        """Lengths on the host, and the rows that are done, after each row has emitted these tokens."""
+        """Add these tokens of each row to the lengths on the host; returns the rows that are done."""
         stops = set(params.stop_token_ids)
         kept, finished = [], []
         for row, tokens in enumerate(emitted):
@@ -141,17 +142,17 @@ class LiveBatch:
 
     def rollout(self, done: Finished, *, policy_version: int, worker: int) -> Rollout:
         """The finished row as an item of the pipeline."""
-        (request, started_s, _), length = self._rows[done.row], self.lengths[done.row]
-        prompt_len = len(request.prompt_tokens)
+        row, length = self._rows[done.row], self.lengths[done.row]
+        prompt_len = len(row.request.prompt_tokens)
         return Rollout(
-            key=request.key,
+            key=row.request.key,
             tokens=self.tokens_BC[done.row, :length].to("cpu", torch.int32),
             prompt_len=prompt_len,
             logprobs=self.logprobs_BC[done.row, prompt_len:length].to("cpu", copy=True),
             finish=done.reason,
             policy_version=policy_version,
             worker=worker,
-            started_s=started_s,
+            started_s=row.started_s,
             finished_s=time.time(),
         )
 
@@ -165,4 +166,4 @@ class LiveBatch:
         self._rows.pop()
         self.lengths.pop()
         if not self._rows:
-            self.longest = 0  # else one phase would lengthen the next one's attention, and change its last bits
+            self.longest = 0  # a larger bound would change the last bits of the next phase's attention

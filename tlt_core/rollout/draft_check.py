@@ -1,15 +1,16 @@
-"""Guard between a drafter and the target: a proposal that breaks the contract is not used, and says so.
+"""Guard between a drafter and the target: a proposal that breaks the contract of `DraftTree` is not used.
 
-The contract is `DraftTree`'s.  A drafter that fails or lies costs its round's speculation, never a token: the round is
-made plainly, the event is counted and logged, and the tuner sees a strategy that offers nothing.
+A drafter that fails or breaks the contract costs its round's speculation, never a token.  The round is made plainly,
+the failure is counted and logged, and the tuner sees a strategy that offers nothing.
 """
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 
 import torch
 
-from tlt_core.speculation import Drafter, DraftTree, LiveView, Strategy
+from tlt_core.items.speculation import Drafter, DraftTree, LiveView, Strategy
 
 log = logging.getLogger(__name__)
 
@@ -19,18 +20,19 @@ class DraftError(ValueError):
 
 
 class GuardedDrafting:
-    """Asks drafters; remembers their failures by (drafter, kind of failure)."""
+    """Asks an engine's drafters, and counts their failures by (drafter, kind of failure)."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
+    def __init__(self, drafters: Mapping[str, Drafter], *, vocab_size: int) -> None:
+        self.drafters, self._vocab_size = drafters, vocab_size
         self.failures: Counter[tuple[str, str]] = Counter()
 
-    def propose(self, drafter: Drafter, view: LiveView, strategy: Strategy) -> DraftTree:
-        """The drafter's tree, checked; an empty one when it fails."""
+    def propose(self, view: LiveView, strategy: Strategy) -> DraftTree:
+        """The tree of the strategy's drafter, checked; an empty one when the drafter fails."""
+        drafter = self.drafters[strategy.drafter]
         try:
             tree = drafter.propose(view, strategy)
             check_tree(tree, view, strategy, vocab_size=self._vocab_size)
-        except Exception as error:  # a drafter is a guest: whatever it raises must not end the rollout
+        except Exception as error:  # whatever a drafter raises must not end the rollout
             kind = type(error).__name__
             self.failures[drafter.name, kind] += 1
             if self.failures[drafter.name, kind] == 1:

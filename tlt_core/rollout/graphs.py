@@ -3,13 +3,12 @@
     plain    B rows                          verify   B rows, W nodes of each
     extend   B rows                          draft    B rows, one of the drafter's strategies
 
-A graph is captured once, the largest first: the next ones find its memory free and take nothing of their own, as what
-outlives a replay lies in static buffers that all share (`static_shapes.Inputs`, `PaddedTree`, `static_pass.Path`).  So
-further strategies cost the bookkeeping of their launches, not activations.  Graphs hold addresses, not values: weights
-that are overwritten in place are used from the next replay on.  Whoever moves a buffer or a weight calls `release`.
+The largest graph is captured first.  Smaller ones reuse its memory and take none of their own: what outlives a replay
+lies in static buffers that all graphs share (`static_pass.StaticTarget`).  So a further strategy costs the bookkeeping
+of its launches, not memory for activations.  Graphs hold addresses, not values: weights that are overwritten in place
+are used from the next replay on.  Whoever moves a buffer or a weight must call `release`.
 
-Where there are no graphs (CPU) the pool runs the same functions as they are, so what they compute on padded rows is
-tested everywhere.
+On a CPU the pool calls the functions themselves, so that tests without a GPU cover them.
 """
 
 import logging
@@ -19,14 +18,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from tlt_core.speculation import OFF, Strategy
-from tlt_core.types import SamplingParams
+from tlt_core.items.speculation import OFF, Strategy
+from tlt_core.items.types import SamplingParams
 
 log = logging.getLogger(__name__)
 
 
 class Sampling(NamedTuple):
-    """What of `SamplingParams` is compiled into a graph."""
+    """The part of `SamplingParams` that is compiled into a graph."""
 
     temperature: float
     top_p: float
@@ -34,7 +33,7 @@ class Sampling(NamedTuple):
 
     @classmethod
     def of(cls, params: SamplingParams) -> "Sampling":
-        """Lengths and stop tokens are the host's affair."""
+        """Without lengths and stop tokens, which the host handles."""
         return cls(params.temperature, params.top_p, params.top_k)
 
 
@@ -44,8 +43,8 @@ class GraphKey(NamedTuple):
     kind: str  # plain, verify, extend or draft
     rows: int
     width: int  # tokens of a row in its widest pass
-    sampling: Sampling | None = None  # of extend: it samples nothing
-    strategy: Strategy = OFF  # of draft
+    sampling: Sampling | None = None  # None in extend, which samples nothing
+    strategy: Strategy = OFF  # only in draft
 
 
 Works = Mapping[GraphKey, Callable[[], None]]
@@ -58,13 +57,13 @@ class Pool(Protocol):
     capture_s: float  # seconds spent on capturing them, in all
 
     def capture(self, works: Works) -> None:
-        """Take more functions, which must have no effect beyond what their next call overwrites."""
+        """Capture more functions; each is called, so it must have no effect that its next call does not overwrite."""
 
     def run(self, key: GraphKey) -> None:
-        """Call one.  Raises KeyError when it was not captured."""
+        """Call one function.  Raises KeyError when it was not captured."""
 
     def release(self) -> None:
-        """Forget all, and give their memory back."""
+        """Forget all functions and give their memory back."""
 
 
 class EagerPool:
@@ -77,7 +76,7 @@ class EagerPool:
         self._works: dict[GraphKey, Callable[[], None]] = {}
 
     def capture(self, works: Works) -> None:
-        """See `Pool`; each is called once, as a capture does."""
+        """See `Pool`."""
         began_s = time.perf_counter()
         for key in sorted(works, key=_size, reverse=True):
             works[key]()
@@ -137,16 +136,16 @@ class GraphPool:
         side = torch.cuda.Stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
-            work()  # kernels are compiled and libraries set up here, which no capture allows
+            work()  # compiles kernels and sets up libraries, which a capture does not allow
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: what other threads of the worker do on the device meanwhile is not part of this
+        # thread_local: leaves out what other threads of the worker do on the device meanwhile
         with torch.cuda.graph(graph, pool=self._handle, capture_error_mode="thread_local"):
             work()
         return graph
 
     def _free_bytes(self) -> int:
-        """As the driver sees it: graphs' own bookkeeping and compiled kernels count, too."""
+        """As the driver sees it, so that bookkeeping of graphs and compiled kernels count, too."""
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(self._device)[0]

@@ -4,9 +4,8 @@ The live requests always occupy slots 0 .. B-1, so a decode step reads the cache
 gathering.  When a request ends, the last live row moves into its slot (`move`).  Decode attention treats the query
 heads that share a key/value head as extra query rows, so grouped-query attention copies nothing either.
 
-A verification pass writes its draft tokens behind the known ones, in tree order, whatever their depth; `keep_path`
-then moves the accepted ones to the positions that they turned out to have.  A slot is longer than a request by the
-largest draft.
+A verification pass writes its draft tokens behind the known ones, in tree order.  `keep_path` then moves the accepted
+ones to their positions in the sequence.  A slot is longer than a request by the largest draft.
 
 Shapes: Y layers, S slots, B live slots, K key/value heads, G query heads per key/value head, C cache length, d head
 size, T tokens in this pass; N draft tokens, W queries of the slot that has most, A tokens of an accepted path.
@@ -17,10 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.kv_commit import kv_commit
-from kernels.packed_attention import packed_causal_attention
-from kernels.slot_attention import SlotMask, slot_attention
-from kernels.tree_layout import TreeLayout, prompt_layout
+from kernels.attention.kv_commit import kv_commit
+from kernels.attention.packed_attention import packed_causal_attention
+from kernels.attention.slot_attention import SlotMask, slot_attention
+from kernels.sampling.spec_verify import AcceptedPath
+from kernels.tree.tree_layout import TreeLayout, prompt_layout
 from tlt_core.model.config import DecoderConfig
 from tlt_core.model.decoder import Attend, PlacedAttend
 
@@ -28,7 +28,7 @@ from tlt_core.model.decoder import Attend, PlacedAttend
 class _Sight(NamedTuple):
     """The tokens of a verification pass by slot, W queries each."""
 
-    queries_BW: Tensor  # int64, the slot's tokens among the T; filled up with its newest token
+    queries_BW: Tensor  # int64, the slot's tokens among the T; padded with its newest token
     columns_T: Tensor  # int64, where in W a token is
     visible_BWC: Tensor  # bool
 
@@ -68,7 +68,7 @@ class SlotCache:
         self.values_YSKCd = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
 
     def release(self) -> None:
-        """Give it back; nothing is known of any request then."""
+        """Give it back, and with it the keys and values of all requests."""
         self.keys_YSKCd = self.values_YSKCd = torch.empty(0, dtype=self._dtype, device=self._device)
 
     @property
@@ -130,7 +130,7 @@ class SlotCache:
             keys, values = self.keys_YSKCd[layer], self.values_YSKCd[layer]
             keys[layout.rows_T, :, layout.places_T] = k_TKd
             values[layout.rows_T, :, layout.places_T] = v_TKd
-            # W queries of G heads below each other
+            # the W queries of each of G heads become W G query rows
             q_BWKGd = q_THd[sight.queries_BW].unflatten(2, (k_TKd.shape[1], -1))
             mask = mask or _slot_mask(sight.visible_BWC, q_BWKGd[:, 0])
             q_BKNd = q_BWKGd.transpose(1, 2).flatten(2, 3)
@@ -143,14 +143,18 @@ class SlotCache:
     def _placed(self, attend: Attend, layout: TreeLayout) -> PlacedAttend:
         return PlacedAttend(attend, layout, self.keys_YSKCd, self.values_YSKCd)
 
-    def keep_path(self, layout: TreeLayout, nodes_BA: Tensor, counts_B: Tensor) -> None:
+    def keep_path(self, places_T: Tensor, positions_T: Tensor, path: AcceptedPath, *, fixed: bool) -> None:
         """Move the keys and values of accepted draft tokens to the positions that they have in the sequence.
 
-        nodes_BA: index into the T tokens, of which the first counts_B of a row are its accepted path.
+        fixed: move all A nodes of every row, whatever their values, so that a graph can hold the operation.
         """
-        sources_BA, targets_BA = layout.places_T[nodes_BA], layout.positions_T[nodes_BA]
-        accepted_BA = torch.arange(nodes_BA.shape[1], device=counts_B.device) < counts_B[:, None]
-        moved_BA = accepted_BA & (sources_BA != targets_BA)
+        if path.nodes_BA.shape[1] == 1:
+            return  # newest tokens lie at their positions
+        sources_BA, targets_BA = places_T[path.nodes_BA], positions_T[path.nodes_BA]
+        moved_BA: Tensor | None = None
+        if not fixed:
+            accepted_BA = torch.arange(path.nodes_BA.shape[1], device=places_T.device) < path.counts_B[:, None]
+            moved_BA = accepted_BA & (sources_BA != targets_BA)
         kv_commit(self.keys_YSKCd, self.values_YSKCd, sources_BA, targets_BA, moved_BA)
 
 

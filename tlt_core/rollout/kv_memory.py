@@ -1,7 +1,7 @@
-"""Whether the slots that were asked for fit into a GPU's memory: said before the first token, not during a run.
+"""Checks before the first token that the requested slots fit into a GPU's memory.
 
-A slot cache is allocated whole, so that graphs can hold its addresses: `max_live` rows of `max_len` positions, and of
-what drafts need behind them.
+A slot cache is allocated whole, so that graphs can hold its addresses: `max_live` slots of `max_len` positions and the
+room that drafts need behind them.
 """
 
 import torch
@@ -15,7 +15,7 @@ def slot_bytes(config: DecoderConfig, *, positions: int, dtype: torch.dtype) -> 
 
 
 def check_fits(slot: int, *, max_live: int, positions: int, free: int, fraction: float) -> None:
-    """slot: bytes of one; free: bytes of the device.  Raises ValueError with what would fit."""
+    """slot: bytes of one slot; free: bytes of the device.  Raises ValueError that says what would fit."""
     allowed = int(free * fraction)
     if slot * max_live <= allowed:
         return
@@ -31,7 +31,7 @@ def check_fits(slot: int, *, max_live: int, positions: int, free: int, fraction:
 def check_on_device(
     config: DecoderConfig, device: torch.device, *, max_live: int, positions: int, dtype: torch.dtype, fraction: float
 ) -> None:
-    """`check_fits` on a GPU, whose free memory includes what torch has cached; elsewhere it is the system's affair."""
+    """`check_fits` on a GPU, where memory that torch has cached counts as free; nothing is checked elsewhere."""
     if device.type != "cuda":
         return
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

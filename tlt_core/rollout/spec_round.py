@@ -1,7 +1,9 @@
-"""One speculative round: a drafter has guessed several tokens ahead, one pass of the target checks all guesses.
+"""One round: a drafter has guessed several tokens ahead, one pass of the target checks all guesses.
 
     newest tokens + draft trees -> decoder over the KV cache, each node seeing its ancestors -> the target's own choice
     at every node -> walk along the choices -> emitted tokens; the accepted path's keys and values move into place
+
+A plain round is a round whose trees are empty: each row's newest token is its whole path.
 
 Theorem.  Let noise g_p be keyed by (stream, position p), and let plain decoding emit x_p = f(x_<p, g_p) with
 f(x, g) = arg-max_v (log pi(v | x) + g_v).  Then a speculative round emits a prefix of that same sequence, at least one
@@ -17,59 +19,68 @@ candidates' scores lie within that rounding of each other.)
 Since x_p is an exact sample of pi (Gumbel-max), so is the round's output.  Drafting with the *same* noise raises the
 chance that the guess is right (Daliri, Musco, Suresh, arXiv 2408.07978).
 
-Shapes: B live rows, N draft tokens, T = B + N, W nodes of the largest tree with its root, C cache positions.
+Shapes: B live rows, T nodes (every row's newest token and its drafts), A tokens that a row may emit.
 """
 
-import torch
+from collections.abc import Callable
+from typing import NamedTuple
 
-from kernels.spec_verify import accepted_path
-from kernels.tree_layout import tree_layout
-from tlt_core.model.decoder import Decoder
-from tlt_core.rollout.batch import Emitted, LiveBatch, RoundResult
+import torch
+from torch import Tensor
+
+from kernels.sampling.spec_verify import AcceptedPath
+from tlt_core.items.hidden_states import PathStates
+from tlt_core.items.types import SamplingParams
+from tlt_core.model.decoder import Attend, Decoder, PlacedAttend
+from tlt_core.model.sampling import choose, choose_no_sync, lognorms, row_keys
+from tlt_core.rollout.batch import Emitted
 from tlt_core.rollout.kv_cache import SlotCache
-from tlt_core.sampling import choose, lognorms, row_keys
-from tlt_core.speculation import DraftTree
-from tlt_core.types import SamplingParams
+
+
+class Nodes(NamedTuple):
+    """The nodes of one pass, in any order.  Packed (`rounds`) or padded to a fixed shape (`static_pass`)."""
+
+    tokens_T: Tensor  # int64, as are the next four
+    rows_T: Tensor
+    positions_T: Tensor  # in the sequence
+    places_T: Tensor  # in the row's slot of the KV cache
+    streams_T: Tensor  # base of the row's noise
+    attend: Attend | PlacedAttend  # a node sees the known tokens of its row, its ancestors and itself
+    walk: Callable[[Tensor], AcceptedPath]  # the target's choice at each node -> the accepted path of each row
+    fixed: bool  # the same operations whatever the values are, so that a graph can hold the round
+
+
+class RoundResult(NamedTuple):
+    """What a round emits."""
+
+    emitted: Emitted
+    states: PathStates | None  # of the accepted paths; None: no hidden states were asked for
 
 
 @torch.inference_mode()
 def spec_round(
-    decoder: Decoder,
-    cache: SlotCache,
-    batch: LiveBatch,
-    tree: DraftTree,
-    params: SamplingParams,
-    *,
-    depth: int,
-    taps: tuple[int, ...] = (),
+    decoder: Decoder, cache: SlotCache, nodes: Nodes, params: SamplingParams, *, taps: tuple[int, ...] = ()
 ) -> RoundResult:
-    """Verify a valid tree of at least one draft token (see `draft_check`).  `depth`: of its deepest token, at least.
+    """Verify draft trees that are valid (see `draft_check`).
 
-    The batch is not changed: the caller commits.  The cache then holds what plain decoding would have put there, for
-    every emitted token but the newest.
+    The live batch is not changed: the caller commits.  Afterwards the cache holds what plain decoding would have put
+    there, for every emitted token but the newest.
     """
-    live = len(batch)
-    newest_B, positions_B = batch.newest()
-    layout = tree_layout(positions_B, tree.parents_N, tree.rows_N, tree.depths_N, depth=depth)
-    tokens_T = torch.cat([newest_B, tree.tokens_N])
-    hidden = decoder(tokens_T, layout.positions_T, cache.verify_attend(layout, live), taps=taps)
-    keys_T2 = row_keys(batch.streams_B[:live][layout.rows_T], layout.positions_T + 1)
+    hidden = decoder(nodes.tokens_T, nodes.positions_T, nodes.attend, taps=taps)
     logits_TV = decoder.logits(hidden.last_TD)
-    choice = choose(logits_TV, keys_T2, params)
-    nodes_BA, counts_B = accepted_path(
-        choice.tokens_N, tree.tokens_N, tree.parents_N, tree.rows_N, num_rows=live, depth=depth
-    )
-    cache.keep_path(layout, nodes_BA, counts_B)
-    emitted = Emitted(choice.tokens_N[nodes_BA], choice.logprobs_N[nodes_BA], counts_B)
+    keys_T2 = row_keys(nodes.streams_T, nodes.positions_T + 1)
+    choice = (choose_no_sync if nodes.fixed else choose)(logits_TV, keys_T2, params)
+    path = nodes.walk(choice.tokens_N)
+    cache.keep_path(nodes.places_T, nodes.positions_T, path, fixed=nodes.fixed)
+    emitted = Emitted(choice.tokens_N[path.nodes_BA], choice.logprobs_N[path.nodes_BA], path.counts_B)
     if hidden.taps_TE is None:
-        return RoundResult(emitted, counts_B[:0], counts_B[:0], None, hidden.last_TD[:0], choice.lognorms_N[:0])
-    on_path_BA = torch.arange(depth + 1, device=counts_B.device) < counts_B[:, None]
-    nodes_T = nodes_BA[on_path_BA]
-    return RoundResult(
-        emitted,
-        layout.rows_T[nodes_T],
-        layout.positions_T[nodes_T],
-        hidden.taps_TE[nodes_T],
-        hidden.last_TD[nodes_T],
-        lognorms(logits_TV, choice, params)[nodes_T],
+        return RoundResult(emitted, None)
+    path_T = path.nodes_BA.flatten()
+    states = PathStates(
+        nodes.rows_T[path_T],
+        nodes.positions_T[path_T],
+        hidden.taps_TE[path_T],
+        hidden.last_TD[path_T],
+        lognorms(logits_TV, choice, params)[path_T],
     )
+    return RoundResult(emitted, states)

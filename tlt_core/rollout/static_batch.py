@@ -1,6 +1,6 @@
-"""The live batch of rounds with fixed shapes: its device buffers never move, and the host keeps a copy of the tokens.
+"""The live batch of rounds of fixed shape: its device buffers never move, and the host keeps a copy of the tokens.
 
-    upload: lengths and room of every row, one copy from pinned memory      (before a round, waits for nothing)
+    upload: lengths and room of every row, one copy from pinned memory      (before a round, no wait)
     fetch:  emitted tokens and counts of every row, one copy to it          (after a round, the only wait)
 
 Shapes: B rows, C positions of a row, A tokens that a round may emit per row.
@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 import torch
 
+from tlt_core.items.speculation import Floors, LiveView
+from tlt_core.items.static_shapes import Inputs
+from tlt_core.items.types import GenerationRequest, SamplingParams
+from tlt_core.model.sampling import stream_key
 from tlt_core.rollout.batch import Finished, LiveBatch
-from tlt_core.sampling import stream_key
-from tlt_core.speculation import Floors, LiveView
-from tlt_core.static_shapes import Inputs
-from tlt_core.types import GenerationRequest, SamplingParams
 
 
 class RowReport(NamedTuple):
     """What a round says of one row."""
 
-    tokens: list[int]  # emitted, the end of the response not looked for
+    tokens: list[int]  # emitted; they may go on behind the end of the response
     drafted: int  # draft tokens verified
     offered: int  # depth of the deepest
 
@@ -50,7 +50,7 @@ class StaticBatch(LiveBatch):
             self._log_floor,
             max_len,
         )
-        # tokens, then how many of them are meant, draft tokens, depth of the deepest
+        # a row: tokens, then how many of them are meant, how many were drafted, depth of the deepest
         self.report_BP = torch.zeros(max_live, max_emitted + 3, dtype=torch.int64, device=device)
         self._report_host_BP = torch.zeros(self.report_BP.shape, dtype=torch.int64, pin_memory=pinned)
         self._copied = torch.cuda.Event() if pinned else None
@@ -82,17 +82,17 @@ class StaticBatch(LiveBatch):
         return super().view(params)
 
     def upload(self, floors: Floors) -> None:
-        """Say to the device where each row stands."""
+        """Tell the device where each row stands."""
         live = len(self)
         self._numbers_host_2B.fill_(1)
         rooms = [row.limit - length for row, length in zip(self._rows, self.lengths, strict=True)]
         self._numbers_host_2B[:, :live] = torch.tensor([self.lengths, rooms])
         self._numbers_2B.copy_(self._numbers_host_2B, non_blocking=True)
-        self._log_floor_host.fill_(floors.token).log_()  # of no floor, 0: -inf
+        self._log_floor_host.fill_(floors.token).log_()  # no floor is 0, whose logarithm is -inf
         self._log_floor.copy_(self._log_floor_host, non_blocking=True)
 
     def fetch(self) -> list[RowReport]:
-        """What the round did to the live rows.  Waits for the device: the round's only host sync."""
+        """What the round emitted in the live rows.  Waits for the device: the round's only host sync."""
         live = len(self)
         self._report_host_BP.copy_(self.report_BP, non_blocking=True)
         if self._copied is not None:
@@ -102,7 +102,7 @@ class StaticBatch(LiveBatch):
         return [RowReport(tokens[:count], drafted, offered) for *tokens, count, drafted, offered in rows]
 
     def settle(self, emitted: Sequence[Sequence[int]], params: SamplingParams) -> list[Finished]:
-        """As `LiveBatch`; `upload` tells the device."""
+        """As `LiveBatch`; the device learns of it in `upload`."""
         for row, tokens in enumerate(emitted):
             start = self.lengths[row]
             self._tokens_numpy_BC[row, start : start + len(tokens)] = tokens

@@ -1,30 +1,24 @@
-"""Rounds in fixed shapes: what the engine does on a GPU, where every launch counts and every wait costs more.
+"""Rounds of fixed shape: what the engine does on a GPU, where launches and waits cost more than padding.
 
     upload lengths -> [catch up -> draft] -> verify -> fetch tokens and counts (the one wait) -> lengths on the host
 
-Each step on the device is one graph of the pool (`graphs.py`), chosen by kind, rows and width; between them the host
-waits for nothing.  A drafter that can draft in fixed shapes (`static_shapes.HasStatic`) does it on the device; another
-one drafts on the host, from the host's copy of the tokens, and its trees are filled up.
+Each step on the device is one graph of the pool (`graphs`), chosen by kind, rows and width.  The host waits once a
+round.  A drafter that can draft in fixed shapes (`static_shapes.HasStatic`) drafts on the device.  Any other drafter
+drafts on the host, from the host's copy of the tokens, and its trees are padded.
 
 Shapes: B rows of a bucket, W nodes of a row, U = W - 1, A tokens that a row may emit, T = B A.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tlt_core.model.decoder import Decoder
-from tlt_core.rollout.batch import Finished
-from tlt_core.rollout.graphs import EagerPool, GraphKey, GraphPool, Sampling, make_pool
-from tlt_core.rollout.kv_cache import SlotCache
-from tlt_core.rollout.static_batch import StaticBatch
-from tlt_core.rollout.static_pass import PassShape, Path, StaticTarget, static_pass
-from tlt_core.speculation import Drafter, DraftTree, Floors, LiveView, Strategy
-from tlt_core.static_shapes import (
+from tlt_core.items.hidden_states import PathStates
+from tlt_core.items.speculation import DraftTree, Floors, RoundReport, Strategy
+from tlt_core.items.static_shapes import (
     HasStatic,
     PaddedTree,
     StaticDrafting,
@@ -34,25 +28,18 @@ from tlt_core.static_shapes import (
     width_bucket,
     width_buckets,
 )
-from tlt_core.types import SamplingParams
-
-Propose = Callable[[LiveView], DraftTree]
-
-
-class Outcome(NamedTuple):
-    """What a round did, as `RoundReport` wants it."""
-
-    finished: list[Finished]
-    drafted: tuple[int, ...]
-    offered: tuple[int, ...]
-    accepted: tuple[int, ...]
-    draft_s: float
-    verify_s: float  # of the round alone: what the device had still to do before it, a prefill say, is left out
-    backlog_s: float
+from tlt_core.items.types import SamplingParams
+from tlt_core.model.decoder import Decoder
+from tlt_core.rollout.draft_check import GuardedDrafting
+from tlt_core.rollout.graphs import EagerPool, GraphKey, GraphPool, Sampling, make_pool
+from tlt_core.rollout.kv_cache import SlotCache
+from tlt_core.rollout.rounds import Outcome, Record
+from tlt_core.rollout.static_batch import StaticBatch
+from tlt_core.rollout.static_pass import PassShape, StaticTarget, static_pass
 
 
 class StaticRounds:
-    """Owns the static buffers and the pool of one engine."""
+    """`rounds.Rounds` whose steps can be captured.  Owns the static buffers and the pool of one engine."""
 
     def __init__(
         self,
@@ -60,27 +47,26 @@ class StaticRounds:
         cache: SlotCache,
         batch: StaticBatch,
         *,
-        drafters: Mapping[str, Drafter],
+        drafting: GuardedDrafting,
         menu: Sequence[Strategy],
         taps: tuple[int, ...],
-        record: Callable[[Path], None],
+        record: Record,
     ) -> None:
-        """taps: wanted by the drafters or a capture; record: gets those of each round's new tokens."""
+        """record: gets what the target computed for each round's tokens, if there are taps."""
         device, self._most = decoder.head_weight.device, len(batch.lengths_B)
-        self._batch, self._taps, self._record = batch, taps, record
+        self._batch, self._drafting, self._record = batch, drafting, record
         self._depth = max((s.depth for s in menu), default=0)
         self._widest = widest(menu)
         tree = PaddedTree.empty(self._most, self._widest, device=device)
         size = sum(x.numel() for x in tree)
         self._staged = torch.zeros(size, dtype=torch.int64, device=device)
         self._staged_host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
-        emitted = self._most * (1 + self._depth)
-        path = _path_buffers(decoder, emitted, taps) if taps else _path_buffers(decoder, 0, ())
-        self._target = StaticTarget(decoder, cache, batch.inputs, tree, batch.report_BP, path, taps)
+        states = _state_buffers(decoder, self._most * (1 + self._depth), taps) if taps else None
+        self._target = StaticTarget(decoder, cache, batch.inputs, tree, batch.report_BP, states, taps)
         self._menu = [s for s in menu if not s.is_off]
         self._static: dict[str, StaticDrafting] = {
             name: drafter.static(batch.inputs, [s for s in self._menu if s.drafter == name])
-            for name, drafter in drafters.items()
+            for name, drafter in drafting.drafters.items()
             if isinstance(drafter, HasStatic)
         }
         host = max((s.tokens for s in self._menu if s.drafter not in self._static), default=0)
@@ -91,8 +77,7 @@ class StaticRounds:
         self._timer = _Timer(device)
 
     def prepare(self, params: SamplingParams) -> None:
-        """Capture what decoding with these parameters needs, unless that was done.  No request may be live: captured
-        functions are run on the way."""
+        """See `Rounds`: captured functions are run on the way."""
         sampling = Sampling.of(params)
         if sampling in self._captured:
             return
@@ -105,13 +90,13 @@ class StaticRounds:
         self._captured.add(sampling)
 
     def release(self) -> None:
-        """Give the graphs' memory back; `prepare` captures them again.  For whoever moves weights or buffers, too."""
+        """See `Rounds`."""
         self.pool.release()
         self._captured.clear()
 
-    def run(self, strategy: Strategy, floors: Floors, propose: Propose, params: SamplingParams) -> Outcome:
-        """One round of the live batch.  propose: asks a drafter that drafts on the host."""
-        batch, live = self._batch, len(self._batch)
+    def run(self, strategy: Strategy, floors: Floors, params: SamplingParams) -> Outcome:
+        """See `Rounds`."""
+        batch, live, context = self._batch, len(self._batch), sum(self._batch.lengths)
         rows = row_bucket(live, self._most)
         batch.upload(floors)
         drafting = None if strategy.is_off else self._static.get(strategy.drafter)
@@ -122,7 +107,8 @@ class StaticRounds:
         if strategy.is_off:
             width = 1
         elif drafting is None:
-            width = self._place(propose(batch.view(params)), rows)
+            view = batch.view(params)._replace(floors=floors)
+            width = self._place(self._drafting.propose(view, strategy), rows)
         else:
             width = width_bucket(strategy.tokens)
             self.pool.run(GraphKey("extend", rows, 1 + self._depth))
@@ -134,18 +120,22 @@ class StaticRounds:
         reports = batch.fetch()
         fetched_s = time.perf_counter()
         finished = batch.settle([report.tokens for report in reports], params)
-        return Outcome(
-            finished,
+        report = RoundReport(
+            strategy=strategy,
+            live=live,
+            context=context,
             drafted=tuple(report.drafted for report in reports),
             offered=tuple(report.offered for report in reports),
             accepted=tuple(len(report.tokens) - 1 for report in reports),
             draft_s=self._timer.seconds("caught up", "drafted"),
+            # without what the device had still to do before the round, a prefill for example
             verify_s=self._timer.seconds("drafted", "verified") + time.perf_counter() - fetched_s,
             backlog_s=self._timer.seconds("start", "caught up"),
         )
+        return Outcome(finished, report)
 
     def rehearse(self, tree: DraftTree, params: SamplingParams) -> float:
-        """Verify without emitting; leaves the batch as it was.  Returns the pass's seconds."""
+        """See `Rounds`."""
         rows = row_bucket(len(self._batch), self._most)
         self._batch.upload(Floors())
         width = self._place(tree, rows)
@@ -156,7 +146,7 @@ class StaticRounds:
         return self._timer.seconds("drafted", "verified")
 
     def _place(self, tree: DraftTree, rows: int) -> int:
-        """Put a tree of the host into the buffers; returns the width that it needs."""
+        """Put a tree of the host into the buffers; returns the width of the pass that holds it."""
         if not len(tree.tokens_N):
             return 1
         drafted = int(tree.rows_N.bincount().max())
@@ -171,8 +161,9 @@ class StaticRounds:
     def _verify(self, live: int, rows: int, width: int, params: SamplingParams) -> None:
         shape = self._shape(rows, width)
         self.pool.run(GraphKey("plain" if width == 1 else "verify", rows, width, Sampling.of(params)))
-        if self._taps and live:
-            self._record(self._target.path.part(live * shape.emitted))
+        states = self._target.states
+        if states is not None and live:
+            self._record(PathStates(*(x[: live * shape.emitted] for x in states)))
 
     def _shape(self, rows: int, width: int) -> PassShape:
         return PassShape(rows, width, 1 + min(width - 1, self._depth))
@@ -198,23 +189,23 @@ def widest(menu: Sequence[Strategy]) -> int:
     return width_bucket(max((s.tokens for s in menu), default=0))
 
 
-def _path_buffers(decoder: Decoder, count: int, taps: tuple[int, ...]) -> Path:
+def _state_buffers(decoder: Decoder, count: int, taps: tuple[int, ...]) -> PathStates:
     weight, size = decoder.head_weight, decoder.config.hidden_size
 
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(count, *shape, dtype=dtype, device=weight.device)
 
-    return Path(
+    return PathStates(
         zeros(dtype=torch.int64),
         zeros(dtype=torch.int64),
-        zeros(len(taps) * size, dtype=weight.dtype) if taps else None,
+        zeros(len(taps) * size, dtype=weight.dtype),
         zeros(size, dtype=weight.dtype),
         zeros(dtype=torch.float32),
     )
 
 
 class _Timer:
-    """Seconds between two marks of a round, on the device; to be read after the device was waited for."""
+    """Seconds between two marks of a round, on the device.  Read them after the device has been waited for."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

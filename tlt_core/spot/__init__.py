@@ -1,0 +1,1 @@
+"""Training of the drafter in the idle time of workers, and the decision whether it is published."""

@@ -1,15 +1,15 @@
 """How much of the rollout phase's idle time was used: `bubble/*`.
 
-idle window of a worker: from its last response (or from the last request it got in between) to the end of rollout
-                         everywhere;  IDLE and TRAINING time inside
+A worker's idle window begins with its last response and ends when rollout has ended everywhere.  In it the worker is
+IDLE or TRAINING.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 
-from tlt_core.types import WorkerSpan, WorkerState
+from tlt_core.items.types import WorkerSpan, WorkerState
 
-_LONG_S = 0.5  # shorter windows are not worth a micro-step and do not count in the ratio
+_LONG_S = 0.5  # shorter windows do not count in the ratio: they hardly hold a micro-step
 
 
 def bubble(
@@ -24,11 +24,10 @@ def bubble(
     `bubble/idle_s` and `bubble/harvested_s`: worker seconds without requests, and those of them that trained.
     `bubble/long_idle_s`: the part of them in windows longer than 0.5 s.
     `bubble/harvested_ratio`: trained share of that, absent without such windows.
-    `bubble/overlap_headroom_s`: what those windows still had to give.
+    `bubble/overlap_headroom_s`: the seconds of those windows that did not train.
     `bubble/preempt_ms_p95`: from the end of rollout until a training worker had stopped; absent when none trained.
-    `bubble/throttled_s`: idle worker seconds in which training was held up, because it slows those who decode
-    (`payoff`); they are not harvested.
-    `bubble/untrained_s/REASON`: idle worker seconds without training, by what stood in the way.
+    `bubble/throttled_s`: idle worker seconds in which training paused because it slows those who decode (`payoff`).
+    `bubble/untrained_s/REASON`: idle worker seconds without training, by reason.
     """
     windows = _idle_windows(spans, over_s)
     long = [(idle, trained) for idle, trained in windows if idle > _LONG_S]

@@ -1,52 +1,54 @@
-"""The bounded store of what the drafter is trained on: newest steps in memory, older ones memory-mapped.
+"""The bounded store of what the drafter is trained on: one file a step, memory-mapped.
 
-    add -> memory --spill(step)--> file of the step (written in the background) --memory short--> mapped, memory freed
+    add -> memory --end_step(step)--> the step's file, written in the background --> mapped, and its memory freed
      `-> over a bound: evict
 
-Evicted first are the oldest steps, and within a step the shortest responses.  But the longest of the last finished
-step (up to a third of the bounds) stay while a new step comes in: the tail is what the drafter is for, and a step's
-long responses come last.
+Evicted first are the oldest steps, and within a step the shortest responses.  The longest responses of the last
+finished step (up to a third of the bounds) stay while a new step comes in: the drafter is for the tail of a rollout,
+and a step's long responses come last.
 
-Held back from training are some prompts of the two newest steps (`held_back`), on which candidates are measured.  When
-a newer step comes in, the oldest of these are measured on no more, and are trained on: nothing is lost, and nothing is
-measured on that was trained on.  (A prompt that comes again in a later epoch is another response, of another policy.)
+Some prompts of the two newest steps are held back from training (`held_back`): candidates are measured on them.  Once
+two newer steps have come in, their responses are trained on too, and no longer measured on.  So nothing is lost, and no
+response is measured on after training on it.
 
-Bounds after every `add`: `max_sequences`; `max_bytes` of sequences; of them in memory `max_ram_bytes` and two sequences
-more.  To keep the last one, a step that is larger than half of `max_ram_bytes` is written in parts before it is over,
-and `add` waits when the disk falls behind by as much.  A file outlives part of its sequences, so there is more on disk:
-up to twice `max_bytes` where a step fits into it.
+Bounds after every `add`: `max_sequences`, and `max_bytes` in memory and mapped together.  In memory are the step that
+comes in and the one that is being written; the rest is in the operating system's page cache, which it frees when
+memory is short.  Decoding never waits for the disk.  When the disk fails, sequences stay in memory within the same
+bounds, and the next `end_step` tries again.  A file outlives part of its sequences, so there is more on disk: up to
+twice `max_bytes` where a step fits into it.
 """
 
+import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlt_core.spot.sequence import StoredSequence
-from tlt_core.spot.spill import SpillFiles
-from tlt_core.spot.writer import BackgroundWriter
+from tlt_core.items.train_sequence import TrainSequence
+from tlt_core.spot.sequence_files import SequenceFileError, map_sequences, write_sequences
+from tlt_core.spot.writer import BackgroundWriter, WriteJob
 
-__all__ = ["SequenceBuffer", "StoredSequence", "held_back"]
+log = logging.getLogger(__name__)
 
-HELD_EVERY = 4  # prompts, one of which is held back
-_HELD_STEPS = 2  # newest ones, in which responses are held back
-_KEPT_SHARE = 3  # of the bounds, for the longest of the last finished step: one in so many
+_HELD_EVERY = 4  # one prompt in so many is held back
+_HELD_STEPS = 2  # newest steps in which responses are held back
+_KEPT_SHARE = 3  # one in so many of the bounds is for the longest of the last finished step
 _MASK = 2**64 - 1
 
 
-def held_back(step: int, prompt_id: int, *, every: int = HELD_EVERY) -> bool:
+def held_back(step: int, prompt_id: int, *, every: int = _HELD_EVERY) -> bool:
     """Whether the responses to this prompt in this step are kept from training: one prompt in `every`, others in each
     step, the same ones on every worker.
 
-    All samples of a prompt together: siblings are alike, and one that was trained on would vouch for the others.
-    By splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014), so that neighbours are independent.
+    All samples of a prompt go together: they are alike, and training on one would flatter a measurement on another.
+    Uses splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014), so that neighbours are independent.
     """
     return _mixed(_mixed(prompt_id) + step) % every == 0
 
 
-def is_recent_and_held(sequence: StoredSequence, *, newest_step: int, every: int = HELD_EVERY) -> bool:
+def is_recent_and_held(sequence: TrainSequence, *, newest_step: int) -> bool:
     """Whether it may not be trained on yet."""
-    is_recent = sequence.step > newest_step - _HELD_STEPS
-    return is_recent and held_back(sequence.step, sequence.key.prompt_id, every=every)
+    return sequence.step > newest_step - _HELD_STEPS and held_back(sequence.step, sequence.key.prompt_id)
 
 
 def _mixed(number: int) -> int:
@@ -56,51 +58,51 @@ def _mixed(number: int) -> int:
     return z ^ (z >> 31)
 
 
+@dataclass(slots=True, eq=False)
+class _File:
+    """Sequences that are on disk together, or on their way there."""
+
+    path: Path
+    nbytes: int  # of all sequences written to it
+    ids: dict[str, None]  # of those that are still wanted, in order
+    job: WriteJob | None = None  # None: it is on disk
+
+
 class SequenceBuffer:
     """See the module docstring.  For one thread; `folder` belongs to this buffer alone."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        max_bytes: int,
-        max_ram_bytes: int,
-        max_sequences: int,
-        held_every: int = HELD_EVERY,
-        writer: BackgroundWriter | None = None,
-    ) -> None:
-        """held_every: one prompt of a step in so many is held back.  writer: the one that also writes the checkpoints
-        that name these files, which are then never on disk before them; None: one of its own."""
-        if min(max_bytes, max_ram_bytes, max_sequences) < 1 or held_every < 2:
-            raise ValueError(
-                f"max_bytes {max_bytes}, max_ram_bytes {max_ram_bytes} or max_sequences {max_sequences} < 1, or "
-                f"held_every {held_every} < 2"
-            )
-        self._max_bytes, self._max_ram_bytes, self._max_sequences = max_bytes, max_ram_bytes, max_sequences
-        self._held_every = held_every
-        self._files = SpillFiles(folder, writer or BackgroundWriter())
-        self._sequences: dict[str, StoredSequence] = {}
-        self._names_of_step: dict[int, set[str]] = {}
-        self._mapped: set[str] = set()
-        self._bytes = self._ram_bytes = self._tokens = 0
-        self._disk_failed = False  # memory is then bounded by eviction
+    def __init__(self, folder: Path, *, max_bytes: int, max_sequences: int, writer: BackgroundWriter) -> None:
+        """writer: the one that also writes the checkpoints that name these files, which are then on disk first."""
+        if min(max_bytes, max_sequences) < 1:
+            raise ValueError(f"max_bytes {max_bytes} or max_sequences {max_sequences} < 1")
+        self._folder, self._writer = folder, writer
+        self._max_bytes, self._max_sequences = max_bytes, max_sequences
+        self._steps: dict[int, dict[str, TrainSequence]] = {}  # by step and id
+        self._files: list[_File] = []  # oldest first
+        self._file_of: dict[str, _File] = {}
+        self._count = self._bytes = self._tokens = 0
 
     @classmethod
     def open(cls, folder: Path, index: Mapping[str, Any], **settings: Any) -> "SequenceBuffer":
         """The buffer that gave this `index`, with the settings of the constructor.
 
-        A file that is missing or damaged is left out with a warning; files that the index does not name are deleted.
+        A file that is missing or damaged is left out with a warning; files that the index does not name are deleted:
+        they belong to steps that will be repeated.
         """
         buffer = cls(folder, **settings)
         for entry in index["files"]:
-            for sequence in buffer._files.adopt(entry).values():
-                buffer._insert(sequence, mapped=True)
-        buffer._files.delete_others()
+            file = _File(folder / entry["name"], entry["bytes"], dict.fromkeys(entry["sequences"]))
+            buffer._hold(file)
+            buffer._map(file)
+        known = {file.path for file in buffer._files}
+        for path in [*folder.glob("seqs_*.safetensors"), *folder.glob(".seqs_*.safetensors.partial-*")]:
+            if path not in known:
+                path.unlink()
         buffer._evict()
         return buffer
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return self._count
 
     @property
     def tokens(self) -> int:
@@ -112,127 +114,137 @@ class SequenceBuffer:
         """Bytes of all sequences."""
         return self._bytes
 
-    @property
-    def ram_bytes(self) -> int:
-        """Bytes of those that are not memory-mapped."""
-        return self._ram_bytes
+    def sequences(self) -> list[TrainSequence]:
+        """All, step by step, in the order in which they came."""
+        return [s for step in sorted(self._steps) for s in self._steps[step].values()]
 
-    def sequences(self) -> list[StoredSequence]:
-        """All, in the order in which they came."""
-        return list(self._sequences.values())
-
-    def trainable(self) -> list[StoredSequence]:
+    def trainable(self) -> list[TrainSequence]:
         """Those that may be trained on."""
-        return [s for s in self._sequences.values() if not self._is_held(s)]
+        return [s for s in self.sequences() if not is_recent_and_held(s, newest_step=max(self._steps))]
 
-    def held(self) -> list[StoredSequence]:
+    def held(self) -> list[TrainSequence]:
         """Those that may not yet, of the newest step first."""
-        held = (s for s in self._sequences.values() if self._is_held(s))
+        held = (s for s in self.sequences() if is_recent_and_held(s, newest_step=max(self._steps)))
         return sorted(held, key=lambda s: (-s.step, s.key))
 
-    def add(self, sequence: StoredSequence) -> bool:
+    def add(self, sequence: TrainSequence) -> bool:
         """Keep a sequence, whose tensors must not change any more; it replaces the one of the same id.
 
         False: the bounds have no room for it.
         """
-        self._drop(sequence.id)
-        self._insert(sequence.owned(), mapped=False)
+        known = self._steps.get(sequence.step, {}).get(sequence.id)
+        if known is not None:
+            self._drop(known)
+        self._insert(sequence)
         self._evict()
-        self._relieve_memory()
-        return sequence.id in self._sequences
+        return sequence.id in self._steps.get(sequence.step, {})
 
-    def spill(self, step: int) -> None:
+    def end_step(self, step: int) -> None:
         """A step is finished: write its sequences to disk, in the background."""
-        self._disk_failed = False  # after a failure: try again
-        self._write(last_step=step)
-        self._relieve_memory()
+        self._settle()
+        for number in sorted(number for number in self._steps if number <= step):
+            unwritten = [s for s in self._steps[number].values() if s.id not in self._file_of]
+            if unwritten:
+                self._write(number, unwritten)
 
     def index(self) -> dict[str, Any]:
-        """What `open` needs, as JSON values: the sequences on disk or on their way there, which are those of all steps
-        that were spilled."""
+        """What `open` needs, as JSON values: the files on disk or on their way there, of all steps that have ended."""
         self._settle()
-        return {"files": self._files.index()}
+        files = [{"name": f.path.name, "bytes": f.nbytes, "sequences": list(f.ids)} for f in self._files if f.ids]
+        return {"files": files}
+
+    # ------------------------------------------------------------------------------------------ bounds
 
     def _evict(self) -> None:
         """Drop sequences until the bounds hold."""
         protected = self._protected() if self._over() else set()
         while self._over():
-            open_steps = (names - protected for _, names in sorted(self._names_of_step.items()))
-            names = next((names for names in open_steps if names), protected)
-            victim = min((self._sequences[name] for name in names), key=lambda s: (len(s.tokens_L), s.key))
-            self._drop(victim.id)
-            protected.discard(victim.id)
+            open_steps = ([s for i, s in self._steps[n].items() if i not in protected] for n in sorted(self._steps))
+            victims = next((open_step for open_step in open_steps if open_step), None)
+            if victims is None:
+                victims, protected = self.sequences(), set()
+            self._drop(min(victims, key=lambda s: (len(s.tokens_L), s.key)))
 
     def _over(self) -> bool:
-        short_of_memory = self._disk_failed and self._ram_bytes > self._max_ram_bytes
-        return len(self) > self._max_sequences or self._bytes > self._max_bytes or short_of_memory
+        return self._count > self._max_sequences or self._bytes > self._max_bytes
 
     def _protected(self) -> set[str]:
         """The longest of the step before the newest one."""
         chosen: set[str] = set()
-        if len(self._names_of_step) < 2:
+        if len(self._steps) < 2:
             return chosen
-        last, nbytes = sorted(self._names_of_step)[-2], 0
-        sequences = [self._sequences[name] for name in self._names_of_step[last]]
-        for sequence in sorted(sequences, key=lambda s: (-len(s.tokens_L), s.key)):
+        nbytes, last = 0, self._steps[sorted(self._steps)[-2]]
+        for sequence in sorted(last.values(), key=lambda s: (-len(s.tokens_L), s.key)):
             nbytes += sequence.nbytes
             if nbytes * _KEPT_SHARE > self._max_bytes or (len(chosen) + 1) * _KEPT_SHARE > self._max_sequences:
                 break
             chosen.add(sequence.id)
         return chosen
 
-    def _relieve_memory(self) -> None:
-        self._settle()
-        if 2 * sum(s.nbytes for s in self._unspilled()) > self._max_ram_bytes and not self._disk_failed:
-            self._write(last_step=None)
-        self._map_until_enough()
-        while self._ram_bytes > self._max_ram_bytes and self._files.wait_for_oldest():
-            self._settle()
-            self._map_until_enough()
-
-    def _map_until_enough(self) -> None:
-        while self._ram_bytes > self._max_ram_bytes and (mapped := self._files.map_oldest()):
-            self._sequences |= mapped  # keeps the order
-            self._mapped |= mapped.keys()
-            self._ram_bytes -= sum(s.nbytes for s in mapped.values())
-
-    def _settle(self) -> None:
-        if self._files.settle():
-            self._disk_failed = True
-            self._evict()
-
-    def _unspilled(self) -> list[StoredSequence]:
-        return [s for name, s in self._sequences.items() if name not in self._files]
-
-    def _write(self, *, last_step: int | None) -> None:
-        """Write what is in no file yet, up to this step; None: all."""
-        unspilled = [s for s in self._unspilled() if last_step is None or s.step <= last_step]
-        for step in sorted({s.step for s in unspilled}):
-            self._files.write([s for s in unspilled if s.step == step])
-
-    def _is_held(self, sequence: StoredSequence) -> bool:
-        return is_recent_and_held(sequence, newest_step=max(self._names_of_step), every=self._held_every)
-
-    def _insert(self, sequence: StoredSequence, *, mapped: bool) -> None:
-        self._sequences[sequence.id] = sequence
-        self._names_of_step.setdefault(sequence.step, set()).add(sequence.id)
+    def _insert(self, sequence: TrainSequence) -> None:
+        self._steps.setdefault(sequence.step, {})[sequence.id] = sequence
+        self._count += 1
         self._tokens += len(sequence.tokens_L)
         self._bytes += sequence.nbytes
-        if mapped:
-            self._mapped.add(sequence.id)
-        else:
-            self._ram_bytes += sequence.nbytes
 
-    def _drop(self, name: str) -> None:
-        """Forget a sequence, if there is one of this name."""
-        sequence = self._sequences.pop(name, None)
-        if sequence is None:
-            return
-        self._names_of_step[sequence.step].remove(name)
-        if not self._names_of_step[sequence.step]:
-            del self._names_of_step[sequence.step]
+    def _drop(self, sequence: TrainSequence) -> None:
+        del self._steps[sequence.step][sequence.id]
+        if not self._steps[sequence.step]:
+            del self._steps[sequence.step]
+        self._count -= 1
         self._tokens -= len(sequence.tokens_L)
         self._bytes -= sequence.nbytes
-        self._ram_bytes -= 0 if name in self._mapped else sequence.nbytes
-        self._mapped.discard(name)
-        self._files.forget(name)
+        file = self._file_of.pop(sequence.id, None)
+        if file is not None:
+            del file.ids[sequence.id]
+            self._delete_if_empty(file)
+
+    # ------------------------------------------------------------------------------------------ files
+
+    def _write(self, step: int, sequences: list[TrainSequence]) -> None:
+        """Submit one file of sequences of one step.  A step that was sampled in parts has several."""
+        taken, part, name = {file.path.name for file in self._files}, 0, f"seqs_{step:06d}.safetensors"
+        while name in taken:
+            part += 1
+            name = f"seqs_{step:06d}.{part}.safetensors"
+        job = self._writer.submit(self._folder / name, lambda path: write_sequences(path, sequences), raises=False)
+        self._hold(_File(job.target, sum(s.nbytes for s in sequences), dict.fromkeys(s.id for s in sequences), job))
+
+    def _settle(self) -> None:
+        """Map what has been written since the last call."""
+        for file in [f for f in self._files if f.job is not None and f.job.done]:
+            assert file.job is not None, "chosen so"
+            error, file.job = file.job.error, None
+            if error is not None:
+                self._give_up(file, f"was not written ({error})")
+            elif file.ids:
+                self._map(file)
+            self._delete_if_empty(file)
+
+    def _map(self, file: _File) -> None:
+        """Put the mapped sequences in the place of those in memory, or, where there are none, beside the others."""
+        try:
+            mapped = map_sequences(file.path, file.ids, nbytes=file.nbytes)
+        except SequenceFileError as error:
+            self._give_up(file, str(error))
+            return
+        for sequence in mapped:
+            if sequence.id in self._steps.get(sequence.step, {}):
+                self._steps[sequence.step][sequence.id] = sequence
+            else:
+                self._insert(sequence)
+
+    def _hold(self, file: _File) -> None:
+        self._files.append(file)
+        self._file_of |= dict.fromkeys(file.ids, file)
+
+    def _give_up(self, file: _File, reason: str) -> None:
+        log.warning("%s %s: its %d sequences are not on disk", file.path, reason, len(file.ids))
+        self._files.remove(file)
+        for name in file.ids:
+            del self._file_of[name]
+
+    def _delete_if_empty(self, file: _File) -> None:
+        if not file.ids and file.job is None and file in self._files:
+            self._files.remove(file)
+            file.path.unlink(missing_ok=True)

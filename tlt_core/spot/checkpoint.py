@@ -1,10 +1,11 @@
 """Checkpoints of drafter training, small and in the background ("selective asynchronous checkpoint", TLT section 4.3).
 
-One safetensors file: trainable parameters and optimizer state as tensors; the buffer's index, the sampler's queue and
+One safetensors file: trained parameters and optimizer state as tensors; the buffer's index, the sampler's queue and
 counters as JSON in its header.  The target's tensors are not in it, nor are the hidden states: those are files already.
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt_core.spot.writer import BackgroundWriter, WriteJob
+from tlt_core.spot.writer import BackgroundWriter, WriteError, WriteJob
+
+log = logging.getLogger(__name__)
+
+_NAME = "training.safetensors"
 
 
 class SpotCheckpoint(NamedTuple):
@@ -22,9 +27,50 @@ class SpotCheckpoint(NamedTuple):
     tensors: dict[str, Tensor]
     values: dict[str, Any]
 
+    def part(self, name: str) -> dict[str, Tensor]:
+        """The tensors of one part, see `TrainingCheckpoint.save`."""
+        prefix = f"{name}/"
+        return {key.removeprefix(prefix): tensor for key, tensor in self.tensors.items() if key.startswith(prefix)}
+
 
 class SpotCheckpointError(ValueError):
     """A checkpoint that cannot be read.  The text names it and the remedy."""
+
+
+class TrainingCheckpoint:
+    """The one checkpoint of a worker's training.  A failure is logged: it costs the drafter's progress, not the run."""
+
+    def __init__(self, folder: Path, writer: BackgroundWriter) -> None:
+        self._path, self._writer = folder / _NAME, writer
+
+    def load(self) -> SpotCheckpoint | None:
+        """What was saved last; None where there is nothing, or nothing that can be read."""
+        if not self._path.is_file():
+            return None
+        try:
+            return load_checkpoint(self._path)
+        except SpotCheckpointError as error:
+            log.warning("%s; the drafter's training starts anew", error)
+            return None
+
+    def save(self, values: Mapping[str, Any], **parts: Mapping[str, Tensor]) -> None:
+        """Write in the background.  Nobody may change the tensors any more."""
+        tensors = {f"{part}/{name}": tensor for part, own in parts.items() for name, tensor in own.items()}
+        try:
+            async_checkpoint(self._writer, self._path, tensors, values)
+        except WriteError as error:  # of an earlier save
+            _warn(error)
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        try:
+            self._writer.close()
+        except WriteError as error:
+            _warn(error)
+
+
+def _warn(error: WriteError) -> None:
+    log.warning("the drafter's training state could not be saved: %s", error)
 
 
 def async_checkpoint(

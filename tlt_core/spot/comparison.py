@@ -1,9 +1,8 @@
 """Is a candidate worse than the drafter in use?  A paired comparison on the same held-back tokens.
 
-Every start of a chain is drafted from by both, so what makes one response easier than another falls out: the variance
-of the difference is far below that of either length.  Responses to one prompt of one step are alike, so it is such
-groups that count as independent.  With n_g starts in group g, d_g tokens that the candidate's chains got accepted
-beyond those of the drafter in use, and m groups:
+Both draft from every start of a chain, so the difficulty of a response cancels: the difference varies far less than
+either length.  Responses to one prompt of one step are alike, so only such groups count as independent.  With m groups,
+n_g starts in group g, and d_g tokens that the candidate's chains got accepted beyond those of the drafter in use:
 
     gain = sum d_g / sum n_g            error^2 = m / (m - 1) * sum (d_g - gain n_g)^2 / (sum n_g)^2
 
@@ -45,7 +44,7 @@ class Comparison(NamedTuple):
         return total
 
     def plus(self, other: "Comparison") -> "Comparison":
-        """Both together; their groups are taken as different ones."""
+        """Both together; their groups are counted as different ones."""
         return Comparison(*(a + b for a, b in zip(self, other, strict=True)))
 
     @property
@@ -74,11 +73,11 @@ class Comparison(NamedTuple):
 
     @property
     def change(self) -> float:
-        """Share of the acceptance length by which the candidate may differ, better or worse: gain and its error."""
+        """Largest plausible relative difference of the acceptance lengths: gain plus its error."""
         return (abs(self.gain) + self.error) / self.used_length
 
     def is_worse(self, *, errors: float) -> bool:
-        """Below zero by so many standard errors (one-sided), or at all where there is only one group to tell.
+        """Is the gain below zero by so many standard errors (one-sided)?  With one group: is it below zero at all?
 
         For m groups the number is that of Student's distribution to first order, z + (z^3 + z) / (4 (m - 1)).
         """

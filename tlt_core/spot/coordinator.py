@@ -2,15 +2,14 @@
 
                      WorkerIdle            Progress -> TRAIN
               BUSY ------------> IDLE -----------------------> TRAINING
-               ^                  | ^                            | |
-               +-- WorkerBusy ----+ +---- Progress -> WAIT, STOP-+ |
-               +----------------------- WorkerBusy ----------------+
+                                    ^                             |
+                                    +---- Progress -> WAIT, STOP--+
 
 consumes: events.  waits: never, and no worker for another.  produces: an order for the worker that reported.
 
 No clock, no I/O: `at_s` of all events comes from one clock.  A worker that is not busy reports `Progress` between
-micro-steps (TRAIN) or after a short sleep (WAIT) and leaves the phase on STOP.  One TRAIN allows one micro-step, so the
-phase's `max_steps` is exact, and a worker that is lost takes no more with it than the step it was in.
+micro-steps (TRAIN) or after a short sleep (WAIT), and leaves the phase on STOP.  One TRAIN allows one micro-step, so
+`max_steps` is exact, and the loss of a worker loses at most the micro-step it was in.
 """
 
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from tlt_core.types import WorkerSpan, WorkerState
+from tlt_core.items.types import WorkerSpan, WorkerState
 
 
 class PhaseBegan(NamedTuple):
@@ -45,13 +44,6 @@ class Progress(NamedTuple):
     has_data: bool = True
 
 
-class WorkerBusy(NamedTuple):
-    """A worker got requests again."""
-
-    worker: int
-    at_s: float
-
-
 class WorkerLost(NamedTuple):
     """A worker died or left."""
 
@@ -65,7 +57,7 @@ class RolloutOver(NamedTuple):
     at_s: float
 
 
-Event = PhaseBegan | WorkerIdle | Progress | WorkerBusy | WorkerLost | RolloutOver
+Event = PhaseBegan | WorkerIdle | Progress | WorkerLost | RolloutOver
 
 
 class Action(Enum):
@@ -102,11 +94,11 @@ class SpotSettings:
     """When idle workers may train."""
 
     enabled: bool = True
-    min_idle_s: float = 0.2  # of a worker's idle window before it trains: work may still come
+    min_idle_s: float = 0.2  # that a worker is idle before it trains
     max_steps: int = 0  # micro-steps of all workers in one phase; 0: no bound
-    interval: int = 1  # train in every n-th RL step
+    interval: int = 1  # train every N RL steps
     duty: float = 1.0  # share of each cycle in which workers train, all at the same time; they pause in the rest
-    cycle_s: float = 6.0  # long against a micro-step, which a pause waits for
+    cycle_s: float = 6.0  # much longer than a micro-step: a pause begins after the one under way
 
     def __post_init__(self) -> None:
         if not 0 <= self.duty <= 1 or self.cycle_s <= 0:
@@ -199,7 +191,7 @@ class Coordinator:
         spans = sorted([*phase.spans, *open_spans], key=lambda span: (span.worker, span.start_s, span.end_s))
         return PhaseReport(tuple(spans), over_s, tuple(phase.preempt_s), self.steps, reasons)
 
-    def _answer(self, event: WorkerIdle | Progress | WorkerBusy) -> Order:
+    def _answer(self, event: WorkerIdle | Progress) -> Order:
         phase, worker = self._phase, self._phase.workers.get(event.worker)
         if worker is None:
             return Order(Action.STOP, "lost" if phase.over_s is None else "rollout_over")
@@ -212,14 +204,12 @@ class Coordinator:
         worker.granted = 0
         if isinstance(event, Progress):
             worker.steps_done = max(worker.steps_done, event.steps_done)
-        elif isinstance(event, WorkerBusy):
-            self._enter(event.worker, WorkerState.BUSY, at_s)
         elif worker.state == WorkerState.BUSY:
             self._enter(event.worker, WorkerState.IDLE, at_s)
             worker.idle_s = at_s
             if phase.first_idle_s is None:
                 phase.first_idle_s = at_s
-        order = self._decide(worker, at_s, has_data=isinstance(event, WorkerBusy) or event.has_data)
+        order = self._decide(worker, at_s, has_data=event.has_data)
         if order.action == Action.TRAIN:
             worker.granted = 1
             self._enter(event.worker, WorkerState.TRAINING, at_s)

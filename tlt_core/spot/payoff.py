@@ -2,22 +2,20 @@
 
     PhaseOutcome (what training cost and gained) --observe--> Payoff --duty--> share of idle time in the next phase
 
-Training slows those who still decode by a share that is measured (`slowdown`), and makes later rollouts faster by what
-the canary measures.  Let t be the seconds of a phase beside which a worker is idle, d the share of them that trained,
-and g the relative gain in acceptance length that such a phase has brought.  It is in about the same seconds, the tail,
-that drafts are used, so
+Training slows workers that still decode by a measured share (`slowdown`), and makes later rollouts faster by what
+trials of candidates measure.  Let t be the seconds of a phase in which some worker is idle, d the share of them that
+trained, and g the relative gain in acceptance length of one such phase.  Drafts are used in about the same seconds, the
+tail, so
 
     cost = slowdown * d * t                    gain = g * t * (phases that a gain lasts)
 
-While the gain covers the cost, workers train whenever they are idle, but for short pauses in which the slowdown is
-measured.  Else they train for as much as slows the rollout by `max_slowdown`, which is also what notices that
-candidates gain again; where none was measured for a while, a phase is trained in whole.  A drop in the acceptance of
-the drafter in use is taken as a sign that the policy has moved, and training begins anew.  Slowdown and gain start from
-what is usual, so that the first phases train.
+While the gain covers the cost, workers train whenever they are idle, except for short pauses that measure the slowdown.
+Otherwise they train only as much as lengthens the rollout by `max_slowdown`; these trials show when candidates gain
+again.  After several phases without a trial, one phase is trained in full.  When the acceptance of the drafter in use
+drops, the policy has moved, and full training resumes.  Slowdown and gain start from usual values, so that the first
+phases train.
 
-The gain of one phase is small against the error of its measurement (0.2 % against 1 % in the demo), and what counts is
-its mean, so it is remembered for long.  And it is worth more than it seems: forty steps of the demo whose gains as
-measured add up to 9 % end at 1.38 times the acceptance length of the first drafter, and the ratio grows to the end.
+The gain of one phase is smaller than the error of its measurement, so it is averaged over many phases.
 
 No clock, no I/O: a function of the outcomes.
 """
@@ -29,11 +27,11 @@ from typing import Any, NamedTuple
 from tlt_core.spot.slowdown import PaceSums
 
 PAUSED = 0.055  # share of idle time in which the slowdown is measured
-_KEEP = 0.6  # of what was known, from one phase to the next
+_KEEP = 0.6  # weight of the earlier phases in a running mean
 _KEEP_LONG = 0.9  # ... of slowdown and gain, which take many phases to measure
-_LOOK_AGAIN = 8  # phases without a measured gain after which one is trained in whole
+_LOOK_AGAIN = 8  # phases without a measured gain after which one is trained in full
 _USUAL_SLOWDOWN, _USUAL_ERROR = 0.1, 0.1
-_USUAL_GAIN = 0.03  # of a phase in which the drafter was behind
+_USUAL_GAIN = 0.03  # of a phase in which the drafter was stale
 _FALLEN = 0.93  # acceptance length against its best, both smoothed: the drafter in use has gone stale
 
 
@@ -41,10 +39,10 @@ class PhaseOutcome(NamedTuple):
     """One rollout phase."""
 
     rollout_s: float  # from its beginning to its end everywhere
-    idle_s: float  # seconds of it beside which some worker was idle
-    trained_s: float  # seconds of it beside which some worker trained
+    idle_s: float  # seconds of it in which some worker was idle
+    trained_s: float  # seconds of it in which some worker trained
     pace: PaceSums
-    used_length: float | None = None  # acceptance length on the canary of the drafter in use; None: not measured
+    used_length: float | None = None  # acceptance length of the drafter in use, in a trial; None: there was none
     gain: float | None = None  # of the newest candidate, relative to it
 
 
@@ -52,8 +50,8 @@ class PhaseOutcome(NamedTuple):
 class PayoffSettings:
     """See the module docstring."""
 
-    max_slowdown: float = 0.01  # of a rollout, by training that does not pay; 1 or more: train in all idle time
-    lasting_phases: int = 24  # that a gain lasts
+    max_slowdown: float = 0.01  # share by which training that does not pay may lengthen a rollout; 1 or more: any
+    lasting_phases: int = 24  # phases that a gain lasts
 
     def __post_init__(self) -> None:
         if self.max_slowdown <= 0 or self.lasting_phases < 1:
@@ -67,7 +65,7 @@ class _Known:
     pace: list[float] = field(default_factory=lambda: list(PaceSums()))
     rollout_s: float = 0.0
     idle_s: float = 0.0
-    share: float = 1.0  # of the idle seconds that trained, in phases that `gain` is of
+    share: float = 1.0  # of idle seconds that trained, in the phases with a measured gain
     gain: float = _USUAL_GAIN
     unmeasured: int = 0  # phases since a gain was measured
     length: float = 0.0
@@ -121,7 +119,7 @@ class Payoff:
 
     @property
     def slowdown(self) -> float:
-        """Of a round beside training, relative; what is usual, as long as the measurement is uncertain."""
+        """Relative slowdown of a round by training: the measurement, drawn to a usual value while it is uncertain."""
         difference, error = PaceSums(*self._known.pace).difference()
         if math.isinf(error):
             return _USUAL_SLOWDOWN

@@ -1,9 +1,9 @@
-"""Hidden states of what the other workers have decoded: their buffers' files, read where they lie.
+"""Responses of the other workers: their buffers' files, read where they lie.
 
-A worker that runs out of work early is one whose responses were short.  In its own buffer there is least of what the
-drafter is for, in that step and often in those before.  So it also trains on what others have decoded in the steps
-before: their files (`spot/spill`) are mapped when they appear.  A file appears whole, and what is mapped stays readable
-when its owner deletes the file, so nobody locks or waits.  A folder that this node cannot see has no files.
+A worker that runs out of work early had short responses, so its own buffer has few of the long ones that the drafter is
+for.  It also trains on what others decoded in earlier steps: their files (`spot/buffer`) are mapped when they appear.
+A file appears whole, and stays readable after its owner has deleted it, so nobody locks or waits.  A folder that this
+node cannot see has no files.
 """
 
 import logging
@@ -12,8 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.spot.buffer import is_recent_and_held
-from tlt_core.spot.sequence import SequenceFileError, StoredSequence, map_file
+from tlt_core.spot.sequence_files import SequenceFileError, map_file
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class PeerFiles:
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = tuple(folders)
-        self._mapped: dict[_File, list[StoredSequence]] = {}
+        self._mapped: dict[_File, list[TrainSequence]] = {}
 
     def look(self, step: int) -> bool:
         """Take in some of what has appeared, of the steps before this one, and drop what is too old.  True: there is
@@ -52,11 +53,11 @@ class PeerFiles:
         self._mapped |= {file: _map(file) for file in new[:_FILES_AT_ONCE]}
         return len(new) > _FILES_AT_ONCE
 
-    def sequences(self) -> list[StoredSequence]:
+    def sequences(self) -> list[TrainSequence]:
         """All that were taken in."""
         return [s for file in sorted(self._mapped) for s in self._mapped[file]]
 
-    def trainable(self, step: int) -> list[StoredSequence]:
+    def trainable(self, step: int) -> list[TrainSequence]:
         """What may be trained on; held back are the same prompts as at their owner's."""
         return [s for s in self.sequences() if not is_recent_and_held(s, newest_step=step)]
 
@@ -67,7 +68,7 @@ def _files(folder: Path) -> Iterator[_File]:
             yield _File(int(path.name[5:11]), str(path), path.stat().st_mtime_ns)
 
 
-def _map(file: _File) -> list[StoredSequence]:
+def _map(file: _File) -> list[TrainSequence]:
     """Nothing of a file that cannot be read: it is its owner's to complain."""
     try:
         return map_file(Path(file.path))

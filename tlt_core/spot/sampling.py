@@ -9,7 +9,7 @@ The law.  Of all trained rows, sequence i gets the share w_i / W, where W is the
 
     w_i = R_i ^ (1 + length_bias) * recency ^ min(current step - step_i, oldest_age)
 
-so that long and recent sequences are preferred, row by row.  Sequences are served in the order of virtual start times
+so that long and recent sequences are preferred.  Sequences are served in the order of virtual start times
 ("start-time fair queueing": Goyal, Vin, Cheng, SIGCOMM 1996): a visit of n rows moves the start time on by n / w_i,
 and the earliest is next.  No random number is drawn, so a resumed run repeats the picks.
 
@@ -23,15 +23,23 @@ Two bounds follow, with m_i the rows of the largest window of i:
 import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 
-class Candidate(NamedTuple):
-    """A sequence that can be trained on.  Candidate("0.12.3.1", rows=412, step=12)"""
+class Trainable(Protocol):
+    """What the sampler knows of a sequence; a `TrainSequence` is one."""
 
-    id: str
-    rows: int  # that count in the loss, at least 1
-    step: int  # RL step that it comes from
+    @property
+    def id(self) -> str:
+        """The same in a resumed run."""
+
+    @property
+    def rows(self) -> int:
+        """Rows that count in the loss."""
+
+    @property
+    def step(self) -> int:
+        """RL step that it comes from."""
 
 
 class WindowRef(NamedTuple):
@@ -53,7 +61,7 @@ class _Flow:
 
 
 class WindowSampler:
-    """Holds the queue.  Equal calls give equal picks, whatever the order of the candidates."""
+    """Holds the queue.  Equal calls give equal picks, whatever the order of the sequences."""
 
     def __init__(
         self, *, window_rows: int, length_bias: float = 0.5, recency: float = 0.5, oldest_age: int = 6
@@ -71,22 +79,22 @@ class WindowSampler:
         self._flows: dict[str, _Flow] = {}
         self._queue: list[tuple[float, float, str]] = []  # (start time, -weight, id): the long one first when equal
 
-    def refresh(self, sequences: Iterable[Candidate], step: int) -> None:
+    def refresh(self, sequences: Iterable[Trainable], step: int) -> None:
         """Choose from these from now on; `step`: the current RL step.
 
         New sequences are due now: they neither wait nor catch up with what others got before them.  Raises ValueError
         on a sequence without rows.
         """
-        candidates = {candidate.id: candidate for candidate in sequences}
-        if candidates.keys() == self._flows.keys() and step == self._step:
+        by_id = {sequence.id: sequence for sequence in sequences}
+        if by_id.keys() == self._flows.keys() and step == self._step:
             return  # a resumed run may ask once more than the uninterrupted one; the picks must not differ in a bit
         flows = {}
-        for name, candidate in candidates.items():
-            if candidate.rows < 1:
-                raise ValueError(f"sequence {name} has {candidate.rows} rows to train on: leave it out")
+        for name, sequence in by_id.items():
+            if sequence.rows < 1:
+                raise ValueError(f"sequence {name} has {sequence.rows} rows to train on: leave it out")
             flow = self._flows.get(name)
             if flow is None:
-                flows[name] = _Flow(candidate.rows, candidate.step, start_time=0.0)
+                flows[name] = _Flow(sequence.rows, sequence.step, start_time=0.0)
                 continue
             # The rows that it still waits for stay, in the virtual time of its new weight.
             faster = self._weight(flow, self._step) / self._weight(flow, step)
@@ -116,12 +124,6 @@ class WindowSampler:
             picked.append(self._visit(name, min(end, flow.cursor + room)))
             room -= picked[-1].end - picked[-1].start
         return picked
-
-    def rows_between_visits(self, name: str) -> float:
-        """Bound on the rows trained between two visits of one window of a sequence, while the candidates stay."""
-        flow, weights = self._flows[name], [self._weight(flow, self._step) for flow in self._flows.values()]
-        largest = sum(min(flow.rows, self._window_rows) for flow in self._flows.values())
-        return flow.rows * sum(weights) / self._weight(flow, self._step) + largest
 
     def state_dict(self) -> dict[str, Any]:
         """The queue as JSON values."""

@@ -1,14 +1,14 @@
-"""What training in idle time costs those who still decode: rounds beside training against rounds beside a pause.
+"""How much training in idle time slows workers that still decode: rounds during training against rounds in a pause.
 
 Workers on one machine share its memory, caches and clock, so an idle worker that trains can slow a busy one.  Rounds of
-one shape (strategy and live requests) are compared within a phase: with x the logarithm of a round's seconds, and in
-shape k n_k rounds beside training and m_k beside a pause,
+one shape (strategy and number of live requests) are compared within a phase.  Let x be the logarithm of a round's
+seconds, and let shape k have n_k rounds during training and m_k rounds in a pause:
 
-    slowdown = exp(D) - 1      D = sum_k w_k (mean x beside training - mean x beside a pause) / sum_k w_k
+    slowdown = exp(D) - 1      D = sum_k w_k (mean x during training - mean x in a pause) / sum_k w_k
                                w_k = n_k m_k / (n_k + m_k)      var D = s^2 / sum_k w_k
 
-with s^2 the variance of x within shape and side.  Only rounds count that lie wholly on one side, after the first worker
-ran out of work: before that nobody could have trained.
+Here s^2 is the variance of x within shape and side.  A round counts when it lies wholly on one side and began after
+the first worker ran out of work: before that, nobody could have trained.
 """
 
 import math
@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from tlt_core.types import WorkerSpan, WorkerState
+from tlt_core.items.types import WorkerSpan, WorkerState
 
 _LEAST_FREEDOM = 8  # below it the variance within shape and side is a guess
 

@@ -1,12 +1,12 @@
-"""Files written in the background: training and rollout go on while a snapshot goes to disk.
+"""Files written in the background, while training and rollout go on.
 
     caller --submit(target, write)--> jobs, one a target --thread--> partial file, fsync, rename, fsync of the folder
 
-consumes: write functions over snapshots that nobody changes any more (the caller cloned them, or they are immutable).
-waits: only in `wait`.  produces: whole files; a kill at any moment leaves the previous one.
+consumes: write functions over snapshots that nobody changes any more.  waits: only in `wait` and `close`.  produces:
+whole files; a kill at any moment leaves the previous one.
 
-A job that waits for its turn is replaced by a newer one for the same target, so at most one snapshot a target waits
-in memory.  Jobs run in the order of submission: a file that names others is submitted after them.
+A newer job replaces a waiting one for the same target, so at most one snapshot of a target waits in memory.  Jobs run
+in the order of submission: a file that names others is submitted after them.
 """
 
 import os
@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
-from tlt_core.store import write_atomically
+from tlt_core.items.store import write_atomically
 
 
 class WriteError(OSError):
@@ -56,8 +56,8 @@ class BackgroundWriter:
     def submit(self, target: Path, write: Callable[[Path], object], *, raises: bool = True) -> WriteJob:
         """Have `write(temporary path)` called in the background, then put its file in the place of `target`.
 
-        raises: a failure is raised by the next such `submit` or `wait`, as WriteError (this job is queued all the
-        same); False: the caller looks at `job.error`.
+        raises: a failure is raised as WriteError by the next such `submit` (whose own job is queued all the same) or by
+        `wait`.  False: the caller looks at `job.error`.
         """
         job = WriteJob(target, write, raises=raises)
         with self._changed:

@@ -1,0 +1,1 @@
+"""Which strategy the next round uses, learnt from measured costs and acceptance."""

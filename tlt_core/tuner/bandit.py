@@ -1,10 +1,11 @@
 """TLT's bucketed epsilon-greedy bandit, kept for comparison with the cost model.
 
-    bucket = largest threshold <= live requests;  reward = tokens emitted / seconds of the round
-    with probability epsilon any arm, otherwise the arm with the largest median reward in its window; unseen arms first
+    bucket = largest threshold <= live requests;   reward = tokens emitted / seconds of the round
+    with probability epsilon any strategy, else the one with the largest median reward in its window; untried ones first
 
-Unlike the released code each bucket holds every arm and OFF (there each has one arm and never explores), the reward is
-the round's own from its first one (there an arm starts with rewards of 0), and the generator is the tuner's.
+It differs from TLT's released code in three ways.  Every bucket holds the whole menu and plain decoding (there: one
+strategy, so nothing is explored).  A strategy starts without rewards (there: with rewards of 0).  The random generator
+is the bandit's own.
 """
 
 import random
@@ -13,11 +14,15 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from tlt_core.speculation import OFF, RoundReport, Strategy
+from tlt_core.items.speculation import OFF, RoundReport, Strategy
+
+_THRESHOLDS = (1, 2, 3, 5, 9, 17, 33)  # live requests: powers of two, as in TLT
+_WINDOW = 300  # rewards of a strategy, as in TLT
+EPSILON = 0.1  # share of explored rounds, as in TLT
 
 
 class _Window:
-    """The latest rewards of an arm, and their median."""
+    """The latest rewards of a strategy, and their median."""
 
     def __init__(self, size: int, values: Sequence[float] = ()) -> None:
         self.values: deque[float] = deque(values, maxlen=size)
@@ -38,26 +43,32 @@ class _Window:
 
 
 class BucketedGreedy:
-    """The bandit alone: `pick` an arm, `reward` it."""
+    """The bandit alone: `pick` a strategy, `reward` it."""
 
     def __init__(
-        self, menu: Sequence[Strategy], *, thresholds: Sequence[int], epsilon: float, window: int, seed: int
+        self,
+        menu: Sequence[Strategy],
+        *,
+        seed: int,
+        epsilon: float = EPSILON,
+        thresholds: Sequence[int] = _THRESHOLDS,
+        window: int = _WINDOW,
     ) -> None:
         """thresholds: ascending, the first one 1."""
         if list(thresholds) != sorted(set(thresholds)) or not thresholds or thresholds[0] != 1:
             raise ValueError(f"thresholds {tuple(thresholds)} must ascend from 1")
-        self._arms = (OFF, *menu)
+        self._menu = (OFF, *menu)
         self._thresholds, self._epsilon, self._size = tuple(thresholds), epsilon, window
         self._random = random.Random(seed)
-        self._windows = [{arm: _Window(window) for arm in self._arms} for _ in thresholds]
+        self._windows = [{strategy: _Window(window) for strategy in self._menu} for _ in thresholds]
 
     def pick(self, live: int, *, without: Collection[str] = ()) -> Strategy:
-        """Arm for a batch of so many requests; none of the drafters named in `without`."""
-        arms = [arm for arm in self._arms if arm.drafter not in without]
+        """A strategy for a batch of `live` requests that uses none of the drafters in `without`."""
+        allowed = [strategy for strategy in self._menu if strategy.drafter not in without]
         if self._random.random() < self._epsilon:
-            return self._random.choice(arms)
+            return self._random.choice(allowed)
         windows = self._windows[self._bucket(live)]
-        return max(arms, key=lambda arm: windows[arm].median())
+        return max(allowed, key=lambda strategy: windows[strategy].median())
 
     def reward(self, report: RoundReport) -> None:
         """Learn from a round."""
@@ -67,29 +78,29 @@ class BucketedGreedy:
             windows[report.strategy].add(tokens / max(report.draft_s + report.backlog_s + report.verify_s, 1e-9))
 
     def clear(self, drafter: str | None) -> None:
-        """Forget what a drafter (None: each) has earned."""
+        """Forget the rewards of a drafter (None: of all)."""
         for windows in self._windows:
-            for arm in windows:
-                if drafter in (None, arm.drafter):
-                    windows[arm] = _Window(self._size)
+            for strategy in windows:
+                if drafter in (None, strategy.drafter):
+                    windows[strategy] = _Window(self._size)
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values."""
         version, words, gauss = self._random.getstate()
         rewards = {
-            str(threshold): {str(arm): list(window.values) for arm, window in windows.items()}
+            str(threshold): {str(strategy): list(window.values) for strategy, window in windows.items()}
             for threshold, windows in zip(self._thresholds, self._windows, strict=True)
         }
         return {"random": [version, list(words), gauss], "rewards": rewards}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Buckets and arms that no longer exist are dropped."""
+        """Buckets and strategies that no longer exist are dropped."""
         version, words, gauss = state["random"]
         self._random.setstate((version, tuple(words), gauss))
         for threshold, windows in zip(self._thresholds, self._windows, strict=True):
             saved = state["rewards"].get(str(threshold), {})
-            for arm in windows:
-                windows[arm] = _Window(self._size, saved.get(str(arm), ()))
+            for strategy in windows:
+                windows[strategy] = _Window(self._size, saved.get(str(strategy), ()))
 
     def _bucket(self, live: int) -> int:
         return max(i for i, threshold in enumerate(self._thresholds) if threshold <= live)

@@ -1,14 +1,14 @@
-"""Seconds of a round, from a few measurements at start-up and from every round since.
+"""Seconds of a round, learnt from a few measurements at the start and from the rounds.
 
     target pass   s = base + slope_1 ramp_1(T) + .. + slope_k ramp_k(T) + alpha L + beta L (T / R - 1) + gamma [verify]
     draft         s = a + b depth + c R + d depth R width                             one set (a, b, c, d) per drafter
 
-T tokens of the pass (R live rows, and the draft tokens), L tokens of context of all rows together.  ramp_i(T) is the
-part of T in the i-th interval between anchors, so the curve is piecewise linear, never falls (slopes are held at 0 or
-more), and goes on with its last slope: batch sizes that were never seen are answered by their neighbours.
+R live requests, T tokens of the pass (R and all draft tokens), L tokens of context of all requests together.  ramp_i(T)
+is the part of T in the i-th interval of `_ANCHORS`, so the curve is piecewise linear.  It never falls, because slopes
+are at least 0, and it continues with its last slope: unseen batch sizes get estimates from their neighbours.
 
-Both are linear in their coefficients theta, which `RobustFilter` tracks: a Kalman filter whose innovations are clipped,
-so that a round that took three times as long moves theta by no more than an ordinary bad round.
+Both models are linear in their coefficients theta.  `RobustFilter` tracks theta: a Kalman filter with clipped
+innovations, so a round that takes three times as long moves theta no more than an ordinary slow round.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,38 +16,33 @@ from operator import mul
 from statistics import median
 from typing import Any
 
-from tlt_core.speculation import RoundReport, Strategy
+from tlt_core.items.speculation import RoundReport, Strategy
 
 Measure = Callable[[int, int, int], float]
-"""measure(live, tokens, context) -> seconds of a target pass over so many tokens, all rows together."""
+"""measure(live, tokens, context) -> seconds of a target pass; tokens and context of all requests together."""
 
-_ANCHORS = (1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+_ANCHORS = (1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)  # tokens: kernels change their pace at powers of two
 _INTERVALS = tuple(zip(_ANCHORS, (*_ANCHORS[1:], float("inf")), strict=True))
-_PASS_PRIOR = (
-    10e-3,
-    *(0.5e-3,) * len(_ANCHORS),
-    3e-6,
-    1e-6,
-    0.5e-3,
-)  # of a 135M model on few cores, to begin with
-_CLIP = 2.5  # standard deviations of an innovation that are believed
-_HALF_HOPE = 64  # rounds without a drafter after which an optimist halves its cost
-_LEAST_GAIN = 0.05  # share of an error that is corrected however sure the filter is
-_LEVEL_GAIN = 0.05  # of a moving average
-_DRIFT = 2e-4  # share of the prior's variance that each round gives back
-_LEAST_SHARE = 0.1  # of the cheapest pass ever seen: no pass is expected to cost less
+_PASS_PRIOR = (10e-3, *(0.5e-3,) * len(_ANCHORS), 3e-6, 1e-6, 0.5e-3)  # a 135M model on a few cores
+_CLIP = 2.5  # standard deviations: larger errors are stalls of the machine, not news about the model
+_HALF_HOPE = 64  # rounds unused after which an optimistic draft cost is half the estimate: a stall may have spoilt it
+_LEAST_GAIN = 0.05  # share of an error that is always corrected: the machine may slow down after a long steady time
+_LEVEL_GAIN = 0.05  # of the moving average of a level's seconds: about twenty rounds
+_DRIFT = 2e-4  # share of the prior's variance that returns each round: what is rarely seen stays open to correction
+_LEAST_SHARE = 0.1  # of the cheapest round ever seen: no estimate is lower
 
 
 class RobustFilter:
-    """y ~ phi . theta with theta >= 0, by a Kalman filter on clipped innovations.
+    """y ~ phi . theta with theta >= 0: a Kalman filter with clipped innovations.
 
-    Observations of some kinds alone can bring the coefficients of another kind to 0; so what is expected is held above
-    a small share of the least y seen.
+    Rounds of one kind can push the coefficients of another kind to 0.  So no prediction is lower than a small share of
+    the smallest y seen.
     """
 
     def __init__(self, theta: Sequence[float], spread: Sequence[float], *, one_sided: bool = False) -> None:
-        """theta: the prior's mean; spread: its standard deviations.  one_sided: y far below the expected shows that
-        what was learnt were stalls, and counts like a first observation; for models that start from few of them."""
+        """theta: the prior's mean; spread: its standard deviations.  one_sided: a y far below the prediction shows
+        that the model has learnt from stalls, and is believed like a first observation; for models without
+        calibration."""
         self.theta = list(theta)
         self.noise = 0.1  # of y, relative
         self._one_sided = one_sided
@@ -60,7 +55,7 @@ class RobustFilter:
         self.covariance = [[v if i == j else 0.0 for j in range(len(self.theta))] for i, v in enumerate(self.ceiling)]
 
     def predict(self, phi: Sequence[float]) -> float:
-        """Expected y, never 0 once any y was seen."""
+        """Expected y; above 0 once any y was seen."""
         expected: float = sum(map(mul, phi, self.theta))
         return max(expected, _LEAST_SHARE * self._least)
 
@@ -86,13 +81,13 @@ class RobustFilter:
         for i, (row, g, top) in enumerate(zip(self.covariance, gain, self.ceiling, strict=True)):
             scale = g / total
             row[:] = [c - scale * h for c, h in zip(row, gain, strict=True)]
-            row[i] += min(_DRIFT * top, max(top - row[i], 0.0))  # never lowered: that could make it indefinite
+            row[i] += min(_DRIFT * top, max(top - row[i], 0.0))  # a lower value could make the matrix indefinite
 
     def _move(self, phi: Sequence[float], error: float, own: float) -> tuple[list[float], float]:
-        """Correct theta within its bound; returns the gain, and the variance of the innovation.
+        """Correct theta, keeping it at 0 or above; returns the gain and the variance of the innovation.
 
-        A coefficient that would fall below 0 is set to it and takes no further part, and the others correct the rest
-        alone: cutting it off after a joint step would leave the others' counter-moves, away from y.
+        A coefficient that would become negative is set to 0, and the step is repeated for the others.  To clip it after
+        a joint step instead would leave the others' opposite moves in place, and predictions could move away from y.
         """
         free = list(phi)
         while True:
@@ -117,21 +112,20 @@ class RobustFilter:
             "theta": list(self.theta),
             "noise": self.noise,
             "least": self._least,
+            "fresh": self._fresh,
             "ceiling": list(self.ceiling),
             "covariance": [list(row) for row in self.covariance],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`.  One of another size, from another version of the model, is left alone."""
-        if len(state["theta"]) == len(self.theta):
-            self.theta, self.ceiling = list(state["theta"]), list(state["ceiling"])
-            self.covariance, self.noise = [list(row) for row in state["covariance"]], float(state["noise"])
-            self._least = state.get("least", 0.0)  # absent from older states
-            self._fresh = False
+        """Go on from `state`."""
+        self.theta, self.ceiling = list(state["theta"]), list(state["ceiling"])
+        self.covariance, self.noise = [list(row) for row in state["covariance"]], float(state["noise"])
+        self._least, self._fresh = state["least"], state["fresh"]
 
 
 class CostModel:
-    """Answers for any strategy, batch and context; learns from every round."""
+    """Estimates for any strategy, batch and context."""
 
     def __init__(self, drafters: Iterable[str]) -> None:
         self._pass = RobustFilter(_PASS_PRIOR, [2 * t for t in _PASS_PRIOR])
@@ -141,7 +135,7 @@ class CostModel:
         self._level_s: dict[str, float] = {}
 
     def pass_seconds(self, live: int, tokens: float, context: float, *, verify: float = 1.0) -> float:
-        """A target pass over `tokens` tokens, sampling and commit included.  verify: 0 for a plain pass."""
+        """A target pass over `tokens` tokens, with sampling and commit.  verify: 0 for a plain pass."""
         return self._pass.predict(_pass_features(live, tokens, context, verify))
 
     def plain_seconds(self, live: int, context: int) -> float:
@@ -149,16 +143,16 @@ class CostModel:
         return self.pass_seconds(live, live, context, verify=0.0)
 
     def token_seconds(self, live: int, tokens: int, context: float) -> float:
-        """What a draft token adds to a pass on average, with `tokens` of them in each row."""
+        """What each draft token adds to a pass in which every request has `tokens` of them."""
         most = self.pass_seconds(live, live * (1 + tokens), context)
         return (most - self.pass_seconds(live, live, context)) / (live * tokens)
 
     def level_seconds(self, drafter: str) -> float:
-        """What one level of drafting took of late; 0 for OFF or a drafter not yet seen."""
+        """Moving average of the seconds of one level of drafting; 0 for OFF and for a drafter not yet used."""
         return self._level_s.get(drafter, 0.0)
 
     def draft_seconds(self, strategy: Strategy, live: int) -> float:
-        """Drafting.  Of a drafter not yet seen: a small share of a plain pass."""
+        """Drafting; for a drafter not yet used, a small share of a plain pass."""
         known = self._drafts.get(strategy.drafter)
         model = known if known is not None else self._new_draft_model()
         return model.predict(_draft_features(strategy, live))
@@ -166,8 +160,10 @@ class CostModel:
     def round_seconds(
         self, strategy: Strategy, live: int, drafted: float, context: int, *, optimistic: bool = False
     ) -> float:
-        """A round that verifies `drafted` tokens, all rows together.  Optimistic: a drafter that was not used for long
-        is taken to be faster than it was, it may have been unlucky."""
+        """A round that verifies `drafted` tokens, all requests together.
+
+        optimistic: a drafter that was not used for long costs less than measured; the machine may have stalled then.
+        """
         if strategy.is_off:
             return self.plain_seconds(live, context)
         verify_s = self.pass_seconds(live, live + drafted, context, verify=min(drafted, 1.0))
@@ -175,8 +171,7 @@ class CostModel:
         return self.draft_seconds(strategy, live) * _HALF_HOPE / (_HALF_HOPE + idle) + verify_s
 
     def observe(self, report: RoundReport) -> None:
-        """Learn from a round.  A drafter that comes back first catches up with what was decoded without it; that is
-        no part of its steady cost."""
+        """Learn from a round."""
         strategy, drafted = report.strategy, sum(report.drafted)
         features = _pass_features(report.live, report.live + drafted, report.context, min(drafted, 1.0))
         self._pass.update(features, report.verify_s)
@@ -192,19 +187,19 @@ class CostModel:
         elif returning:
             draft_s = min(draft_s, model.predict(features))
         model.update(features, draft_s)
-        level_s = draft_s / (1 + max(report.offered))  # the first pass, which catches up, is about a level too
+        level_s = draft_s / (1 + max(report.offered))  # the first pass costs about as much as a level
         before_s = self._level_s.setdefault(name, level_s)
         self._level_s[name] += _LEVEL_GAIN * (min(level_s, 3 * before_s) - before_s)
 
     def pass_over(self) -> None:
-        """Count a round without learning from it."""
+        """Count a round without learning from it, which saves time."""
         self._round += 1
 
     def calibrate(self, measure: Measure, *, max_live: int, max_tokens: int, budget_s: float = 3.0) -> None:
-        """Time passes until budget_s is spent; each point once even if that takes longer, and then medians.
+        """Time target passes for about budget_s seconds, each shape at least once, and learn from the medians.
 
-        max_live, max_tokens: the largest batch and pass that may occur.  Contexts measured are 64 and 1,024 tokens a
-        row.
+        max_live, max_tokens: the largest batch and pass that may occur.  Requests have contexts of 64 and of 1,024
+        tokens.
         """
         sizes = sorted({min(int(anchor), max_tokens) for anchor in _ANCHORS} | {max_live, max_tokens})
         few = min(4, max_live)
@@ -220,7 +215,7 @@ class CostModel:
                     break
                 times.append(measure(*point))
                 spent += times[-1]
-        self._pass.noise = 0.05  # of medians
+        self._pass.noise = 0.05  # medians vary less than single rounds
         for _ in range(2):
             for (live, tokens, context), times in taken.items():
                 self._pass.update(_pass_features(live, tokens, context, float(tokens > live)), median(times))
@@ -228,7 +223,7 @@ class CostModel:
         self._pass.ceiling = [max(0.3 * t, f) ** 2 for t, f in zip(self._pass.theta, floors, strict=True)]
 
     def forget_drafts(self, drafter: str | None) -> None:
-        """A new version of the drafter (None: of each) may cost something else; what was learnt becomes its prior."""
+        """A new version of a drafter (None: of all) may cost more or less: what was learnt becomes its prior."""
         for name, model in self._drafts.items():
             if model is not None and drafter in (None, name):
                 self._drafts[name] = RobustFilter(model.theta, [v**0.5 for v in model.ceiling], one_sided=True)
@@ -248,7 +243,7 @@ class CostModel:
         """Drafters that are not on the menu are dropped."""
         self._pass.restore(state["pass"])
         self._round, self._used_at = state["round"], dict(state["used_at"])
-        self._level_s = dict(state.get("level_s", {}))  # absent from older states
+        self._level_s = dict(state["level_s"])
         for name in self._drafts.keys() & state["drafts"].keys():
             model = self._drafts[name] = self._new_draft_model()
             model.restore(state["drafts"][name])
@@ -257,7 +252,7 @@ class CostModel:
         step = self.plain_seconds(1, 64)
         return RobustFilter(
             [0.01 * step, 0.02 * step, 0.002 * step, 0.0005 * step],
-            [0.05 * step, step, 0.2 * step, 0.05 * step],  # hardly anything of a draft is not its levels'
+            [0.05 * step, step, 0.2 * step, 0.05 * step],  # nearly all of the time goes to the levels
             one_sided=True,
         )
 

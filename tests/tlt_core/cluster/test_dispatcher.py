@@ -1,9 +1,13 @@
 """Who gets which request, and when a phase is over."""
 
+import time
+
+import pytest
 import torch
 
 from tlt_core.cluster.dispatcher import Dispatcher
-from tlt_core.types import FinishReason, GenerationRequest, NoiseKey, Rollout
+from tlt_core.items.types import FinishReason, GenerationRequest, NoiseKey, Rollout
+from tlt_core.spot.coordinator import Action, Progress, WorkerIdle
 
 
 def groups(num_groups: int, size: int) -> list[list[GenerationRequest]]:
@@ -48,13 +52,30 @@ def test_static_deals_whole_groups():
     assert [r.key.prompt_id for r in dispatcher.pull(1, 100).requests] == [1, 1]
 
 
-def test_over_only_when_the_last_response_is_in():
+def test_rollout_ends_when_the_last_response_is_in():
     dispatcher = begun("static", num_groups=2, size=1)
     requests = [dispatcher.pull(w, 9).requests[0] for w in range(2)]
     dispatcher.push(0, finish(requests[0]))
-    assert not dispatcher.over()
+    assert dispatcher.ask(WorkerIdle(0, time.time())).action is Action.WAIT
     assert len(dispatcher.drain().finished) == 1
     assert dispatcher.drain().live == (0, 1)
     dispatcher.push(1, finish(requests[1]))
-    assert dispatcher.over()
+    assert dispatcher.ask(Progress(0, 0, time.time())).action is Action.STOP
     assert len(dispatcher.drain().finished) == 1
+
+
+def test_a_phase_of_waiting_ends_when_told_to():
+    dispatcher = begun("pull", num_groups=0)
+    assert dispatcher.ask(WorkerIdle(0, time.time())).action is Action.WAIT
+    dispatcher.end()
+    assert dispatcher.ask(Progress(0, 0, time.time())).action is Action.STOP
+
+
+@pytest.mark.parametrize(("dispatch", "goes_on"), [("pull", True), ("static", False)])
+def test_a_lost_worker_ends_the_phase_when_it_has_requests_to_come(dispatch, goes_on):
+    dispatcher = begun(dispatch)
+    assert dispatcher.lost(1) is goes_on
+    requests, _ = dispatcher.pull(0, 1)
+    assert dispatcher.lost(0) is False, "it holds a request"
+    dispatcher.push(0, finish(requests[0]))
+    assert dispatcher.lost(0) is goes_on

@@ -3,15 +3,16 @@
 import pytest
 import torch
 
-from conf.schema import DrafterConfig, SpeculationConfig, SpotConfig
-from tests.tlt_core.drafter.training_texts import lively_decoder
-from tlt_core import adaptive
+from conf.drafter import DrafterConfig, SpotConfig
+from conf.rollout import SpeculationConfig
+from tests.tlt_core.drafter.eagle3.training_texts import lively_decoder
 from tlt_core.cluster import drafting
 from tlt_core.cluster.drafting import Drafting
-from tlt_core.drafter.eagle3_files import save_eagle3
-from tlt_core.drafter.eagle3_model import eagle3_from_target
+from tlt_core.drafter.eagle3.files import save_eagle3
+from tlt_core.drafter.eagle3.model import eagle3_from_target
+from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
+from tlt_core.rollout import build
 from tlt_core.spot.comparison import Comparison, Group
-from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
 
 MAX_LIVE, MAX_LEN = 3, 48
 BETTER = Comparison.of([Group(100, 200, 202), Group(100, 210, 213), Group(100, 190, 192)])
@@ -36,7 +37,7 @@ def folder(decoder, tmp_path):
 def make(decoder, policy, *, drafter_path=None):
     cfg = SpeculationConfig(policy=policy, drafter_path=drafter_path and str(drafter_path), max_live=2)
     capture = drafter_path is not None
-    engine = adaptive.make_engine(decoder, cfg, max_live=MAX_LIVE, max_len=MAX_LEN, seed=0, capture=capture)
+    engine = build.make_engine(decoder, cfg, max_live=MAX_LIVE, max_len=MAX_LEN, seed=0, capture=capture)
     return engine, Drafting(engine, rank=0, world_size=1)
 
 
@@ -50,7 +51,7 @@ def roll_out(engine, *, step=1, on_captured=None):
 
     more = {} if on_captured is None else {"on_captured": on_captured}
     params = SamplingParams(max_new_tokens=24)
-    engine.generate(pull, lambda r: done.__setitem__(r.key, r.tokens.tolist()), params, **more)
+    engine.decode(pull, lambda r: done.__setitem__(r.key, r.tokens.tolist()), params, **more)
     return done
 
 
@@ -73,7 +74,7 @@ def test_what_the_tuner_knows_outlives_a_restart_on_the_same_machine_alone(decod
     own.save(tmp_path, dtype=torch.float32)
     known = engine.speculation.tuner.state_dict()
     calibrated = []
-    monkeypatch.setattr(adaptive, "calibrate", calibrated.append)
+    monkeypatch.setattr(build, "calibrate", calibrated.append)
 
     again, own = make(decoder, "cost_model")
     own.prepare(tmp_path)
@@ -90,7 +91,7 @@ def test_what_the_tuner_knows_outlives_a_restart_on_the_same_machine_alone(decod
 
 def test_a_drafter_that_had_collapsed_stays_suspended_when_costs_are_measured_anew(decoder, folder, tmp_path):
     engine, own = make(decoder, "threshold", drafter_path=folder)
-    own._canary._watches["eagle3"].suspended = True
+    own._canary._checks["eagle3"].suspended = True
     own.prepare(None)
     own.save(tmp_path, dtype=torch.float32)
     engine, own = make(decoder, "cost_model", drafter_path=folder)
@@ -119,9 +120,9 @@ def trained(decoder, folder, tmp_path):
     roll_out(engine, on_captured=own.spot.collect)
     for _ in range(200):
         own.spot.micro_step()
-        if own.spot.result().canary is not None:
+        if own.spot.result().trial is not None:
             break
-    assert own.spot.result().canary is not None
+    assert own.spot.result().trial is not None
     yield engine, own
     own.close()
 
@@ -135,26 +136,26 @@ def test_a_published_candidate_is_what_the_engine_drafts_with(trained, monkeypat
     engine, own = trained
     told = []
     monkeypatch.setattr(own._tuner, "notify_change", lambda name, *, change: told.append((name, change)))
-    drafter, before = engine.speculation.drafters["eagle3"], own.spot.checksum
-    old, candidate = weights_of(drafter), own.spot.contribution(1.0).clone()
+    drafter, before = engine.speculation.drafters["eagle3"], own.spot.candidate.checksum
+    old, candidate = weights_of(drafter), own.spot.candidate.contribution(1.0).clone()
     published = own.publish([1.0], 1, measured=BETTER)
     assert published.accepted
     assert told == [("eagle3", BETTER.change)]
     assert 0 < BETTER.change < 0.05
-    assert published.canary is None
-    assert published.checksum == own.spot.checksum != before
-    assert torch.equal(torch.cat([p.flatten() for p in own.spot.used.parameters()]), candidate)
+    assert published.trial is None
+    assert published.checksum == own.spot.candidate.checksum != before
+    assert torch.equal(torch.cat([p.flatten() for p in own.spot.candidate.used.parameters()]), candidate)
     assert not torch.equal(weights_of(drafter), old)
 
 
 def test_a_sum_that_drafts_worse_changes_nothing(trained, monkeypatch):
     engine, own = trained
-    drafter, before = engine.speculation.drafters["eagle3"], own.spot.checksum
+    drafter, before = engine.speculation.drafters["eagle3"], own.spot.candidate.checksum
     old = weights_of(drafter)
-    monkeypatch.setattr(own.spot, "canary_of", lambda _: WORSE)
+    monkeypatch.setattr(own.spot.candidate, "compare", lambda _: WORSE)
     published = own.publish([1.0], 1, measured=None)
     assert not published.accepted
-    assert published.canary == WORSE
+    assert published.trial == WORSE
     assert published.checksum == before
     assert torch.equal(weights_of(drafter), old)
 

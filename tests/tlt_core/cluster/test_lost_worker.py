@@ -8,14 +8,16 @@ import pytest
 import ray
 import torch
 
-from conf.schema import ClusterConfig, DrafterConfig, RolloutConfig, SpeculationConfig, SpotConfig
+from conf.drafter import DrafterConfig, SpotConfig
+from conf.rollout import RolloutConfig, SpeculationConfig
+from conf.system import ClusterConfig
 from tlt_core.cluster.group import WorkerDied, WorkerGroup
-from tlt_core.cluster.worker import WorkerSpec
-from tlt_core.drafter.eagle3_files import save_eagle3
-from tlt_core.drafter.eagle3_model import eagle3_from_target
+from tlt_core.cluster.messages import WorkerSpec
+from tlt_core.drafter.eagle3.files import save_eagle3
+from tlt_core.drafter.eagle3.model import eagle3_from_target
+from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams, WorkerState
 from tlt_core.model.load import load_decoder
 from tlt_core.spot.coordinator import SpotSettings
-from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams, WorkerState
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +60,7 @@ def group(tiny_folder, tmp_path):
 
 def generate(group, groups, on_progress):
     # Group 0, 2, ... go to worker 0 and 1, 3, ... to worker 1.
-    return group.generate(
+    return group.run_phase(
         groups,
         SamplingParams(max_new_tokens=250),
         dispatch="static",

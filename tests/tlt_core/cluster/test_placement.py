@@ -15,13 +15,14 @@ import ray
 import torch
 import torch.distributed as dist
 
-from conf.schema import ClusterConfig, RolloutConfig
+from conf.rollout import RolloutConfig
+from conf.system import ClusterConfig
 from tests.fake_cluster import fake_cluster, node_with_own_disk, own_disks_are_possible
 from tlt_core.cluster import placement
 from tlt_core.cluster.group import WorkerGroup
+from tlt_core.cluster.messages import WorkerSpec
 from tlt_core.cluster.placement import ClusterError, check_cluster, reserve, worker_environment
-from tlt_core.cluster.worker import WorkerSpec
-from tlt_core.model import huge_pages
+from tlt_core.machine import huge_pages
 
 HEAD, FIRST, SECOND, THIRD = (f"127.0.0.{n}" for n in (2, 3, 4, 5))
 

@@ -4,12 +4,14 @@ import pytest
 import ray
 import torch
 
-from conf.schema import AlgorithmConfig, ClusterConfig, RolloutConfig, SpeculationConfig, UpdateConfig
+from conf.rollout import RolloutConfig, SpeculationConfig
+from conf.system import ClusterConfig
+from conf.update import AlgorithmConfig, UpdateConfig
 from tests.tlt_core.grpo.rollouts import tiny_scored
 from tlt_core.cluster.group import WorkerGroup
-from tlt_core.cluster.worker import TrainerSpec, WorkerSpec
+from tlt_core.cluster.messages import TrainerSpec, WorkerSpec
 from tlt_core.grpo.batch import make_train_batches
-from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
+from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +19,7 @@ pytestmark = pytest.mark.slow
 def generate(group: WorkerGroup, step: int) -> dict:
     tokens, finished = torch.arange(3, 9).int(), []
     groups = [[GenerationRequest(NoiseKey(0, step, g, s), tokens) for s in range(2)] for g in range(3)]
-    group.generate(
+    group.run_phase(
         groups,
         SamplingParams(max_new_tokens=20),
         dispatch="static",
@@ -29,7 +31,7 @@ def generate(group: WorkerGroup, step: int) -> dict:
 
 def memory_bytes(group: WorkerGroup) -> int:
     (worker,) = group._workers
-    return ray.get(worker.__ray_call__.remote(lambda w: w._engine.memory_bytes))
+    return ray.get(worker.__ray_call__.remote(lambda w: w._replica._engine.memory_bytes))
 
 
 def test_memory_is_released_in_the_update_and_taken_again(tiny_folder):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.tlt_core.drafter.eagle3_reference import lively_model
-from tests.tlt_core.drafter.training_texts import IDS, lively_decoder
+from tests.tlt_core.drafter.eagle3.reference import lively_model
+from tests.tlt_core.drafter.eagle3.training_texts import IDS, lively_decoder
 
 
 @pytest.fixture(scope="module")

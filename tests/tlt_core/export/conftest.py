@@ -8,10 +8,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from conf.schema import RunConfig
-from tlt_core import data
-from tlt_core.drafter.eagle3_files import save_eagle3
-from tlt_core.drafter.eagle3_model import eagle3_from_target
+from conf.run import RunConfig
+from tlt_core.data import dataset
+from tlt_core.drafter.eagle3.files import save_eagle3
+from tlt_core.drafter.eagle3.model import eagle3_from_target
 from tlt_core.export import folder
 from tlt_core.export.record import Source
 from tlt_core.model.load import load_decoder, load_tokenizer, random_decoder, save_hf
@@ -66,7 +66,7 @@ def tiny(tiny_config, tmp_path_factory) -> Tiny:
             "cluster": {"num_workers": 1},
         }
     )
-    data.prepare(cfg.data, tokenizer=load_tokenizer(policy), max_prompt_tokens=64, out_dir=root / "data")
+    dataset.prepare(cfg.data, tokenizer=load_tokenizer(policy), max_prompt_tokens=64, out_dir=root / "data")
     drafter = root / "drafter"
     ids_J = torch.arange(2, 60)
     decoder = load_decoder(policy, dtype=torch.float32)

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kernels.packed_attention import packed_causal_attention
-from tlt_core.drafter.eagle3_files import load_eagle3
+from kernels.attention.packed_attention import packed_causal_attention
+from tlt_core.drafter.eagle3.files import load_eagle3
 from tlt_core.export import folder, reference
 from tlt_core.export.record import Source
 from tlt_core.model.config import ModelError

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tlt_core.drafter.eagle3_files import load_eagle3, save_eagle3
-from tlt_core.drafter.eagle3_model import Eagle3Config, random_eagle3
+from tlt_core.drafter.eagle3.files import load_eagle3, save_eagle3
+from tlt_core.drafter.eagle3.model import Eagle3Config, random_eagle3
 
 FUSED = {"q_proj": ("qkv_proj", "q"), "k_proj": ("qkv_proj", "k"), "v_proj": ("qkv_proj", "v")} | {
     "gate_proj": ("gate_up_proj", "0"),

@@ -32,6 +32,8 @@ def hostile(*, response, answer, **_):
             raise KeyboardInterrupt
         case "nan":
             return float("nan")
+        case "huge":
+            return 1e39
         case "none":
             return None
     return float(answer)

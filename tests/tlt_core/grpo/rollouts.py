@@ -1,11 +1,13 @@
-"""A tiny decoder and made-up rollouts, shared by the tests of the update."""
+"""A tiny decoder, its trainer and made-up rollouts, shared by the tests of the update."""
 
 import torch
 
+from conf.update import AlgorithmConfig, UpdateConfig
+from tlt_core.grpo.update import PolicyTrainer
+from tlt_core.items.types import FinishReason, NoiseKey, Rollout, RolloutBatch, ScoredBatch
 from tlt_core.model.config import DecoderConfig
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import random_decoder
-from tlt_core.types import FinishReason, NoiseKey, Rollout, RolloutBatch, ScoredBatch
 
 TINY = DecoderConfig(
     family="llama",
@@ -33,6 +35,30 @@ def tiny_decoder(dtype: torch.dtype, *, config: DecoderConfig = TINY) -> Decoder
             if parameter.ndim > 1:
                 parameter.mul_(8)
     return decoder.to(dtype)
+
+
+def make_trainer(
+    decoder: Decoder,
+    cfg: UpdateConfig,
+    *,
+    algorithm: AlgorithmConfig,
+    temperature: float = 1.0,
+    total_steps: int = 4,
+    rank: int = 0,
+    world_size: int = 1,
+) -> PolicyTrainer:
+    """A trainer on the CPU, for responses of at most 30 tokens."""
+    return PolicyTrainer(
+        decoder,
+        cfg,
+        algorithm=algorithm,
+        total_steps=total_steps,
+        max_new_tokens=30,
+        temperature=temperature,
+        rank=rank,
+        world_size=world_size,
+        device=torch.device("cpu"),
+    )
 
 
 def tiny_rollouts(*, seed: int, num_groups: int, num_samples: int = 3) -> RolloutBatch:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from conf.schema import KLConfig
+from conf.update import KLConfig
 from tests.tlt_core.grpo.rollouts import tiny_rollouts
 from tlt_core.grpo.advantage import advantages, informative, kl_penalty, overlong_penalty
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from conf.schema import AlgorithmConfig, KLConfig, UpdateConfig
+from conf.update import AlgorithmConfig, KLConfig, UpdateConfig
 from tests.tlt_core.grpo.rollouts import scored, tiny_rollouts, tiny_scored
 from tlt_core.grpo.batch import (
     TrainBatch,
@@ -13,7 +13,7 @@ from tlt_core.grpo.batch import (
     make_train_batches,
 )
 from tlt_core.grpo.micro_batch import micro_batches
-from tlt_core.types import FinishReason, ScoredBatch
+from tlt_core.items.types import FinishReason, ScoredBatch
 
 ALGORITHM = AlgorithmConfig()
 
@@ -28,7 +28,7 @@ def test_every_response_is_in_one_share_with_its_own_data() -> None:
     assert [len(step) for step in steps] == [2, 2]
     seen = []
     for step in steps:
-        rows = [row for share in step for row in share.rows_S.tolist()]
+        rows = [row for share in step for row in share.sources_S.tolist()]
         lens = batch.rollouts.response_lens_R[rows]
         for share in step:
             assert share.num_tokens == int(lens.sum())
@@ -44,7 +44,7 @@ def test_every_response_is_in_one_share_with_its_own_data() -> None:
 def _check_share(share: TrainBatch, batch: ScoredBatch) -> None:
     rollouts = batch.rollouts
     first = 0
-    for index, row in enumerate(share.rows_S.tolist()):
+    for index, row in enumerate(share.sources_S.tolist()):
         start, end = rollouts.offsets_R1[row : row + 2].tolist()
         prompt = int(rollouts.prompt_lens_R[row])
         own = share.tokens_T[share.offsets_S1[index] : share.offsets_S1[index + 1]]
@@ -94,7 +94,7 @@ def test_order_depends_on_seed_and_epochs_revisit_the_same_minibatches() -> None
     batch = tiny_scored(seed=0, num_groups=8)
 
     def first_rows(seed: int) -> list[list[int]]:
-        return [step[0].rows_S.tolist() for step in _make(batch, num_minibatches=4, seed=seed)]
+        return [step[0].sources_S.tolist() for step in _make(batch, num_minibatches=4, seed=seed)]
 
     assert first_rows(0) == first_rows(0)
     assert first_rows(0) != first_rows(1)
@@ -107,7 +107,7 @@ def test_order_depends_on_seed_and_epochs_revisit_the_same_minibatches() -> None
 def test_mask_truncated_leaves_cut_responses_out() -> None:
     batch = tiny_scored(seed=0, num_groups=4)
     share = _make(batch, algorithm=AlgorithmConfig(mask_truncated=True))[0][0]
-    assert (batch.rollouts.finish_R[share.rows_S] == FinishReason.STOP).all()
+    assert (batch.rollouts.finish_R[share.sources_S] == FinishReason.STOP).all()
     assert share.num_sequences == 8  # 2 of 3 in each group
     all_cut = tiny_rollouts(seed=0, num_groups=2, num_samples=1)  # a group's last response is cut
     assert _make(scored(all_cut, torch.ones(2)), algorithm=AlgorithmConfig(mask_truncated=True)) == []
@@ -121,7 +121,7 @@ def test_micro_batch_by_hand() -> None:
         offsets_S1=torch.tensor([0, 5, 8, 11]),
         prompt_lens_S=torch.tensor([2, 2, 1]),
         prompt_ids_S=torch.tensor([4, 4, 8]),
-        rows_S=torch.tensor([0, 1, 2]),
+        sources_S=torch.tensor([0, 1, 2]),
         advantages_S=torch.tensor([1.0, 0.0, 1.0]),
         rollout_logprobs_C=torch.zeros(6),
         num_tokens=6,
@@ -131,15 +131,15 @@ def test_micro_batch_by_hand() -> None:
     assert whole.tokens_U.tolist() == [5, 9, 2, 4, 7, 3]
     assert whole.positions_U.tolist() == [0, 1, 2, 3, 0, 1]
     assert whole.offsets_Q1.tolist() == [0, 2, 4, 6]  # prompt; first response; [7 | 3 1] with its prompt
-    assert whole.key_rows.tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
+    assert whole.keys.tolist() == [0, 1, 0, 1, 2, 3, 4, 5]
     assert whole.key_offsets_Q1.tolist() == [0, 2, 6, 8]
-    assert whole.rows_C.tolist() == [1, 2, 3, 1, 4, 5]
+    assert whole.outputs_C.tolist() == [1, 2, 3, 1, 4, 5]
     assert whole.targets_C.tolist() == [2, 4, 6, 3, 3, 1]
     assert whole.place_C.tolist() == [0, 1, 2, 3, 4, 5]
     assert whole.sequence_C.tolist() == [0, 0, 0, 1, 2, 2]
     live, still = micro_batches(share, token_budget=64, skip_zero_advantage=True)
     assert (live.needs_grad, live.targets_C.tolist(), live.place_C.tolist()) == (True, [2, 4, 6, 3, 1], [0, 1, 2, 4, 5])
-    assert live.key_rows is None  # nothing is shared in this pass
+    assert live.keys is None  # nothing is shared in this pass
     assert live.tokens_U.tolist() == [5, 9, 2, 4, 7, 3]
     assert (still.needs_grad, still.targets_C.tolist(), still.place_C.tolist()) == (False, [3], [3])
 
@@ -172,16 +172,17 @@ def test_supervised_batches() -> None:
     lengths = [(3, 5), (2, 9), (4, 1), (8, 30), (1, 2), (5, 5)]
     examples = [(torch.full((p,), i).int(), torch.full((c,), i).int()) for i, (p, c) in enumerate(lengths)]
     steps = make_supervised_batches(examples, tokens_per_step=24, num_workers=2, seed=3)
-    rows = [row for step in steps for share in step for row in share.rows_S.tolist()]
+    rows = [row for step in steps for share in step for row in share.sources_S.tolist()]
     assert sorted(rows) == list(range(6))
     for step in steps:
         tokens = sum(len(share.tokens_T) for share in step)
         assert tokens <= 24 or sum(len(share) for share in step) == 1
         assert {share.num_tokens for share in step} == {sum(len(share.rollout_logprobs_C) for share in step)}
         for share in step:
-            assert share.tokens_T.tolist() == [r for r in share.rows_S.tolist() for _ in range(sum(lengths[r]))]
+            assert share.tokens_T.tolist() == [r for r in share.sources_S.tolist() for _ in range(sum(lengths[r]))]
     other = make_supervised_batches(examples, tokens_per_step=24, num_workers=2, seed=4)
-    assert [s.rows_S.tolist() for step in other for s in step] != [s.rows_S.tolist() for step in steps for s in step]
+    one, two = ([share.sources_S.tolist() for step in made for share in step] for made in (steps, other))
+    assert one != two
 
 
 def test_misaligned_logprobs_are_refused() -> None:

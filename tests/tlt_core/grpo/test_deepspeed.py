@@ -6,6 +6,7 @@ learning rate; eps = 1e-3 keeps that out of the comparison, and the tolerance (1
 """
 
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from conf.schema import AdamWConfig, AlgorithmConfig, DeepSpeedBackend, KLConfig, TorchBackend, UpdateConfig
-from tests.tlt_core.grpo.rollouts import tiny_decoder, tiny_scored
+from conf.optimizer import AdamWConfig
+from conf.update import AlgorithmConfig, DeepSpeedBackend, KLConfig, TorchBackend, UpdateConfig
+from tests.tlt_core.grpo.rollouts import make_trainer, tiny_decoder, tiny_scored
 from tlt_core.grpo.batch import make_train_batches
 from tlt_core.grpo.update import PolicyTrainer
 
@@ -31,16 +33,9 @@ def _train(backend, rank: int, world_size: int, resume_at: int | None = None) ->
     def make() -> PolicyTrainer:
         optimizer = AdamWConfig(learning_rate=5e-3, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
         cfg = UpdateConfig(backend=backend, optimizer=optimizer, tokens_per_micro_batch=64)
-        return PolicyTrainer(
-            tiny_decoder(torch.float32),
-            cfg,
-            algorithm=ALGORITHM,
-            total_steps=3,
-            max_new_tokens=32,
-            temperature=0.8,
-            rank=rank,
-            world_size=world_size,
-            device=torch.device("cpu"),
+        decoder = tiny_decoder(torch.float32)
+        return make_trainer(
+            decoder, cfg, algorithm=ALGORITHM, temperature=0.8, total_steps=3, rank=rank, world_size=world_size
         )
 
     trainer, metrics = make(), {}
@@ -55,7 +50,10 @@ def _train(backend, rank: int, world_size: int, resume_at: int | None = None) ->
         batches = make_train_batches(
             scored, UpdateConfig(), ALGORITHM, num_workers=world_size, ref_logprobs_T=reference, seed=0, step=step
         )
-        metrics = trainer.step(batches[0][rank])
+        share = batches[0][rank]
+        if step == 1:
+            assert trainer.step(replace(share, advantages_S=share.advantages_S * torch.nan)) == {}, "it is skipped"
+        metrics = trainer.step(share)
     weights = {name: weight.clone() for name, weight in trainer.weights()}
     state = {name: value.clone() for name, value in trainer.state_dict().items()}
     if world_size > 1:

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from conf.schema import AdamWConfig, AlgorithmConfig, LoraConfig, UpdateConfig
-from tests.tlt_core.grpo.rollouts import tiny_decoder, tiny_scored
+from conf.optimizer import AdamWConfig
+from conf.update import AlgorithmConfig, LoraConfig, UpdateConfig
+from tests.tlt_core.grpo.rollouts import make_trainer, tiny_decoder, tiny_scored
 from tlt_core.grpo.batch import TrainBatch, make_train_batches
 from tlt_core.grpo.update import PolicyTrainer
 
@@ -12,17 +13,8 @@ LORA = LoraConfig(enabled=True, rank=4, alpha=8.0, target_modules=("qkv_proj", "
 
 
 def _trainer(dtype: torch.dtype, lora: LoraConfig = LORA) -> PolicyTrainer:
-    return PolicyTrainer(
-        tiny_decoder(dtype),
-        UpdateConfig(lora=lora, optimizer=AdamWConfig(learning_rate=1e-2)),
-        algorithm=AlgorithmConfig(),
-        total_steps=4,
-        max_new_tokens=30,
-        temperature=1.0,
-        rank=0,
-        world_size=1,
-        device=torch.device("cpu"),
-    )
+    cfg = UpdateConfig(lora=lora, optimizer=AdamWConfig(learning_rate=1e-2))
+    return make_trainer(tiny_decoder(dtype), cfg, algorithm=AlgorithmConfig())
 
 
 def _share() -> TrainBatch:
@@ -51,17 +43,7 @@ def test_merged_weights_are_the_policy_that_was_trained() -> None:
         trainer.step(share)
     merged = tiny_decoder(torch.float32)
     merged.load_weights(trainer.weights())
-    plain = PolicyTrainer(
-        merged,
-        UpdateConfig(),
-        algorithm=AlgorithmConfig(),
-        total_steps=1,
-        max_new_tokens=30,
-        temperature=1.0,
-        rank=0,
-        world_size=1,
-        device=torch.device("cpu"),
-    )
+    plain = make_trainer(merged, UpdateConfig(), algorithm=AlgorithmConfig())
     torch.testing.assert_close(plain.logprobs(share), trainer.logprobs(share), rtol=0, atol=1e-4)
 
 

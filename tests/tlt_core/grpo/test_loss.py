@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conf.schema import AlgorithmConfig, KLConfig
+from conf.update import AlgorithmConfig, KLConfig
 from tlt_core.grpo.loss import TokenData, kl_estimate, loss_metrics, policy_loss, token_weights
 
 ALGORITHM = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=3.0, tis_cap=2.0)

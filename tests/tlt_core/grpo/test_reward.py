@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from conf.schema import RewardConfig, RewardFunction
+from conf.reward import RewardConfig, RewardFunction
 from tlt_core.grpo.reward import RewardError, Scorer, check_reward_functions
 from tlt_core.grpo.verifiers import (
     Item,
@@ -16,7 +16,7 @@ from tlt_core.grpo.verifiers import (
     resolve,
     score_response,
 )
-from tlt_core.types import Prompt, ScoreStatus
+from tlt_core.items.types import Prompt, ScoreStatus
 
 PROMPT = Prompt(0, torch.tensor([1], dtype=torch.int32), "2 + 3 =", "5", "chain_sum", {"x": 1})
 
@@ -99,7 +99,7 @@ def scorer():
 
 
 @pytest.mark.parametrize(
-    "response", ["crash", "raise", "unprintable", "exit", "interrupt", "nan", "none", "sleep", "spin"]
+    "response", ["crash", "raise", "unprintable", "exit", "interrupt", "nan", "huge", "none", "sleep", "spin"]
 )
 def test_a_failing_function_costs_its_sample_only(scorer, response):
     """One process, so the sample behind the bad one is scored by it, or by its replacement."""
@@ -109,6 +109,15 @@ def test_a_failing_function_costs_its_sample_only(scorer, response):
     assert bad.status == (ScoreStatus.TIMEOUT if response in ("sleep", "spin") else ScoreStatus.ERROR)
     assert (bad.components, bad.total) == ((0.0,), 0.0)
     assert (good.components, good.total, good.status) == ((5.0,), 10.0, ScoreStatus.OK)
+
+
+def test_a_reward_out_of_range_is_reported_with_its_function_and_sample(caplog):
+    """1e39 is finite here, and infinite in the float32 of the advantages."""
+    with Scorer(config(python("hostile"))) as scorer:
+        scorer.submit((3, 1), PROMPT, "huge")
+        assert scorer.collect([(3, 1)])[0].total == 0.0
+    assert "sample (3, 1)" in caplog.text
+    assert f"{HOSTILE}:hostile: ValueError: the reward is 1e+39" in caplog.text
 
 
 def test_a_hanging_function_does_not_hold_up_the_others():

@@ -2,6 +2,7 @@
 
 import math
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 
-from conf.schema import AdamWConfig, AlgorithmConfig, ConstantSchedule, DecaySchedule, KLConfig, UpdateConfig
-from tests.tlt_core.grpo.rollouts import scored, tiny_decoder, tiny_rollouts, tiny_scored
+from conf.optimizer import AdamWConfig, ConstantSchedule, DecaySchedule
+from conf.update import AlgorithmConfig, KLConfig, UpdateConfig
+from tests.tlt_core.grpo.rollouts import make_trainer, scored, tiny_decoder, tiny_rollouts, tiny_scored
 from tlt_core.grpo.batch import TrainBatch, make_supervised_batches, make_train_batches
 from tlt_core.grpo.optimizer import decay_groups, learning_rate
 from tlt_core.grpo.policy import FrozenPolicy
@@ -28,16 +30,9 @@ def _trainer(
     *, algorithm: AlgorithmConfig = ALGORITHM, dtype=torch.float32, rank: int = 0, world_size: int = 1, **update
 ) -> PolicyTrainer:
     update = {"optimizer": OPTIMIZER} | update
-    return PolicyTrainer(
-        tiny_decoder(dtype),
-        UpdateConfig(**update),
-        algorithm=algorithm,
-        total_steps=4,
-        max_new_tokens=30,
-        temperature=0.7,
-        rank=rank,
-        world_size=world_size,
-        device=CPU,
+    cfg = UpdateConfig(**update)
+    return make_trainer(
+        tiny_decoder(dtype), cfg, algorithm=algorithm, temperature=0.7, rank=rank, world_size=world_size
     )
 
 
@@ -240,23 +235,67 @@ def test_only_matrices_decay() -> None:
     assert all(name.endswith("norm.weight") for name in vectors)
 
 
-def test_foreign_state_and_lost_policy_are_refused() -> None:
-    trainer = _trainer()
-    state = trainer.state_dict()
-    del state["master/decoder.norm.weight"]
+@pytest.mark.parametrize("damage", ["missing", "nan"])
+def test_a_state_of_another_model_or_with_a_nan_is_refused(damage: str, tmp_path: Path) -> None:
+    trainer, name = _trainer(), "master/decoder.norm.weight"
+    state = {key: value.clone() for key, value in trainer.state_dict().items()}
+    if damage == "nan":
+        state[name][3] = torch.nan
+    else:
+        del state[name]
+    before = _weights(trainer)
     with pytest.raises(UpdateError, match=r"decoder\.norm\.weight"):
         trainer.load_state_dict(state)
-    share = _shares()[0][0]
-    share.advantages_S[0] = torch.inf
-    with pytest.raises(UpdateError, match="gradient norm is"):
+    _assert_equal(_weights(trainer), before, atol=0)
+    trainer.state_dict()[name][3] = torch.inf  # a view of the live weights
+    for use in (lambda: trainer.save(tmp_path), lambda: list(trainer.weights())):
+        with pytest.raises(UpdateError, match=r"norm\.weight holds NaN or infinite numbers"):
+            use()
+    assert not list(tmp_path.iterdir())
+
+
+def _spoilt(share: TrainBatch, *sequences: int) -> TrainBatch:
+    """As a reward that is infinite in float32 would leave it."""
+    advantages_S = share.advantages_S.clone()
+    advantages_S[list(sequences)] = torch.inf
+    return replace(share, advantages_S=advantages_S)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_names_the_responses(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The policy, its moments and the schedule go on as if the step had not been."""
+    good = [_shares(seed=seed)[0][0] for seed in range(2)]
+    bad = _spoilt(good[1], 2, 5)
+    trainer, undisturbed = _trainer(), _trainer()
+    for share in good:
+        undisturbed.step(share)
+    trainer.step(good[0])
+    assert trainer.steps([bad]) == {}
+    assert trainer.completed_steps == 1
+    names = [f"response {int(bad.sources_S[s])} (prompt {int(bad.prompt_ids_S[s])})" for s in (2, 5)]
+    assert f"no finite loss for {', '.join(names)})" in caplog.text
+    assert trainer.steps([good[1]])["actor/grad_norm"] > 0
+    _assert_equal(trainer.state_dict(), undisturbed.state_dict(), atol=0)
+
+
+def test_three_skipped_steps_in_a_row_end_the_run() -> None:
+    good = _shares()[0][0]
+    bad, trainer = _spoilt(good, 0), _trainer()
+    for share in (bad, bad, good, bad, bad):  # the good one starts the count anew
         trainer.step(share)
+    with pytest.raises(UpdateError, match=r"response \d+ \(prompt \d+\).*3\. such step in a row"):
+        trainer.step(bad)
 
 
 def _two_workers(rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     trainer = _trainer(rank=rank, world_size=2)
-    metrics = [trainer.step(_shares(seed=seed, workers=2)[0][rank]) for seed in range(2)]
+    shares = [_shares(seed=seed, workers=2)[0][rank] for seed in range(2)]
+    metrics = [trainer.step(shares[0])]
+    assert trainer.step(_spoilt(shares[1], 0) if rank == 0 else shares[1]) == {}, "both skip it"
+    metrics.append(trainer.step(shares[1]))
     torch.save((metrics, _weights(trainer)), folder / f"{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

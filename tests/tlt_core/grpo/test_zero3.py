@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from conf.schema import AdamWConfig, AlgorithmConfig, DeepSpeedBackend, TorchBackend, UpdateConfig
-from tests.tlt_core.grpo.rollouts import TINY, tiny_decoder, tiny_scored
+from conf.optimizer import AdamWConfig
+from conf.update import AlgorithmConfig, DeepSpeedBackend, TorchBackend, UpdateConfig
+from tests.tlt_core.grpo.rollouts import TINY, make_trainer, tiny_decoder, tiny_scored
 from tlt_core.grpo.batch import make_train_batches
 from tlt_core.grpo.update import PolicyTrainer
 
@@ -53,17 +54,9 @@ def _trained(rank: int, dtype: torch.dtype, **settings: Any) -> tuple[PolicyTrai
     """A trainer after one step, and the norm of its gradient."""
     optimizer = AdamWConfig(learning_rate=5e-3, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
     algorithm = AlgorithmConfig(loss_aggregation="sequence_mean")
-    trainer = PolicyTrainer(
-        tiny_decoder(dtype, config=LARGE),
-        UpdateConfig(optimizer=optimizer, tokens_per_micro_batch=64, **settings),
-        algorithm=algorithm,
-        total_steps=1,
-        max_new_tokens=32,
-        temperature=0.8,
-        rank=rank,
-        world_size=2,
-        device=torch.device("cpu"),
-    )
+    cfg = UpdateConfig(optimizer=optimizer, tokens_per_micro_batch=64, **settings)
+    decoder = tiny_decoder(dtype, config=LARGE)
+    trainer = make_trainer(decoder, cfg, algorithm=algorithm, temperature=0.8, total_steps=1, rank=rank, world_size=2)
     scored = tiny_scored(seed=0, num_groups=3)
     batches = make_train_batches(scored, UpdateConfig(), algorithm, num_workers=2, seed=0, step=0)
     return trainer, trainer.step(batches[0][rank])["actor/grad_norm"]

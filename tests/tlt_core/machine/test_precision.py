@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from conf.load import load
-from conf.schema import RunConfig
-from tlt_core import checkpoint, coldstart, doctor
-from tlt_core.machine import precision
+from conf.run import RunConfig
+from tlt_core.items import checkpoint
+from tlt_core.machine import doctor, precision
 from tlt_core.machine.precision import Offers, Precision, PrecisionError
+from tlt_core.run import coldstart
 
 HALF, FULL, AUTO = "bfloat16", "float32", "auto"
 ALL_AUTO = Precision(AUTO, AUTO, AUTO)
@@ -145,7 +146,7 @@ def test_bf16_instructions_are_read_from_the_flags_of_the_first_core(tmp_path: P
 def test_a_smaller_machine_can_be_rehearsed() -> None:
     """In a process of its own: torch reads these once."""
     code = (
-        "import json\nfrom conf.load import load\nfrom tlt_core import doctor\nfrom tlt_core.machine import precision\n"
+        "import json\nfrom conf.load import load\nfrom tlt_core.machine import doctor, precision\n"
         "cfg = precision.settle(load('conf/demo.yaml', []))\n"
         "print(json.dumps([precision.Precision.of(cfg), doctor._precision('precision', 'cpu')]))"
     )
@@ -178,7 +179,7 @@ def test_a_run_is_settled_once_and_told_in_one_line(
     (line,) = [r.getMessage() for r in caplog.records]
     assert line == (
         "precision: rollout bfloat16, update float32, cold start float32; bfloat16 by C kernels (avx2); torch would "
-        f"emulate bfloat16, {NO_BF16}"
+        f"emulate bfloat16: {NO_BF16}"
     )
     plant(monkeypatch, AVX512)
     caplog.clear()

@@ -12,7 +12,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from kernels.packed_attention import packed_causal_attention
+from kernels.attention.packed_attention import packed_causal_attention
 from tlt_core.model.decoder import rope_frequencies
 from tlt_core.model.load import load_decoder, load_tokenizer, random_decoder
 

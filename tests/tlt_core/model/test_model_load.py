@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tlt_core.items.store import StoreError
 from tlt_core.model.config import ModelError
 from tlt_core.model.load import load_config, load_decoder, load_tokenizer, random_decoder, resolve, save_hf
 
@@ -67,7 +68,7 @@ def test_full_disk_leaves_the_old_folder_alone(tiny_config, tiny_decoder, tiny_f
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tlt_core.model.load.save_file", full)
-    with pytest.raises(ModelError, match=r"cannot be written .*No space left on device.*free some space"):
+    with pytest.raises(StoreError, match=r"cannot be written .*No space left on device.*free some space"):
         save_hf(tiny_decoder.named_parameters(), tiny_config, folder, tokenizer_from=tiny_folder, dtype=torch.float32)
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
     load_decoder(folder, dtype=torch.float32)
@@ -125,6 +126,12 @@ def test_redundant_tensors_are_ignored(folder, tiny_decoder):
 def test_wrong_shape(folder):
     edit_tensors(folder, lambda t: t.update({"model.norm.weight": torch.ones(31)}))
     with pytest.raises(ModelError, match=r"model.norm.weight has shape \(31,\), config.json implies \(32,\)"):
+        load_decoder(folder, dtype=torch.float32)
+
+
+def test_one_nan(folder):
+    edit_tensors(folder, lambda t: t["model.layers.1.mlp.up_proj.weight"][5].fill_(torch.nan))
+    with pytest.raises(ModelError, match=r"layers.1.mlp.up_proj.weight holds NaN or infinite numbers; download"):
         load_decoder(folder, dtype=torch.float32)
 
 

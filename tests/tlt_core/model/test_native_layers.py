@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from kernels.packed_attention import packed_causal_attention
+from kernels.attention.packed_attention import packed_causal_attention
 from tlt_core.model.load import random_decoder
 from tlt_core.model.packed import pack_linears
 from tlt_core.rollout.kv_cache import SlotCache

@@ -5,8 +5,8 @@ Imports no configuration: GPU tests need that, too.
 
 import torch
 
-from tlt_core.speculation import DraftTree
-from tlt_core.types import GenerationRequest, NoiseKey, Rollout
+from tlt_core.items.speculation import DraftTree
+from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout
 
 VOCAB = 64
 
@@ -28,7 +28,7 @@ def play(engine, items, params, arrivals=()):
         taken, waiting[:] = waiting[: min(wanted, free)], waiting[min(wanted, free) :]
         return taken
 
-    engine.generate(pull, lambda r: finished.__setitem__(r.key, r), params, on_round=traces.append)
+    engine.decode(pull, lambda r: finished.__setitem__(r.key, r), params, on_round=traces.append)
     assert len(finished) == len(items)
     return finished, traces
 

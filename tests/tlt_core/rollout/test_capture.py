@@ -6,16 +6,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from conf.schema import SpeculationConfig, StrategyConfig
-from tlt_core import adaptive
-from tlt_core.drafter.eagle3_files import save_eagle3
-from tlt_core.drafter.eagle3_model import eagle3_from_target
-from tlt_core.drafter.eagle3_sequence import HeadProbs
+from conf.rollout import SpeculationConfig, StrategyConfig
+from tlt_core.drafter.eagle3.files import save_eagle3
+from tlt_core.drafter.eagle3.model import eagle3_from_target
+from tlt_core.drafter.eagle3.observe import draft_probs
+from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.model.load import load_decoder
-from tlt_core.sampling import stream_key
-from tlt_core.spot.buffer import SequenceBuffer, StoredSequence
+from tlt_core.model.sampling import stream_key
+from tlt_core.rollout import build
+from tlt_core.spot.buffer import SequenceBuffer
 from tlt_core.spot.writer import BackgroundWriter
-from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
 
 VOCAB, MAX_LEN, EOS = 64, 80, 2
 CHAIN = StrategyConfig(drafter="eagle3", depth=3, width=1, tokens=3)
@@ -46,10 +46,10 @@ def folders(tmp_path_factory):
 
 
 def captured(folders, params, **speculation):
-    """(Captured, Rollout) of every response, and the taps; two phases on one engine, the second one is returned."""
+    """(TrainSequence, Rollout) of every response of the second of two phases on one engine; and the taps."""
     decoder = load_decoder(folders / "model", dtype=torch.float32)
     cfg = SpeculationConfig(drafter_path=str(folders / "d-eagle3"), **speculation)
-    engine = adaptive.make_engine(decoder, cfg, max_live=4, max_len=MAX_LEN, seed=0, capture=True)
+    engine = build.make_engine(decoder, cfg, max_live=4, max_len=MAX_LEN, seed=0, capture=True)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCAB, (n,), generator=generator).to(torch.int32) for n in (1, 4, 9)]
     strategies = set()
@@ -61,7 +61,7 @@ def captured(folders, params, **speculation):
             taken, waiting[:] = waiting[:wanted], waiting[wanted:]
             return taken
 
-        engine.generate(
+        engine.decode(
             pull,
             lambda r, finished=finished: finished.__setitem__(r.key, r),
             params,
@@ -102,12 +102,12 @@ def test_captured_states_are_those_of_transformers(folders, way, temperature):
 def test_what_a_resumed_run_finds_is_still_that_of_transformers(folders, way, tmp_path):
     """Through the buffer's files: another process would map the same."""
     pairs, taps, _ = captured(folders, SamplingParams(max_new_tokens=40), **WAYS[way])
-    bounds = {"max_bytes": 10**9, "max_ram_bytes": 1, "max_sequences": 10**6}
+    bounds = {"max_bytes": 10**9, "max_sequences": 10**6}
     first_writer, second_writer = BackgroundWriter(), BackgroundWriter()
     buffer = SequenceBuffer(tmp_path, **bounds, writer=first_writer)
     for item, _ in pairs:
-        buffer.add(StoredSequence(step=2, **item._asdict()))
-    buffer.spill(2)
+        buffer.add(item)
+    buffer.end_step(2)
     first_writer.close()
     index = json.loads(json.dumps(buffer.index()))
     del buffer
@@ -119,8 +119,8 @@ def test_what_a_resumed_run_finds_is_still_that_of_transformers(folders, way, tm
     for item in resumed.sequences():
         assert torch.equal(item.tokens_L, by_key[item.key].tokens)
         wanted_P = assert_aligned(item, taps, theirs)
-        probs = HeadProbs(item.last_PD, item.lognorms_P, theirs.lm_head.weight.detach()[draft_ids_J])
-        torch.testing.assert_close(probs[:], wanted_P[:, draft_ids_J].exp(), rtol=0, atol=5e-5)  # measured: 9e-6
+        probs_PJ = draft_probs(item, slice(None), theirs.lm_head.weight.detach()[draft_ids_J])
+        torch.testing.assert_close(probs_PJ, wanted_P[:, draft_ids_J].exp(), rtol=0, atol=5e-5)  # measured: 9e-6
     second_writer.close()
 
 
@@ -143,11 +143,21 @@ def assert_aligned(item, taps, theirs):
     return wanted_P
 
 
+def test_what_is_captured_has_memory_of_its_own_and_may_be_trained_on(folders):
+    """Copies, not views of the engine's buffers; autograd may keep them, though rollout runs in inference mode."""
+    pairs, _, _ = captured(folders, SamplingParams(max_new_tokens=40), **WAYS["chain"])
+    for item, _ in pairs:
+        for tensor in item.tensors.values():
+            assert not tensor.is_inference()
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+            assert tensor.is_contiguous()
+
+
 def test_nothing_is_captured_unless_asked_for(folders):
     decoder = load_decoder(folders / "model", dtype=torch.float32)
-    engine = adaptive.make_engine(decoder, SpeculationConfig(), max_live=4, max_len=MAX_LEN, seed=0, capture=True)
+    engine = build.make_engine(decoder, SpeculationConfig(), max_live=4, max_len=MAX_LEN, seed=0, capture=True)
     request, seen = [GenerationRequest(NoiseKey(0, 1, 0, 0), torch.tensor([5], dtype=torch.int32))], []
-    engine.generate(
+    engine.decode(
         lambda n: [request.pop()] if request else [],
         lambda r: None,
         SamplingParams(max_new_tokens=5),
@@ -162,7 +172,7 @@ def test_a_phase_that_is_not_kept_records_nothing_and_spoils_nothing(folders):
     def phases(*kept):
         decoder = load_decoder(folders / "model", dtype=torch.float32)
         cfg = SpeculationConfig(drafter_path=str(folders / "d-eagle3"), policy="fixed", menu=(CHAIN,))
-        engine = adaptive.make_engine(decoder, cfg, max_live=4, max_len=MAX_LEN, seed=0, capture=True)
+        engine = build.make_engine(decoder, cfg, max_live=4, max_len=MAX_LEN, seed=0, capture=True)
         seen = []
         for keep in kept:
             prompts = (torch.tensor([5 + p], dtype=torch.int32) for p in range(9))
@@ -173,9 +183,9 @@ def test_a_phase_that_is_not_kept_records_nothing_and_spoils_nothing(folders):
                 return taken
 
             on_captured = seen.append if keep else None
-            engine.generate(pull, lambda _: None, SamplingParams(max_new_tokens=20), on_captured=on_captured)
+            engine.decode(pull, lambda _: None, SamplingParams(max_new_tokens=20), on_captured=on_captured)
             if not keep:
-                assert not engine._capture._taps_SCE.any()
+                assert not engine._capture._last_SCD.any()
                 assert not engine._capture._lognorms_SC.any()
         return {item.key: item for item in seen}
 

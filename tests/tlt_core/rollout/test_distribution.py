@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tests.tlt_core.rollout.test_spec_round import Recorder
-from tlt_core.data import encode_prompt
+from tlt_core.data.dataset import encode_prompt
+from tlt_core.items.speculation import DraftTree, Strategy
+from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.model.load import load_decoder, load_tokenizer
 from tlt_core.rollout.engine import RolloutEngine, Speculation
-from tlt_core.speculation import DraftTree, Strategy
 from tlt_core.tuner.policies import make_tuner
-from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
 
 VOCAB, TOKENS = 12, 3
 PROMPT = torch.tensor([3, 1, 7, 5], dtype=torch.int32)
@@ -71,7 +71,7 @@ def sample(decoder, prompt, params, followers, *, count):
         taken = [next(numbers) for _ in range(wanted)]
         return [GenerationRequest(NoiseKey(0, 1, 0, i), prompt) for i in taken if i < count]
 
-    engine.generate(pull, finished.append, params, on_round=lambda t: accepted.append(sum(t.report.accepted)))
+    engine.decode(pull, finished.append, params, on_round=lambda t: accepted.append(sum(t.report.accepted)))
     assert engine.drafter_failures == {}
     return torch.stack([r.completion for r in finished]).long(), sum(accepted)
 

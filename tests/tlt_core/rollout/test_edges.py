@@ -4,17 +4,17 @@ inside a draft.  Each with a proof that the case did occur, and the tokens of pl
 import pytest
 import torch
 
-from conf.schema import SpeculationConfig, StrategyConfig
+from conf.rollout import SpeculationConfig, StrategyConfig
 from tests.tlt_core.rollout.playing import VOCAB, play, requests
 from tests.tlt_core.rollout.test_spec_round import Oracle, Recorder, assert_same
-from tlt_core import adaptive
-from tlt_core.drafter.eagle3_files import save_eagle3
-from tlt_core.drafter.eagle3_model import eagle3_from_target
+from tlt_core.drafter.eagle3.files import save_eagle3
+from tlt_core.drafter.eagle3.model import eagle3_from_target
+from tlt_core.items.speculation import DraftTree, Strategy
+from tlt_core.items.types import FinishReason, SamplingParams
 from tlt_core.model.load import random_decoder
+from tlt_core.rollout import build
 from tlt_core.rollout.engine import RolloutEngine, Speculation
-from tlt_core.speculation import DraftTree, Strategy
 from tlt_core.tuner.policies import make_tuner
-from tlt_core.types import FinishReason, SamplingParams
 
 MAX_LEN, MAX_LIVE = 96, 8
 CHAIN, TREE = Strategy("d", 5, 1, 5), Strategy("d", 4, 3, 12)
@@ -42,7 +42,7 @@ def real(decoder, folder, drafter, *, max_live):
     """An engine with the real drafter under the threshold rule."""
     arm = StrategyConfig(drafter=drafter, depth=4, width=2, tokens=8)
     cfg = SpeculationConfig(policy="threshold", menu=(arm,), max_live=max_live, drafter_path=str(folder))
-    return adaptive.make_engine(decoder, cfg, max_live=MAX_LIVE, max_len=MAX_LEN, seed=0)
+    return build.make_engine(decoder, cfg, max_live=MAX_LIVE, max_len=MAX_LEN, seed=0)
 
 
 def fixed(decoder, drafter, arm):

@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tlt_core.items.types import FinishReason, GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.model.load import load_decoder
 from tlt_core.rollout.engine import RolloutEngine
-from tlt_core.types import FinishReason, GenerationRequest, NoiseKey, Rollout, SamplingParams
+from tlt_core.rollout.prefill import Prefill
 
 VOCAB = 64
 
@@ -58,7 +59,7 @@ def run(decoder, items, params, *, max_live: int) -> dict[NoiseKey, Rollout]:
         taken, waiting[:] = waiting[:wanted], waiting[wanted:]
         return taken
 
-    engine.generate(pull, lambda r: finished.__setitem__(r.key, r), params, policy_version=5)
+    engine.decode(pull, lambda r: finished.__setitem__(r.key, r), params, policy_version=5)
     assert len(finished) == len(items)
     return finished
 
@@ -83,10 +84,8 @@ def test_a_prompt_runs_once_as_long_as_one_of_its_requests_lives(decoder, monkey
     assert len({r.key.prompt_id for r in items}) == 1
     alone = run(decoder, items, params, max_live=1)
     assert len({len(r.completion) for r in alone.values()}) > 3, "they were meant to end one by one"
-    prefilled, prefill = [], RolloutEngine._prefill
-    monkeypatch.setattr(
-        RolloutEngine, "_prefill", lambda self, groups: (prefilled.append(len(groups)), prefill(self, groups))
-    )
+    prefilled, run_pass = [], Prefill._pass
+    monkeypatch.setattr(Prefill, "_pass", lambda self, groups: (prefilled.append(len(groups)), run_pass(self, groups)))
     together = run(decoder, items, params, max_live=4)
     assert prefilled == [1]
     for key, rollout in alone.items():

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.tlt_core.rollout.playing import Knows
+from tlt_core.items.speculation import NO_FLOORS, OFF, Strategy
+from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.model.load import random_decoder
 from tlt_core.rollout.engine import RolloutEngine, Speculation
-from tlt_core.speculation import NO_FLOORS, OFF, Strategy
-from tlt_core.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -58,7 +58,7 @@ def generate(tiny_config, *, max_live: int, plain: dict[NoiseKey, Rollout] | Non
         taken, waiting[:] = waiting[:wanted], waiting[wanted:]
         return taken
 
-    engine.generate(
+    engine.decode(
         pull,
         lambda r: finished.__setitem__(r.key, r),
         params,

@@ -11,16 +11,16 @@ from kernels import native
 from tests.tlt_core.rollout.playing import play, requests
 from tests.tlt_core.rollout.tape import TapePool
 from tests.tlt_core.rollout.test_spec_round import Cycle, Oracle, assert_same
-from tlt_core.drafter.eagle3 import Eagle3Drafter
-from tlt_core.drafter.eagle3_files import export_weights
-from tlt_core.drafter.eagle3_model import eagle3_from_target
-from tlt_core.drafter.eagle3_static import room_for
+from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
+from tlt_core.drafter.eagle3.files import export_weights
+from tlt_core.drafter.eagle3.model import eagle3_from_target
+from tlt_core.drafter.eagle3.static import room_for
+from tlt_core.items.speculation import OFF, Strategy
+from tlt_core.items.types import SamplingParams
 from tlt_core.model.load import random_decoder
 from tlt_core.rollout import static_rounds
 from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.rollout.graphs import EagerPool, GraphPool
-from tlt_core.speculation import OFF, Strategy
-from tlt_core.types import SamplingParams
 
 MAX_LEN, MAX_LIVE = 96, 3
 CHAIN, TREE, HOST = Strategy("eagle3", 4, 1, 4), Strategy("eagle3", 3, 2, 6), Strategy("d", 3, 2, 5)

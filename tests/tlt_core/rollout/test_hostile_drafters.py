@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tests.tlt_core.rollout.test_spec_round import VOCAB, Broken, Oracle, Outsider, Random, Recorder, assert_same
+from tlt_core.items.speculation import DraftTree, Strategy
+from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.model.load import random_decoder
 from tlt_core.rollout.engine import RolloutEngine, Speculation
-from tlt_core.speculation import DraftTree, Strategy
 from tlt_core.tuner.policies import make_tuner
-from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
 
 MENU = (Strategy("d", 4, 1, 4), Strategy("d", 2, 1, 2), Strategy("d", 3, 3, 9))
 MAX_LEN, LIVE = 128, 4
@@ -62,7 +62,7 @@ def run(decoder, params, drafter=None, tuner=None):
         taken, waiting[:] = waiting[:wanted], waiting[wanted:]
         return taken
 
-    engine.generate(pull, lambda r: finished.__setitem__(r.key, r), params, on_round=traces.append)
+    engine.decode(pull, lambda r: finished.__setitem__(r.key, r), params, on_round=traces.append)
     return finished, traces, engine
 
 

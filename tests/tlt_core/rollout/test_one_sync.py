@@ -8,14 +8,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tlt_core.rollout.playing import requests
-from tlt_core.drafter.eagle3 import Eagle3Drafter
-from tlt_core.drafter.eagle3_model import eagle3_from_target
-from tlt_core.drafter.eagle3_static import room_for
+from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
+from tlt_core.drafter.eagle3.model import eagle3_from_target
+from tlt_core.drafter.eagle3.static import room_for
+from tlt_core.items.speculation import OFF, Strategy
+from tlt_core.items.types import SamplingParams
 from tlt_core.model.load import random_decoder
 from tlt_core.rollout.engine import RolloutEngine, Speculation
-from tlt_core.speculation import OFF, Strategy
 from tlt_core.tuner.policies import make_tuner
-from tlt_core.types import SamplingParams
 
 CHAIN, TREE = Strategy("eagle3", 5, 1, 5), Strategy("eagle3", 3, 3, 9)
 PARAMS = {
@@ -59,8 +59,7 @@ def engine_with(decoder, strategy, *, static):
 
 def start(engine, params):
     """Three requests, two rounds."""
-    if engine._static is not None:
-        engine._static.prepare(params)
+    engine._rounds.prepare(params)
     engine._admit(requests(3), params)
     for _ in range(2):
         assert not engine._round(params, lambda trace: None), "no response ends: that takes a copy of its log-probs"

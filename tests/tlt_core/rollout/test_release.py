@@ -6,8 +6,8 @@ import sys
 import pytest
 import torch
 
+from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.rollout.engine import RolloutEngine
-from tlt_core.types import GenerationRequest, NoiseKey, SamplingParams
 
 PARAMS = SamplingParams(max_new_tokens=30, stop_token_ids=(2,))
 _SCRIPT = """
@@ -48,7 +48,7 @@ def generate(engine: RolloutEngine, step: int) -> dict:
         taken, waiting[:] = waiting[:wanted], waiting[wanted:]
         return taken
 
-    engine.generate(
+    engine.decode(
         pull,
         lambda r: responses.__setitem__(r.key, (r.tokens, r.logprobs)),
         PARAMS,
@@ -79,7 +79,7 @@ def test_live_requests_keep_their_memory(tiny_decoder):
     engine = RolloutEngine(tiny_decoder, max_live=2, max_len=64)
     waiting = [GenerationRequest(NoiseKey(0, 0, 0, 0), torch.arange(3, 6).int())]
     with pytest.raises(ValueError, match="1 requests are live"):
-        engine.generate(
+        engine.decode(
             lambda _: [waiting.pop()] if waiting else [],
             lambda _: None,
             PARAMS,

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tlt_core.items.speculation import NO_FLOORS, OFF, DraftTree, LiveView, Strategy
+from tlt_core.items.types import FinishReason, GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.model.load import load_decoder
 from tlt_core.rollout.engine import RolloutEngine, RoundTrace, Speculation
-from tlt_core.speculation import NO_FLOORS, OFF, DraftTree, LiveView, Strategy
-from tlt_core.types import FinishReason, GenerationRequest, NoiseKey, Rollout, SamplingParams
 
 VOCAB = 64
 MAX_LEN = 96
@@ -43,7 +43,7 @@ def requests(num_prompts: int = 6, samples: int = 3) -> list[GenerationRequest]:
 
 
 class Recorder:
-    """Base of the drafters: remembers what happens to rows."""
+    """Base of the drafters: remembers which request is in which row."""
 
     name = "d"
     taps: tuple[int, ...] = ()
@@ -51,20 +51,10 @@ class Recorder:
 
     def __init__(self) -> None:
         self.rows: dict[int, NoiseKey] = {}
-        self.recorded: dict[NoiseKey, dict[int, torch.Tensor]] = {}
 
     def admit(self, row, request):
         assert row == len(self.rows)
         self.rows[row] = request.key
-        self.recorded[request.key] = {}
-
-    def record(self, rows_T, positions_T, taps_TE):
-        for row, position, taps in zip(rows_T.tolist(), positions_T.tolist(), taps_TE, strict=True):
-            self.recorded[self.rows[row]][position] = taps.clone()
-
-    def share(self, source, row, length):
-        theirs = self.recorded[self.rows[source]]
-        self.recorded[self.rows[row]] = {position: theirs[position] for position in range(length)}
 
     def release(self, row, tokens):
         del self.rows[row]
@@ -173,7 +163,7 @@ def run(decoder, params, drafter=None, arms=(OFF,), *, max_live=7, items=None):
         taken, waiting[:] = waiting[: min(wanted, 3)], waiting[min(wanted, 3) :]  # requests join in mid-flight
         return taken
 
-    engine.generate(pull, lambda r: finished.__setitem__(r.key, r), params, on_round=traces.append)
+    engine.decode(pull, lambda r: finished.__setitem__(r.key, r), params, on_round=traces.append)
     assert len(finished) == len(items)
     return finished, traces, engine
 
@@ -252,10 +242,26 @@ def test_the_end_of_a_response_inside_a_draft(decoder):
 
 
 def test_recorded_hidden_states_are_those_of_a_plain_pass(decoder):
-    """Prefill, plain and speculative rounds together: each position's taps, once, aligned with its token."""
+    """Prefill, plain and speculative rounds together: each position's taps are there, aligned with its token, while the
+    request lives and when it ends."""
 
     class Tapped(Oracle):
         taps = (1, 2, 3)
+
+        def borrow(self, hidden):
+            self.hidden, self.seen = hidden, {}
+
+        def read(self, row, length):
+            return self.hidden.read(torch.full((length,), row), torch.arange(length))
+
+        def propose(self, view, strategy):
+            for row, length in enumerate(view.lengths):
+                self.seen.setdefault(self.rows[row], []).append(self.read(row, length - 1))
+            return super().propose(view, strategy)
+
+        def release(self, row, tokens):
+            self.seen.setdefault(self.rows[row], []).append(self.read(row, len(tokens) - 1))
+            super().release(row, tokens)
 
     params = PARAMS["T=1"]
     plain = run(decoder, params)[0]
@@ -270,10 +276,9 @@ def test_recorded_hidden_states_are_those_of_a_plain_pass(decoder):
             )[0].transpose(0, 1)
 
         expected = decoder(tokens, torch.arange(len(tokens)), attend, taps=(1, 2, 3)).taps_TE
-        recorded = drafter.recorded[key]
-        assert set(range(len(tokens) - 1)) <= set(recorded)  # the newest token never went through the target
-        for position in range(len(tokens) - 1):
-            torch.testing.assert_close(recorded[position], expected[position], atol=1e-4, rtol=1e-4)
+        assert len(drafter.seen[key][-1]) == len(tokens) - 1  # the newest token never went through the target
+        for recorded in drafter.seen[key]:
+            torch.testing.assert_close(recorded, expected[: len(recorded)], atol=1e-4, rtol=1e-4)
 
 
 def test_the_tuner_is_told_what_happened(decoder):

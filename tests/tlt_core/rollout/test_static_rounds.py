@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from conf.schema import SpeculationConfig, StrategyConfig
+from conf.rollout import SpeculationConfig, StrategyConfig
 from tests.tlt_core.rollout.playing import play, requests
-from tests.tlt_core.rollout.test_spec_round import Broken, Cycle, Oracle, Random, assert_same
-from tlt_core import adaptive
-from tlt_core.drafter.eagle3_files import save_eagle3
-from tlt_core.drafter.eagle3_model import eagle3_from_target
-from tlt_core.drafter.ngram import NgramDrafter
+from tests.tlt_core.rollout.test_spec_round import Broken, Cycle, Oracle, Random, Recorder, assert_same
+from tlt_core.drafter.eagle3.files import save_eagle3
+from tlt_core.drafter.eagle3.model import eagle3_from_target
+from tlt_core.drafter.ngram.drafter import NgramDrafter
+from tlt_core.items.speculation import NO_FLOORS, OFF, DraftTree, Strategy
+from tlt_core.items.types import SamplingParams
 from tlt_core.model.load import random_decoder
+from tlt_core.rollout import build
 from tlt_core.rollout.engine import RolloutEngine, Speculation
-from tlt_core.speculation import NO_FLOORS, OFF, DraftTree, Strategy
-from tlt_core.types import SamplingParams
 
 VOCAB, MAX_LEN, MAX_LIVE = 64, 96, 6  # buckets of 1, 2, 4 and 6 rows
 CHAIN, TREE, WIDE = Strategy("d", 5, 1, 5), Strategy("d", 3, 3, 9), Strategy("d", 6, 2, 16)
@@ -132,9 +132,7 @@ def eagle3_engine(decoder, folder, arms=ARMS, *, static, capture=False, shuffled
     """With both real drafters; every few rounds plain ones, so that the drafter falls behind."""
     menu = tuple(StrategyConfig(drafter=d, depth=depth, width=w, tokens=n) for d, depth, w, n in arms)
     cfg = SpeculationConfig(policy="fixed", menu=menu, drafter_path=str(folder))
-    engine = adaptive.make_engine(
-        decoder, cfg, max_live=MAX_LIVE, max_len=MAX_LEN, seed=0, capture=capture, static=static
-    )
+    engine = build.make_engine(decoder, cfg, max_live=MAX_LIVE, max_len=MAX_LEN, seed=0, capture=capture, static=static)
     turns = [Strategy(*arm) for arm in arms]
     turns += [turns[0], OFF, turns[0], *[OFF] * 9, turns[0]] if shuffled else []
     engine.speculation = engine.speculation._replace(tuner=Cycle(turns))
@@ -168,7 +166,7 @@ def test_captured_responses_are_those_of_dynamic_rounds(decoder, drafter_folder,
             taken, waiting[:] = waiting[:wanted], waiting[wanted:]
             return taken
 
-        engine.generate(pull, lambda r: None, params, on_captured=lambda c, found=found: found.__setitem__(c.key, c))
+        engine.decode(pull, lambda r: None, params, on_captured=lambda c, found=found: found.__setitem__(c.key, c))
         captured.append(found)
     assert len(captured[0]) == 6
     for key, mine in captured[0].items():
@@ -195,7 +193,7 @@ def test_new_weights_are_used_without_a_new_capture(tiny_config, drafter_folder)
 
 
 def test_a_drafters_new_vocabulary_is_used_without_a_new_capture(decoder, drafter_folder):
-    from tlt_core.drafter.eagle3_files import export_weights
+    from tlt_core.drafter.eagle3.files import export_weights
 
     params, arm = PARAMS["T=1"], (("eagle3", 4, 1, 4),)
     odd = eagle3_from_target(decoder, torch.arange(1, VOCAB, 2), scales=(1.0, 1.0, 1.0), seed=0)
@@ -220,25 +218,32 @@ def test_released_graphs_are_captured_again(decoder, case):
     assert len(engine.graphs) == count > 0
 
 
+class Same(Recorder):
+    """Always drafts the same: a chain in row 0, siblings in row 2."""
+
+    def propose(self, view, strategy):
+        return DraftTree.of_lists([9, 9, 30, 11, 12], [-1, 0, 1, -1, -1], [0, 0, 0, 2, 2], [1, 2, 3, 1, 1])
+
+
 def test_padding_touches_no_live_row(decoder):
     """Rows of padding and unused places may hold anything; every buffer of the live rows is as without them."""
     params = PARAMS["T=1"]
     state = []
     for poison in (False, True):
-        engine = engine_of(decoder, Oracle({}), [TREE])
+        engine = engine_of(decoder, Same(), [TREE])
         batch, cache = engine._batch, engine._cache
-        engine._static.prepare(params)
+        engine._rounds.prepare(params)
         engine._admit(requests(3), params)  # in a bucket of 4
         if poison:
             batch.tokens_BC[3:] = 61
             batch.streams_B[3:] = 12345
             for kv in (cache.keys_YSKCd, cache.values_YSKCd):
                 kv[:, 3:] = 7.0
-            engine._static._target.tree.tokens_BU.fill_(63)
-            engine._static._target.tree.depths_BU.fill_(1)
-        tree = DraftTree.of_lists([9, 9, 30, 11, 12], [-1, 0, 1, -1, -1], [0, 0, 0, 2, 2], [1, 2, 3, 1, 1])
+            engine._rounds._target.tree.tokens_BU.fill_(63)
+            engine._rounds._target.tree.depths_BU.fill_(1)
         for strategy in (OFF, TREE, OFF, TREE, TREE):
-            engine._static.run(strategy, NO_FLOORS, lambda view, tree=tree: tree, params)
+            engine._rounds.run(strategy, NO_FLOORS, params)
+        assert engine.drafter_failures == {}
         lengths = batch.lengths
         state.append(
             [batch.tokens_BC[:3, : max(lengths)].clone(), batch.logprobs_BC[:3, : max(lengths)].clone()]
@@ -249,7 +254,7 @@ def test_padding_touches_no_live_row(decoder):
 
 
 def test_a_drafter_without_room_is_named(decoder):
-    from tlt_core.drafter.eagle3 import Eagle3Drafter
+    from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
 
     model = eagle3_from_target(decoder, torch.arange(0, VOCAB, 2), scales=(1.0, 1.0, 1.0), seed=0)
     drafter = Eagle3Drafter(model, decoder, max_live=MAX_LIVE, max_len=MAX_LEN)

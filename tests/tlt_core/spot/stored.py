@@ -4,19 +4,18 @@ import hashlib
 
 import torch
 
-from tlt_core.spot.sequence import StoredSequence
-from tlt_core.types import NoiseKey
+from tlt_core.items.train_sequence import TrainSequence
+from tlt_core.items.types import NoiseKey
 
 TAPS, HIDDEN = 12, 4
 
 
-def make(step=0, prompt=0, sample=0, *, length=10, first=4, dtype=torch.bfloat16) -> StoredSequence:
+def make(step=0, prompt=0, sample=0, *, length=10, first=4, dtype=torch.bfloat16) -> TrainSequence:
     """Its contents are a function of its key alone."""
     key = NoiseKey(5, step, prompt, sample)
     generator = torch.Generator().manual_seed(hash(key) % 2**31)
-    return StoredSequence(
+    return TrainSequence(
         key=key,
-        step=step,
         policy_version=step + 100,
         stream=2**62 + prompt,
         first=first,
@@ -33,7 +32,7 @@ def bytes_of(length: int, *, first: int = 4, itemsize: int = 2) -> int:
     return tokens + taps + (itemsize * HIDDEN + 4) * (length - first)
 
 
-def digest(sequence: StoredSequence) -> str:
+def digest(sequence: TrainSequence) -> str:
     """Of every bit of it."""
     sha = hashlib.sha256(repr([sequence.key, sequence.step, sequence.policy_version, sequence.stream]).encode())
     sha.update(repr([sequence.first, [t.dtype for t in sequence.tensors.values()]]).encode())

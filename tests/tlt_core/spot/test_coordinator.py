@@ -8,6 +8,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tlt_core.items.types import WorkerSpan, WorkerState
 from tlt_core.spot.bubble import bubble
 from tlt_core.spot.coordinator import (
     Action,
@@ -17,11 +18,9 @@ from tlt_core.spot.coordinator import (
     Progress,
     RolloutOver,
     SpotSettings,
-    WorkerBusy,
     WorkerIdle,
     WorkerLost,
 )
-from tlt_core.types import WorkerSpan, WorkerState
 
 BUSY, IDLE, TRAINING = WorkerState.BUSY, WorkerState.IDLE, WorkerState.TRAINING
 TRAIN = Order(Action.TRAIN, "training")
@@ -146,16 +145,6 @@ def test_max_steps_counts_steps_that_are_under_way():
     assert c.handle(Progress(2, 1, 3.0)) == wait("max_steps")
 
 
-def test_work_that_comes_again_ends_training():
-    c = Coordinator(1, SpotSettings(min_idle_s=0.2))
-    c.handle(PhaseBegan(1, 0.0))
-    c.handle(WorkerIdle(0, 1.0))
-    assert c.handle(Progress(0, 0, 2.0)) == TRAIN
-    assert c.handle(WorkerBusy(0, 3.0)) == wait("busy")
-    assert c.state(0) == BUSY
-    assert c.handle(WorkerIdle(0, 5.0)) == wait("min_idle")  # a new idle window
-
-
 def test_late_and_unknown_reports_are_answered():
     c = Coordinator(1, SpotSettings())
     assert c.handle(Progress(0, 0, 0.0)) == Order(Action.STOP, "rollout_over")  # before the first phase
@@ -163,7 +152,7 @@ def test_late_and_unknown_reports_are_answered():
     c.handle(WorkerLost(0, 2.0))
     assert c.handle(Progress(0, 0, 3.0)) == Order(Action.STOP, "lost")
     c.handle(RolloutOver(4.0))
-    assert c.handle(WorkerBusy(0, 5.0)) == Order(Action.STOP, "rollout_over")
+    assert c.handle(WorkerIdle(0, 5.0)) == Order(Action.STOP, "rollout_over")
     assert c.report(6.0).spans == (WorkerSpan(0, BUSY, 1.0, 2.0),)
 
 
@@ -220,9 +209,9 @@ class AnyEvents(RuleBasedStateMachine):
             assert self.step % self.settings.interval == 0
             assert self.now - self.idle_at[event.worker] >= self.settings.min_idle_s
             assert not self.pauses()
+            self.ordered.add(event.worker)
         if order.reason == "throttled":
             assert self.pauses()
-            self.ordered.add(event.worker)
         return order
 
     def pauses(self):
@@ -250,11 +239,6 @@ class AnyEvents(RuleBasedStateMachine):
         self.ordered.discard(worker)
         order = self.send(Progress(worker, self.done[worker], self.now, has_data))
         assert has_data or order.action != Action.TRAIN
-
-    @rule(worker=workers)
-    def busy(self, worker):
-        self.ordered.discard(worker)
-        assert self.send(WorkerBusy(worker, self.now)).action != Action.TRAIN
 
     @rule(worker=workers)
     def lose(self, worker):

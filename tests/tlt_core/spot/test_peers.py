@@ -5,7 +5,7 @@ import os
 from tests.tlt_core.spot.stored import digest, make
 from tlt_core.spot.buffer import SequenceBuffer, held_back
 from tlt_core.spot.peers import PeerFiles
-from tlt_core.spot.sequence import write_sequences
+from tlt_core.spot.sequence_files import write_sequences
 from tlt_core.spot.writer import BackgroundWriter
 
 
@@ -24,14 +24,14 @@ def look(peers, step):
 
 def test_it_reads_what_another_buffer_has_written(tmp_path):
     writer = BackgroundWriter()
-    owner = SequenceBuffer(tmp_path / "a", max_bytes=10**9, max_ram_bytes=10**9, max_sequences=100, writer=writer)
+    owner = SequenceBuffer(tmp_path / "a", max_bytes=10**9, max_sequences=100, writer=writer)
     (tmp_path / "a").mkdir()
     sequences = [make(3, prompt, length=7 + prompt) for prompt in range(12)]
     for sequence in sequences:
         owner.add(sequence)
     peers = PeerFiles([tmp_path / "a", tmp_path / "of another node"])
     assert look(peers, 4) == {}  # the step is not finished
-    owner.spill(3)
+    owner.end_step(3)
     writer.close()
     seen = look(peers, 4)
     assert {name: digest(s) for name, s in seen.items()} == {s.id: digest(s) for s in sequences}

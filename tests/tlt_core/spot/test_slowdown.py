@@ -5,8 +5,8 @@ import random
 
 import pytest
 
+from tlt_core.items.types import WorkerSpan, WorkerState
 from tlt_core.spot.slowdown import PaceSums, TimedRound, beside_s, pace
-from tlt_core.types import WorkerSpan, WorkerState
 
 BUSY, IDLE, TRAINING = WorkerState.BUSY, WorkerState.IDLE, WorkerState.TRAINING
 

@@ -2,10 +2,11 @@
 
 import json
 import random
+from statistics import fmean
 
 import pytest
 
-from tlt_core.speculation import OFF, RoundReport, Strategy
+from tlt_core.items.speculation import OFF, RoundReport, Strategy
 from tlt_core.tuner.acceptance import Acceptance
 
 SHORT, LONG = Strategy("eagle", 2, 1, 2), Strategy("eagle", 6, 1, 6)
@@ -19,9 +20,11 @@ def report(strategy: Strategy, offered: list[int], accepted: list[int]) -> Round
     return RoundReport(strategy, len(offered), 100, tuple(drafted), tuple(offered), tuple(accepted), 1e-3, 1e-2)
 
 
-def play(model: Acceptance, strategy: Strategy, rates: list[float], rounds: int, *, cover: float = 1.0) -> None:
+def play(
+    model: Acceptance, strategy: Strategy, rates: list[float], rounds: int, *, cover: float = 1.0, seed: int = 0
+) -> None:
     """Rounds in which row i accepts each token with rates[i]."""
-    rng = random.Random(0)
+    rng = random.Random(seed)
     for _ in range(rounds):
         offered = [strategy.depth if rng.random() < cover else 0 for _ in rates]
         accepted = [
@@ -31,78 +34,83 @@ def play(model: Acceptance, strategy: Strategy, rates: list[float], rounds: int,
 
 
 def test_expected_tokens_of_a_chain() -> None:
-    model = Acceptance(MENU)
-    play(model, LONG, [0.6] * 16, 60)
-    outlook = model.outlook(range(16))
-    assert outlook[LONG].accepted / 16 == pytest.approx(sum(0.6**j for j in range(1, 7)), rel=0.12)
-    assert outlook[SHORT].accepted / 16 == pytest.approx(0.6 + 0.36, rel=0.12)
-    assert outlook[SHORT].drafted == pytest.approx(32, rel=0.03)
+    """The mean of ten models: each remembers 100 trials of a position, so a single one may be off by a tenth."""
+    models = [Acceptance(MENU) for _ in range(10)]
+    for seed, model in enumerate(models):
+        play(model, LONG, [0.6] * 16, 60, seed=seed)
+    expected = [model.expected(range(16)) for model in models]
+    assert fmean(e[LONG].accepted for e in expected) / 16 == pytest.approx(sum(0.6**j for j in range(1, 7)), rel=0.07)
+    assert fmean(e[SHORT].accepted for e in expected) / 16 == pytest.approx(0.6 + 0.36, rel=0.07)
+    assert expected[0][SHORT].drafted == pytest.approx(32, rel=0.03)
 
 
-def test_coverage_is_apart_from_acceptance() -> None:
+def test_a_drafter_that_rarely_proposes_verifies_little_and_accepts_little() -> None:
+    """A quarter of the drafts exist: each of those accepts .8 + .64 + .51 + .41 tokens."""
     model = Acceptance(MENU)
     play(model, OTHER, [0.8] * 16, 60, cover=0.25)
-    outlook = model.outlook(range(16))[OTHER]
-    assert outlook.drafted / 16 == pytest.approx(0.25 * 4, rel=0.25)
-    assert outlook.accepted / outlook.drafted == pytest.approx(sum(0.8**j for j in range(1, 5)) / 4, rel=0.12)
+    expected = model.expected(range(16))[OTHER]
+    assert expected.drafted / 16 == pytest.approx(0.25 * 4, rel=0.25)
+    assert expected.accepted / 16 == pytest.approx(0.25 * sum(0.8**j for j in range(1, 5)), rel=0.25)
 
 
 def test_each_request_has_its_own_rate_and_a_new_one_the_common() -> None:
     model = Acceptance(MENU)
     play(model, LONG, [0.9, 0.9, 0.9, 0.1], 60)
-    good, bad, new = (model.outlook([row])[SHORT].accepted for row in (0, 3, 99))
+    good, bad, new = (model.expected([row])[SHORT].accepted for row in (0, 3, 99))
     assert good > 1.3
     assert bad < 0.45
     assert bad < new < good
     model.forget(3)
-    assert model.outlook([3])[SHORT].accepted == new
+    assert model.expected([3])[SHORT].accepted == new
 
 
-def test_an_untried_shape_starts_from_the_tried_one_and_wider_is_better() -> None:
+def test_chains_of_all_lengths_share_what_is_known_and_a_tree_has_to_be_tried() -> None:
     model = Acceptance(MENU)
     play(model, SHORT, [0.5] * 8, 40)
-    outlook = model.outlook(range(8))
-    assert outlook[TREE].accepted > outlook[LONG].accepted > outlook[SHORT].accepted > 0.6 * 8
+    assert model.known(LONG)
+    assert not model.known(TREE)
+    expected = model.expected(range(8))
+    assert expected[LONG].accepted > expected[SHORT].accepted > 0.6 * 8
     play(model, SHORT, [0.0] * 8, 40)
-    outlook = model.outlook(range(8))
-    assert outlook[LONG].accepted < 0.1 * 8
-    assert outlook[TREE].accepted < 0.2 * 8
+    assert model.expected(range(8))[LONG].accepted < 0.1 * 8
+    play(model, TREE, [0.5] * 8, 1)
+    assert model.known(TREE)
 
 
 def test_a_change_is_seen_within_a_few_rounds() -> None:
     model = Acceptance(MENU)
     play(model, LONG, [0.8] * 4, 60)
-    before = model.outlook(range(4))[LONG].accepted
+    before = model.expected(range(4))[LONG].accepted
     play(model, LONG, [0.0] * 4, 12)
-    assert model.outlook(range(4))[LONG].accepted < 0.4 * before
+    assert model.expected(range(4))[LONG].accepted < 0.4 * before
     play(model, LONG, [0.0] * 4, 12)
-    assert model.outlook(range(4))[LONG].accepted < 0.2 * before
+    assert model.expected(range(4))[LONG].accepted < 0.2 * before
 
 
 def test_optimism_shrinks_with_evidence_and_grows_with_absence() -> None:
     model = Acceptance(MENU)
 
     def hope() -> float:
-        return model.outlook(range(4), optimistic=True)[OTHER].accepted
+        return model.expected(range(4), optimistic=True)[OTHER].accepted
 
-    assert not model.trusted(OTHER)
-    assert model.trusted(OFF)
+    assert not model.known(OTHER)
+    assert model.known(OFF)
     untried = hope()
     play(model, OTHER, [0.0] * 4, 20)
     tried = hope()
-    assert model.trusted(OTHER)
+    assert model.known(OTHER)
     assert tried < 0.2 * untried
-    mean = model.outlook(range(4))[OTHER].accepted
+    mean = model.expected(range(4))[OTHER].accepted
     for _ in range(200):
         model.observe(range(4), report(OFF, [0] * 4, [0] * 4))
     assert hope() > 2 * tried
-    assert model.outlook(range(4))[OTHER].accepted == pytest.approx(mean, abs=0.3)
+    assert model.expected(range(4))[OTHER].accepted == pytest.approx(mean, abs=0.3)
     model.discount("ngram")
     once = hope()
     assert once > 0.5 * untried
     model.discount("ngram")  # the policy after the drafter
     model.discount(None)
-    assert hope() == once
+    assert hope() == pytest.approx(once, rel=1e-3)
 
 
 @pytest.mark.parametrize(("change", "weight"), [(0.01, 100), (0.1, 24), (0.5, 9), (float("inf"), 9)])
@@ -111,11 +119,11 @@ def test_a_small_change_leaves_what_is_known(change: float, weight: int) -> None
     model, unchanged = Acceptance(MENU), Acceptance(MENU)
     for one in (model, unchanged):
         play(one, LONG, [0.8] * 4, 60)
-    before = unchanged.outlook(range(9, 10))[LONG].accepted
+    before = unchanged.expected(range(9, 10))[LONG].accepted
     model.discount(LONG.drafter, change=change)
     for one in (model, unchanged):
         play(one, LONG, [0.2] * 4, 1)
-    slow, fast = (before - one.outlook(range(9, 10))[LONG].accepted for one in (unchanged, model))
+    slow, fast = (before - one.expected(range(9, 10))[LONG].accepted for one in (unchanged, model))
     assert slow <= fast
     assert slow / fast == pytest.approx(weight / 100, rel=0.05)
 
@@ -127,7 +135,7 @@ def test_state_survives_json_and_a_smaller_menu_loads_it() -> None:
     state = json.loads(json.dumps(model.state_dict()))
     other = Acceptance(MENU)
     other.load_state_dict(state)
-    assert other.outlook([0, 1, 7]) == model.outlook([0, 1, 7])
+    assert other.expected([0, 1, 7]) == model.expected([0, 1, 7])
     smaller = Acceptance((SHORT,))
     smaller.load_state_dict(state)
-    assert smaller.outlook([0])[SHORT].accepted > smaller.outlook([1])[SHORT].accepted
+    assert smaller.expected([0])[SHORT].accepted > smaller.expected([1])[SHORT].accepted

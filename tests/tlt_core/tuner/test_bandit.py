@@ -1,37 +1,37 @@
-"""The bandit finds the planted arm of each bucket."""
+"""The bandit finds the best strategy of each bucket."""
 
 import json
 
 import pytest
 
-from tlt_core.speculation import OFF, RoundReport, Strategy
+from tlt_core.items.speculation import OFF, RoundReport, Strategy
 from tlt_core.tuner.bandit import BucketedGreedy
 
 A, B = Strategy("eagle", 2, 1, 2), Strategy("eagle", 4, 1, 4)
 
 
-def report(arm: Strategy, live: int, reward: float) -> RoundReport:
+def report(strategy: Strategy, live: int, reward: float) -> RoundReport:
     """A round that emits `live` tokens at this rate."""
-    return RoundReport(arm, live, 0, (0,) * live, (0,) * live, (0,) * live, 0.0, live / reward)
+    return RoundReport(strategy, live, 0, (0,) * live, (0,) * live, (0,) * live, 0.0, live / reward)
 
 
 def bandit(**settings: float) -> BucketedGreedy:
-    """Two buckets, two arms."""
+    """Two buckets, two strategies."""
     values = {"epsilon": 0.1, "window": 20, "seed": 3} | settings
     return BucketedGreedy((A, B), thresholds=(1, 4), **values)  # type: ignore[arg-type]
 
 
 def play(learner: BucketedGreedy, best: dict[int, Strategy], rounds: int) -> dict[int, list[Strategy]]:
-    """Rewards of 2 for the best arm of each batch size and 1 for the others."""
+    """Rewards of 2 for the best strategy of each batch size and 1 for the others."""
     picks: dict[int, list[Strategy]] = {live: [] for live in best}
     for _ in range(rounds):
-        for live, arm in best.items():
+        for live, strategy in best.items():
             picks[live].append(learner.pick(live))
-            learner.reward(report(picks[live][-1], live, 2.0 if picks[live][-1] == arm else 1.0))
+            learner.reward(report(picks[live][-1], live, 2.0 if picks[live][-1] == strategy else 1.0))
     return picks
 
 
-def test_each_bucket_finds_its_arm_and_keeps_exploring() -> None:
+def test_each_bucket_finds_its_strategy_and_keeps_exploring() -> None:
     picks = play(bandit(), {2: B, 6: OFF}, 400)
     for live, best in ((2, B), (6, OFF)):
         assert set(picks[live][:6]) == {OFF, A, B}

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from tlt_core.speculation import OFF, RoundReport, Strategy
+from bench.tuner.simulator import draft_seconds, pass_seconds
+from tlt_core.items.speculation import OFF, RoundReport, Strategy
 from tlt_core.tuner.cost_model import CostModel, RobustFilter
-from tlt_core.tuner.simulator import draft_seconds, pass_seconds
 
 EAGLE = Strategy("eagle", 4, 1, 4)
 

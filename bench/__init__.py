@@ -1,0 +1,1 @@
+"""Benchmarks of the product: they may be deleted without breaking it."""

@@ -1,0 +1,84 @@
+"""`tlt bench demo`: what a newcomer's first run takes and brings.
+
+Reads the run of the configuration, or trains it first where there is none.  The stages' times are compared with the
+forecast that was announced at the start; validation before the first step with validation at the end.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from bench.report import limits_set
+from bench.verdicts import verdict
+from conf.run import RunConfig
+from flows.train import train
+from tlt_core.items.store import write_atomically
+
+_LONGEST_S = 15 * 60
+_QUIET_S = 15.0  # a line at least so often
+_STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
+
+
+def bench_demo(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
+    """Write the report of one finished run.  repeats: not used, a run is measured once."""
+    if not _attempts(cfg.run_dir):
+        train(cfg)
+    attempts = _attempts(cfg.run_dir)
+    if len(attempts) != 1:
+        raise ValueError(f"{cfg.run_dir} was resumed, so its time means nothing: remove the folder and run again")
+    attempt = attempts[0]
+    forecast, took = attempt["forecast_s"], attempt["took_s"]
+    total_s, forecast_share = sum(took.values()), sum(forecast.values()) / sum(took.values())
+    steps = [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()]
+    validations = [s for s in steps if "val-core/all/reward/greedy" in s]
+    gaps = _gaps(cfg.run_dir / "log.txt")
+    row: dict[str, Any] = {"configuration": cfg.name, "total s": _one(total_s)}
+    row["forecast s"] = _one(sum(forecast.values()))
+    for stage, seconds in took.items():
+        row[f"{stage} s"] = _one(seconds)
+    for name in ("greedy", f"mean_at_{cfg.evaluation.num_samples}"):
+        for when, metrics in (("start", validations[0]), ("end", validations[-1])):
+            row[f"validation {name}, {when}"] = _one(metrics[f"val-core/all/reward/{name}"])
+    rise = row[f"validation mean_at_{cfg.evaluation.num_samples}, end"]["median"]
+    rise -= row[f"validation mean_at_{cfg.evaluation.num_samples}, start"]["median"]
+    report = {
+        "name": out.stem,
+        "commit": attempt["commit"],
+        "command": command,
+        "machine": attempt["machine"],
+        "repeats": 1,
+        "environment": limits_set(),
+        "rows": [row],
+        "verdicts": [
+            verdict("the whole run takes at most 15 minutes, in seconds", [total_s], _LONGEST_S, at_most=True),
+            verdict("forecast over time taken: at least", [forecast_share], 0.7),
+            verdict("forecast over time taken: at most", [forecast_share], 1.3, at_most=True),
+            verdict("RL steps", [max(s["step"] for s in steps)], 8),
+            verdict("rise of the mean validation reward", [rise], 0.05),
+            verdict("longest time without a line, in seconds", [max(gaps)], _QUIET_S, at_most=True),
+        ],
+    }
+    write_atomically(out, lambda partial: partial.write_text(json.dumps(report, indent=1) + "\n"))
+    return report
+
+
+def _attempts(run_dir: Path) -> list[Mapping[str, Any]]:
+    """Of a run that has ended; none where it has not."""
+    record = run_dir / "run.json"
+    attempts = json.loads(record.read_text())["attempts"] if record.is_file() else []
+    return attempts if attempts and "took_s" in attempts[-1] else []
+
+
+def _gaps(log: Path) -> list[float]:
+    """Seconds between the lines of a log."""
+    stamps = [m.group() for line in log.read_text().splitlines() if (m := _STAMP.match(line))]
+    times = [datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f") for stamp in stamps]
+    return [(later - earlier).total_seconds() for earlier, later in itertools.pairwise(times)]
+
+
+def _one(value: float) -> dict[str, float]:
+    return {"median": value, "min": value, "max": value}

@@ -1,0 +1,147 @@
+"""`tlt bench e2e`: whole RL steps that differ only in their drafting (`bench.runs.variants`).
+
+    tail      the configuration as it is
+    no tail   responses are cut short, so that no worker waits for long ones
+    exact     a few short steps in float32: rollouts and rewards must be the same in all variants
+
+Equal accuracy is shown by identity: `same_steps` is the share of a variant's steps whose rollouts (`rollout/checksum`)
+and rewards are those of plain decoding.  It is 1 in float32, and in bfloat16 with the C kernels, whose results do not
+depend on the batch.  Without them a near-tie may flip a token in bfloat16; the runs then differ like two seeds.
+
+Besides the report there are figures of the phases (stacked bars) and of the worker timelines of one step.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+
+from bench.report import Bound, judge, write_report
+from bench.runs import drop_checkpoints, first_drafter, ratios, same_steps, steps_of, take_turns, variants
+from bench.verdicts import summarise
+from conf.run import RunConfig
+from tasks import figures
+
+_UNCUT_TOKENS = 48  # longest response of the workload without a tail
+_EXACT_PROMPTS, _EXACT_TOKENS = 4, 160  # upper bounds
+_EXACT_STEPS = 2
+_PHASES = ("gen", "publish_drafter", "reward", "update_actor", "update_weights", "tracking", "overhead")
+_FIGURES = (
+    *(f"timing_s/{phase}" for phase in _PHASES),
+    "timing_s/step",
+    "perf/rollout_share",
+    "perf/rollout_tokens_per_s",
+    "rollout/tail_ratio",
+    "rollout/spec_accept_length",
+    "rollout/spec_active_frac",
+    "bubble/idle_s",
+    "bubble/harvested_s",
+    "critic/rewards/mean",
+)
+_Steps = Mapping[str, Sequence[Mapping[str, float]]]
+
+
+@flow(name="bench-e2e")
+def bench_e2e(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
+    """`repeats` blocks of steps, `num_steps` in all, of each variant; returns the report."""
+    drafter, _ = first_drafter(cfg)
+    rows: list[dict[str, Any]] = []
+    verdicts: list[dict[str, Any]] = []
+    for workload, own in (("tail", cfg), ("no tail", _without_tail(cfg))):
+        runs = variants(own, drafter)
+        for _ in take_turns(runs, num_steps=cfg.num_steps, blocks=repeats):
+            pass
+        drop_checkpoints(runs)
+        steps = {name: steps_of(run) for name, run in runs.items()}
+        rows += _rows(workload, steps, _same_steps(runs))
+        verdicts += _verdicts(workload, steps)
+        if workload == "tail":
+            _draw_timelines(runs, steps, out.with_name(f"{out.stem}-timelines.png"))
+    rows_by_name = {f"{row['workload']}\n{row['configuration']}": row for row in rows if "timing_s/step" in row}
+    figures.phases(
+        {
+            name: {p: row[f"timing_s/{p}"]["median"] for p in _PHASES if f"timing_s/{p}" in row}
+            for name, row in rows_by_name.items()
+        },
+        path=out.with_suffix(".png"),
+    )
+    exact = _exact(cfg, drafter)
+    rows += exact
+    verdicts += judge(
+        exact, [Bound("float32: share of steps with the same rollouts and rewards as plain", "same_steps", 1.0, True)]
+    )
+    return write_report(out, command=command, repeats=repeats, rows=rows, verdicts=verdicts)
+
+
+def _without_tail(cfg: RunConfig) -> RunConfig:
+    rollout = cfg.rollout.model_copy(update={"max_new_tokens": min(_UNCUT_TOKENS, cfg.rollout.max_new_tokens)})
+    return cfg.model_copy(update={"name": f"{cfg.name}-no-tail", "rollout": rollout})
+
+
+def _exact(cfg: RunConfig, drafter: Path) -> list[dict[str, Any]]:
+    """A row for each variant: the share of its steps that equal those of plain decoding."""
+    given = cfg.rollout
+    small = given.model_copy(
+        update={
+            "dtype": "float32",
+            "num_prompts": min(_EXACT_PROMPTS, given.num_prompts),
+            "max_new_tokens": min(_EXACT_TOKENS, given.max_new_tokens),
+        }
+    )
+    update = cfg.update.model_copy(update={"dtype": "float32"})
+    own = cfg.model_copy(update={"name": f"{cfg.name}-exact", "rollout": small, "update": update})
+    runs = variants(own, drafter)
+    for _ in take_turns(runs, num_steps=_EXACT_STEPS, blocks=1):
+        pass
+    drop_checkpoints(runs)
+    return [
+        {"workload": "exact", "configuration": name, "steps": _EXACT_STEPS, "same_steps": same}
+        for name, same in _same_steps(runs).items()
+    ]
+
+
+def _same_steps(runs: Mapping[str, RunConfig]) -> dict[str, float]:
+    """Share of each variant's steps that have the rollouts and rewards of plain decoding."""
+    return {name: same_steps(run, runs["plain"]) for name, run in runs.items()}
+
+
+def _rows(workload: str, steps: _Steps, same: Mapping[str, float]) -> list[dict[str, Any]]:
+    """A row for each variant, and one with the largest possible speed-up of a step (Amdahl's law)."""
+    rows: list[dict[str, Any]] = []
+    for name, own in steps.items():
+        figures_of_it = [f for f in _FIGURES if any(f in row for row in own)]
+        seconds = sum(row["timing_s/step"] for row in own)
+        rows.append({"workload": workload, "configuration": name} | summarise(own, figures_of_it))
+        rows[-1]["same_steps"] = same[name]
+        rows[-1]["over_plain_in_all"] = sum(row["timing_s/step"] for row in steps["plain"]) / seconds
+    shares = [row["timing_s/gen"] / row["timing_s/step"] for row in steps["plain"]]
+    ceiling = {"rollout_share": statistics.median(shares), "speedup_if_rollout_were_free": 0.0}
+    ceiling["speedup_if_rollout_were_free"] = 1.0 / (1.0 - ceiling["rollout_share"])
+    for name in ("fixed", "static", "tlt"):
+        faster = statistics.median(ratios(steps["plain"], steps[name], "timing_s/gen"))
+        ceiling[f"rollout_speedup_{name}"] = faster
+        ceiling[f"speedup_{name}_if_the_rest_stays"] = 1.0 / (1.0 - ceiling["rollout_share"] * (1.0 - 1.0 / faster))
+    return [*rows, {"workload": workload, "configuration": "ceiling", **ceiling}]
+
+
+def _verdicts(workload: str, steps: _Steps) -> list[dict[str, Any]]:
+    plain = steps["plain"]
+    bound = 1.7 if workload == "tail" else 0.97
+    faster = [{"ratio": r} for r in ratios(plain, steps["tlt"], "timing_s/step")]
+    verdicts = judge(faster, [Bound(f"{workload}: step time, plain over TLT", "ratio", bound, at_least=True)])
+    if workload == "tail":
+        cost = [{"ratio": r} for r in ratios(steps["tlt"], steps["static"], "timing_s/step")]
+        claim = "tail: step time, drafter training in idle time over none"
+        verdicts += judge(cost, [Bound(claim, "ratio", 1.01, at_least=False)])
+    return verdicts
+
+
+def _draw_timelines(runs: Mapping[str, RunConfig], steps: _Steps, path: Path) -> None:
+    """Draw the step in which plain decoding took longest."""
+    slowest = int(max(steps["plain"], key=lambda row: row["timing_s/gen"])["step"])
+    name = f"figures/timeline_{slowest:06d}.png"
+    pictures = {variant: run.run_dir / name for variant, run in runs.items() if (run.run_dir / name).is_file()}
+    if pictures:
+        figures.below_each_other(pictures, path=path)

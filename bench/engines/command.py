@@ -1,0 +1,281 @@
+"""`tlt bench engines`: our engine beside other engines, on the same prompts, threads and cores.
+
+    plain, adaptive                    our engine, without and with speculation as configured
+    transformers, transformers lookup  `generate`, and its prompt look-up (one request at a time)
+    vllm, vllm eager, vllm ngram, ...  vLLM on CPU in its own environment (`make vllm-env`): compiled (its default),
+                                       uncompiled, with n-grams, and with the configured EAGLE-3 drafter
+    llama.cpp, llama.cpp fp16          in an environment of its own, with the model converted to GGUF
+    openvino                           OpenVINO GenAI in an environment of its own, with the model converted to IR
+
+Greedy and at temperature 1, with 1 to 16 live requests and a fixed number of new tokens.  The model is the one that the
+run starts from, or the run's policy if `rollout.speculation.drafter_path` names a drafter for it.  An engine that does
+not run here gets a row that says why.  Rows name the precision of each engine.  `--instructions avx2` limits engines to
+the instructions of a processor without AVX-512.  Variables that the user has set for this reach the engines too, and
+the report names them.
+"""
+
+import os
+import statistics
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+
+from bench.engines.greedy_agreement import LogProbs, agreement, float32_log_probs
+from bench.engines.measure import Case, Contest, EngineSpec, Measured, compete, cores, own_environment
+from bench.engines.peers import chosen_peers, peers_of
+from bench.report import Bound, judge, write_report
+from bench.verdicts import summarise
+from conf.load import ConfigError
+from conf.rollout import SpeculationConfig
+from conf.run import RunConfig
+from flows._terminal import Terminal
+from tasks.coldstart import cold_start
+from tasks.prepare import prepare_data, prepare_model
+from tlt_core.data import dataset
+from tlt_core.data.prompt_order import PromptOrder
+from tlt_core.model.load import load_tokenizer
+from tlt_core.rollout.vllm import environment as vllm_environment
+from tlt_core.run.inputs import artifacts_dir
+
+_LIVE = (1, 4, 16)
+_TEMPERATURES = (0.0, 1.0)
+_NEW_TOKENS = 128
+_KV_CACHE_MB = 1024
+_LOOKUP_TOKENS = 10  # transformers' own example
+_NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+_EAGLE3_TOKENS = 3
+_FILES = Path(__file__).with_name("processes")
+_BOUNDS = (
+    ("vllm", ("vllm", "vllm eager"), 1.2),
+    ("transformers", ("transformers",), 1.5),
+    ("torch's float32 kernels", ("plain float32 torch",), 1.5),
+    ("llama.cpp", ("llama.cpp", "llama.cpp fp16"), 1.0),
+    ("openvino", ("openvino",), 1.0),
+)
+_REFERENCE = "transformers"
+_NEAR_TIE = 0.5  # nats: bfloat16 logits between 16 and 32 have steps of 0.125, and both are rounded
+_LIMITS = {  # variables for each value of `--instructions`
+    "all": {},
+    "avx2": {"TLT_NATIVE_KERNELS": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+}
+_TELLING = ("TLT_NATIVE_", "ATEN_", "ONEDNN_", "DNNL_", "GGML_", "OV_", "MKL_", "OMP_", "KMP_")
+
+
+@flow(name="bench-engines")
+def bench_engines(
+    cfg: RunConfig, *, repeats: int, out: Path, command: str, peers: str = "all", instructions: str = "all"
+) -> dict[str, Any]:
+    """Measure, judge and write the report; returns it.
+
+    `rollout.max_new_tokens` and `rollout.max_live_requests` lower the number of new tokens and the largest batch.
+    peers: all, none, or names with commas.  instructions: all or avx2.  Raises ConfigError.
+    """
+    wanted, limits = _peers(peers), _limits(instructions)
+    new_tokens = max(2, min(_NEW_TOKENS, cfg.rollout.max_new_tokens))
+    lives = [live for live in _LIVE if live <= cfg.rollout.max_live_requests]
+    with Terminal() as show:
+        model = prepare_model(cfg)
+        prepared = prepare_data(cfg, model)
+        if cfg.rollout.speculation.drafter_path is not None:
+            policy = cfg.run_dir / "policy"
+            model = policy if policy.is_dir() else cold_start(cfg, model, prepared, show.stage).model_dir
+    train = dataset.load(Path(prepared.path), "train", load_tokenizer(model))
+    prompts = [p.tokens.tolist() for p in PromptOrder(train, seed=cfg.seed).take(max(lives))]
+    specs, missing = engines(
+        cfg, model, max_live=max(lives), max_len=max(map(len, prompts)) + new_tokens + 32, peer_names=wanted
+    )
+    contest = compete(
+        limited(specs, limits),
+        [Case(live, temperature) for temperature in _TEMPERATURES for live in lives],
+        prompts,
+        new_tokens=new_tokens,
+        repeats=repeats,
+        seed=cfg.seed,
+        log_dir=cfg.run_dir / "bench-engines",
+    )
+    rows = [{"new_tokens": new_tokens, "model": model.name, **row} for row in rows_of(contest)]
+    failed = [{"configuration": name, "reason": f"left out: {reason}"} for name, reason in contest.failed.items()]
+    tokenizer = load_tokenizer(model)
+    agreements = agreements_of(contest, prompts, enders=tokenizer.all_special_ids, log_probs=float32_log_probs(model))
+    return write_report(
+        out,
+        command=command,
+        repeats=repeats,
+        rows=[*rows, *agreements, *_left_out(specs), *missing, *failed],
+        verdicts=[*verdicts_of(contest), *agreement_verdicts(agreements)],
+        environment=_telling(limits),
+    )
+
+
+def engines(
+    cfg: RunConfig, model: Path, *, max_live: int, max_len: int, peer_names: Sequence[str] = ()
+) -> tuple[list[EngineSpec], list[dict[str, Any]]]:
+    """Engines that can run here, and a row for each that cannot."""
+    threads = cfg.cluster.threads_per_worker
+    common = {
+        "model": str(model.absolute()),
+        "dtype": cfg.rollout.dtype,
+        "threads": threads,
+        "cores": cores(threads),
+        "max_live": max_live,
+        "max_len": max_len,
+        "kv_cache_mb": _KV_CACHE_MB,
+    }
+
+    def own(name: str, file: str, most_live: int = 0, kernels: str = "", **settings: Any) -> EngineSpec:
+        environment = own_environment(threads=threads) | ({"TLT_NATIVE_KERNELS": kernels} if kernels else {})
+        return EngineSpec(name, _FILES / file, Path(sys.executable), environment, common | settings, most_live)
+
+    off = SpeculationConfig(policy="off").model_dump(mode="json")
+    torchs = cfg.update.dtype  # a type that torch does not emulate here
+    specs = [
+        own("plain", "own.py", speculation=off),
+        own("plain float32 torch", "own.py", kernels="0", dtype="float32", speculation=off),
+        own("adaptive", "own.py", speculation=_absolute(cfg.rollout.speculation).model_dump(mode="json")),
+        own("transformers", "hf.py", dtype=torchs, lookup_tokens=0),
+        own("transformers lookup", "hf.py", most_live=1, dtype=torchs, lookup_tokens=_LOOKUP_TOKENS),
+    ]
+    found = peers_of(peer_names, common, environments=artifacts_dir() / "peers", work_dir=cfg.run_dir / "bench-engines")
+    specs += found.specs
+    missing = [{"configuration": name, "reason": reason} for name, reason in found.reasons.items()]
+    python = vllm_environment.vllm_python()
+    kinds = _vllm_kinds(cfg.rollout.speculation)
+    if not python.is_file():
+        reason = f"left out: {python} does not exist; 'make vllm-env' builds vLLM's environment"
+        return specs, [*missing, *({"configuration": name, "reason": reason} for name in kinds)]
+    # The scheduler in a process of its own would compete with the computing threads for the same cores.
+    environment = vllm_environment.environment(python, threads=threads) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    for name, settings in kinds.items():
+        specs.append(EngineSpec(name, _FILES / "vllm_llm.py", python, environment, common | settings))
+    return specs, missing
+
+
+def limited(specs: Sequence[EngineSpec], limits: Mapping[str, str]) -> list[EngineSpec]:
+    """The engines with fewer instructions.  The user's variables win; engines that then fail are left out."""
+    if not limits:
+        return list(specs)
+    return [spec._replace(environment={**limits, **spec.environment}, optional=spec.name != "plain") for spec in specs]
+
+
+def _limits(instructions: str) -> dict[str, str]:
+    if instructions not in _LIMITS:
+        raise ConfigError(f"--instructions={instructions}: say {' or '.join(_LIMITS)}")
+    return _LIMITS[instructions]
+
+
+def _peers(names: str) -> tuple[str, ...]:
+    try:
+        return chosen_peers(names)
+    except ValueError as error:
+        raise ConfigError(f"--peers={names}: {error}") from None
+
+
+def _telling(limits: Mapping[str, str]) -> dict[str, str]:
+    """Variables that may change the instructions of an engine."""
+    found = {name: value for name, value in os.environ.items() if name.startswith(_TELLING)}
+    return dict(sorted({**limits, **found}.items()))
+
+
+def _vllm_kinds(speculation: SpeculationConfig) -> dict[str, dict[str, Any]]:
+    kinds: dict[str, dict[str, Any]] = {
+        "vllm": {"speculative": None, "eager": False},
+        "vllm eager": {"speculative": None, "eager": True},
+        "vllm ngram": {"speculative": _NGRAM, "eager": True},
+    }
+    if speculation.drafter_path is not None:
+        drafter = str(Path(speculation.drafter_path).absolute())
+        eagle3 = {"method": "eagle3", "model": drafter, "num_speculative_tokens": _EAGLE3_TOKENS}
+        kinds["vllm eagle3"] = {"speculative": eagle3, "eager": True}
+    return kinds
+
+
+def _absolute(speculation: SpeculationConfig) -> SpeculationConfig:
+    """With an absolute path, since other processes may have another working folder."""
+    path = speculation.drafter_path
+    return speculation.model_copy(update={"drafter_path": path and str(Path(path).absolute())})
+
+
+def rows_of(contest: Contest) -> list[dict[str, Any]]:
+    """A row for each engine and case.
+
+    over_plain: tokens per second over those of our plain engine in the same repeat.  differing: share of responses
+    whose greedy tokens differ from its tokens (in bf16 near-ties flip).
+    """
+    rows = []
+    for (name, case), runs in contest.measured.items():
+        figures = []
+        for mine, plain in zip(runs, contest.measured["plain", case], strict=True):
+            row = {
+                "tokens_per_s": mine.tokens_per_s,
+                "total_tokens_per_s": mine.total_tokens_per_s,
+                "over_plain": mine.tokens_per_s / plain.tokens_per_s,
+            }
+            if case.temperature == 0:
+                unlike = sum(a != b for a, b in zip(mine.tokens, plain.tokens, strict=True))
+                row["differing"] = unlike / case.live
+            figures.append(row)
+        about = {"configuration": name, "live": case.live, "temperature": case.temperature, **contest.described[name]}
+        rows.append({**about, **summarise(figures, list(figures[0]))})
+    return rows
+
+
+def _left_out(specs: Sequence[EngineSpec]) -> list[dict[str, Any]]:
+    return [
+        {"configuration": s.name, "reason": f"takes {s.most_live} live request at a time: not measured with more"}
+        for s in specs
+        if s.most_live
+    ]
+
+
+def verdicts_of(contest: Contest) -> list[dict[str, Any]]:
+    """Our plain engine over each rival, which is represented by its fastest variant."""
+    verdicts = []
+    for rival, variants, bound in _BOUNDS:
+        for case in dict.fromkeys(case for _, case in contest.measured if case.live in _LIVE):
+            measured = [contest.measured[name, case] for name in variants if (name, case) in contest.measured]
+            if measured:
+                fastest = max(measured, key=_median_rate)
+                ratios = [
+                    a.tokens_per_s / b.tokens_per_s
+                    for a, b in zip(contest.measured["plain", case], fastest, strict=True)
+                ]
+                claim = f"plain over {rival}, {case.live} live, temperature {case.temperature:g}"
+                verdicts += judge([{"ratio": r} for r in ratios], [Bound(claim, "ratio", bound, at_least=True)])
+    return verdicts
+
+
+def agreements_of(
+    contest: Contest, prompts: Sequence[Sequence[int]], *, enders: Collection[int], log_probs: LogProbs
+) -> list[dict[str, Any]]:
+    """A row for each engine: its greedy tokens beside those of transformers, on the largest batch."""
+    cases = [case for name, case in contest.measured if name == _REFERENCE and case.temperature == 0]
+    if not cases:
+        return []
+    case = max(cases, key=lambda case: case.live)
+    reference = contest.measured[_REFERENCE, case][0].tokens
+    rows = []
+    for name, other in contest.measured:
+        if name != _REFERENCE and other == case:
+            theirs = contest.measured[name, case][0].tokens
+            found = agreement(prompts[: case.live], reference, theirs, enders=enders, log_probs=log_probs)
+            rows.append({"configuration": name, "compared_with": _REFERENCE, "live": case.live, **found._asdict()})
+    return rows
+
+
+def agreement_verdicts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Where greedy tokens first differ from those of transformers, both tokens must be nearly equally likely."""
+    return [
+        verdict
+        for row in rows
+        for verdict in judge(
+            [row],
+            [Bound(f"{row['configuration']} parts from transformers at near-ties", "largest_gap", _NEAR_TIE, False)],
+        )
+    ]
+
+
+def _median_rate(runs: Sequence[Measured]) -> float:
+    return statistics.median(m.tokens_per_s for m in runs)

@@ -1,0 +1,1 @@
+"""Bytes and operations a second of every op."""

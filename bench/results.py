@@ -1,0 +1,345 @@
+"""Write docs/results.md, and the table in README.md, from reports/*.json:  python -m bench.results
+
+Every figure on both pages comes from a report, with its machine, commit and command.  Bounds that were missed are shown
+as missed.  A new report in the folder appears by itself; `tests/bench/test_results.py` fails until this has run again.
+"""
+
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Report = Mapping[str, Any]
+Row = Mapping[str, Any]
+
+_ROOT = Path(__file__).parents[1]
+_BEGIN, _END = "<!-- results: written by `python -m bench.results` -->", "<!-- end of results -->"
+
+_HEAD = """\
+# Results
+
+<!-- Written by `python -m bench.results` from reports/*.json: do not edit. -->
+
+Each section below is one report of `tlt bench`. It names the machine, the commit and the command that was typed (an
+option `--out`, which only names the report, is left out). Figures are medians over the repeats, with minimum and
+maximum in brackets. A bound is what a figure has to reach. Tables use the names of the report;
+[metrics.md](metrics.md) explains those with a slash.
+
+To repeat a report, train the drafter first that its command names, for instance:
+
+```bash
+tlt warmup conf/bench.yaml --out runs/warm/drafter-eagle3
+python -m bench.results        # writes this page again, after new reports
+```
+"""
+
+_MEASURES = {  # by the word behind `tlt bench`
+    "step": "The phases of a training step.",
+    "rollout": "Decoding on one worker under every speculation policy. `rl`: rollouts of the run's policy. `tail`: its "
+    "longest responses among short ones. `short`: responses cut at the median length, so no tail. `raw`: the untrained "
+    "model on word problems, where nothing can be guessed. Of the claims, `adaptive` is `cost_model, kept`, whose "
+    "tuner knows what it learnt in the repeat before; `adaptive from nothing` is `cost_model`. `off` decodes plainly. "
+    "`ratio` is the speed over `off`; `active_frac` the share of rounds that speculate; `differing` the share of "
+    "responses unlike those of `off`. The drafter has learnt from other responses to most of these prompts.",
+    "demo": "A first run of the demo: what it takes, beside the forecast at its start, and what it brings.",
+    "tuner": "The tuner on planted work, on a virtual clock: the right answer is known.",
+    "e2e": "Whole RL steps. `plain`: no speculation. `fixed`: one strategy in every round. `static`: the adaptive "
+    "engine with its first drafter. `tlt`: idle workers also train the drafter.",
+    "spot": "A whole run with the drafter trained in idle time (`adaptive`), beside the same run with its first one "
+    "(`static`). Lengths are tokens a round on the responses of each block of steps; `error` is the standard error.",
+    "idle": "What training in idle time costs: each rollout is decoded with it and without it.",
+    "engines": "Our engine beside others, on the same prompts and cores. `live` is the number of requests at a time, "
+    "`over_plain` the speed over our plain decoding, `differing` the share of responses unlike those of `plain`.",
+    "kernels": "Bytes and operations a second of every op.",
+    "sizes": "Plain and adaptive decoding at the shape of a large model. Weights are random, acceptance is planted.",
+}
+
+
+class Conditions(NamedTuple):
+    """What a report does not record."""
+
+    text: str
+
+
+_SAME = "`conf/demo.yaml` of that commit is `conf/bench.yaml` today."
+_OTHER = "`conf/demo.yaml` of that commit is neither `conf/demo.yaml` nor `conf/bench.yaml` of today."
+_CONDITIONS = {  # by name and commit: a newer report loses the remark
+    ("e2e", "ef0c598"): Conditions(f"Nothing else ran on the two cores. {_SAME}"),
+    ("engines", "f098f1e"): Conditions(f"Tests ran on the other core. {_OTHER}"),
+    ("idle", "bba4dcb"): Conditions(_SAME),
+    ("rollout", "7fa32f3"): Conditions(f"Tests ran on the other core. {_SAME}"),
+    ("rollout-rl", "51243cd"): Conditions(f"Tests ran on the other core. {_SAME}"),
+    ("spot", "7db6147"): Conditions(f"Other work ran on the host: equal policy updates took unequal time. {_SAME}"),
+    ("step", "08b2ae4"): Conditions(_OTHER),
+}
+
+_LIVE = ("1 live", "2 live", "3-4 live", "5-8 live", "above")
+_CHOSEN: dict[str, tuple[str, ...]] = {  # of rows with more figures than a page has room for
+    "rollout": (
+        "tokens_per_s",
+        "ratio",
+        "tail_tokens_per_s",
+        "tokens_per_request_round",
+        "active_frac",
+        *(f"{live}: tokens_per_s" for live in _LIVE),
+        "differing",
+    ),
+    "e2e": (
+        "timing_s/gen",
+        "timing_s/update_actor",
+        "timing_s/step",
+        "over_plain_in_all",
+        "perf/rollout_share",
+        "rollout/spec_accept_length",
+        "bubble/idle_s",
+        "bubble/harvested_s",
+        "same_steps",
+    ),
+    "spot": (
+        "static_by_round",
+        "static_by_round_error",
+        "adaptive_by_round",
+        "adaptive_by_round_error",
+        "ratio_by_round",
+        "ngram_by_round",
+        "static_or_ngram_by_round",
+        "over_static/timing_s/gen",
+        "over_static/timing_s/step",
+    ),
+}
+
+
+class Question(NamedTuple):
+    """A row of the README's table: the first verdict of each report that answers it."""
+
+    text: str
+    claim: str  # pattern of the claim
+    lowest: bool = False  # of several: the least favourable one
+
+
+_QUESTIONS = (
+    Question(
+        "Decoding the tail (at most four live requests): tokens/s, adaptive over plain",
+        r"rl: adaptive over plain, tail_tokens_per_s",
+    ),
+    Question("A whole RL step: time with plain decoding over time with TLT", r"tail: step time, plain over TLT"),
+    Question(
+        "The drafter at the end of a run: tokens a round, trained in idle time over not trained",
+        r"acceptance length of the last block.*",
+    ),
+    Question(
+        "The cost of that training: step time with it over without", r".*training in idle time over none(, all steps)?"
+    ),
+    Question(
+        "Other engines: tokens/s of our plain decoding over theirs, the least favourable comparison",
+        r"plain over .* live, temperature .*",
+        lowest=True,
+    ),
+)
+
+
+def load_reports(folder: Path) -> dict[str, Report]:
+    """All reports of a folder by name, in alphabetical order.  Raises ValueError on a file that is none."""
+    reports: dict[str, Mapping[str, Any]] = {}
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
+        report = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(report, dict) or not {"commit", "command", "machine"} <= report.keys():
+            raise ValueError(f"{path} is no report: commit, command and machine are missing; move it elsewhere")
+        reports[path.stem] = {**report, "stem": path.stem}
+    return reports
+
+
+def page(reports: Mapping[str, Report]) -> str:
+    """docs/results.md."""
+    parts = [_HEAD, _missed(reports), *(_section(name, report) for name, report in reports.items())]
+    return "\n".join(parts)
+
+
+def readme_table(reports: Mapping[str, Report]) -> str:
+    """The README's table, without the comments around it."""
+    lines = ["| measured | result, bound | machine | command, report |", "|---|---|---|---|"]
+    for question in _QUESTIONS:
+        answers = [(name, report, v) for name, report in reports.items() if (v := _answer(question, report))]
+        if answers:
+            results = "<br>".join(_result_in_words(v) for _, _, v in answers)
+            machines = "<br>".join(_short_machine(report) for _, report, _ in answers)
+            sources = "<br>".join(
+                f"`tlt bench {_kind(report)}`, [{name}](docs/results.md#{name})" for name, report, _ in answers
+            )
+            lines.append(f"| {question.text} | {results} | {machines} | {sources} |")
+    verdicts = [v for report in reports.values() for v in report.get("verdicts", ())]
+    missed = sum(not v["holds"] for v in verdicts)
+    which = "[which](docs/results.md#missed-bounds)"
+    lines += ["", f"Bounds in `reports/`: {len(verdicts) - missed} hold, {missed} are missed ({which})."]
+    return "\n".join(lines)
+
+
+def replace_table(readme: str, table: str) -> str:
+    """The README with another table between its two comments.  Raises ValueError when they are not there."""
+    before, begin, rest = readme.partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    if not (begin and end):
+        raise ValueError(f"README.md lacks {_BEGIN} or {_END}: put both back, each on a line of its own")
+    return f"{before}{_BEGIN}\n{table}\n{_END}{after}"
+
+
+def _missed(reports: Mapping[str, Report]) -> str:
+    rows = [
+        f"| {_escape(v['claim'])} | {_value_of(v)} | {_bound_of(v)} | [{name}](#{name}) |"
+        for name, report in reports.items()
+        for v in report.get("verdicts", ())
+        if not v["holds"]
+    ]
+    if not rows:
+        return "## Missed bounds\n\nNone.\n"
+    return "\n".join(["## Missed bounds", "", "| claim | measured | bound | report |", "|---|---|---|---|", *rows, ""])
+
+
+def _section(name: str, report: Report) -> str:
+    lines = [f"## {name}", ""]
+    lines += [_MEASURES[_kind(report)], ""] if _kind(report) in _MEASURES else []
+    lines += [
+        f"- Report: [reports/{name}.json](../reports/{name}.json); repeats: {report.get('repeats', 1)}",
+        f"- Machine: {_machine(report)}",
+        f"- Commit: `{report['commit']}`",
+        f"- Command: `{_command(report)}`",
+    ]
+    environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in report.get("environment", {}).items())
+    lines += [f"- Environment: `{environment}`"] if environment else []
+    conditions = _conditions(report)
+    lines += [f"- Conditions: {conditions.text}"] if conditions.text else []
+    lines.append("")
+    if report.get("verdicts"):
+        lines += ["| claim | measured | bound | |", "|---|---|---|---|"]
+        lines += [
+            f"| {_escape(v['claim'])} | {_value_of(v)} | {_bound_of(v)} | {'holds' if v['holds'] else '**missed**'} |"
+            for v in report["verdicts"]
+        ]
+        lines.append("")
+    for rows in _alike(report):
+        lines += [*_table(rows, _kind(report)), ""]
+    return "\n".join(lines)
+
+
+def _conditions(report: Report) -> Conditions:
+    found = (c for (name, commit), c in _CONDITIONS.items() if _is_of(report, name, commit))
+    return next(found, Conditions(""))
+
+
+def _is_of(report: Report, name: str, commit: str) -> bool:
+    return bool(report["stem"] == name and str(report["commit"]).startswith(commit))
+
+
+def _command(report: Report) -> str:
+    return re.sub(r" --out \S+", "", report["command"])
+
+
+def _alike(report: Report) -> list[list[Row]]:
+    """Rows that share a table: those with the chosen figures, and those with the same fields."""
+    chosen = set(_CHOSEN.get(_kind(report), ()))
+    tables: dict[tuple[str, ...], list[Row]] = {}
+    for row in report.get("rows", ()):
+        is_chosen = len(chosen & row.keys()) >= 3
+        tables.setdefault(("chosen",) if is_chosen else tuple(row), []).append(row)
+    return list(tables.values())
+
+
+def _table(rows: Sequence[Row], kind: str) -> list[str]:
+    """A Markdown table.  What is the same in all rows stands in a line above it.  A lone row stands upright."""
+    if len(rows) == 1:
+        return ["| figure | value |", "|---|---|", *(f"| {_escape(f)} | {_cell(v)} |" for f, v in rows[0].items())]
+    fields = list(dict.fromkeys(field for row in rows for field in row))
+    labels = [field for field in fields if any(isinstance(row.get(field), str) for row in rows)]
+    chosen = [field for field in _CHOSEN.get(kind, ()) if field in fields]
+    figures = chosen if len(chosen) >= 3 else [field for field in fields if field not in labels]
+    same = [field for field in labels + figures if all(row.get(field) == rows[0].get(field) for row in rows)]
+    columns = [field for field in labels + figures if field not in same]
+    lines = [f"In all rows: {', '.join(f'`{f}` {_cell(rows[0].get(f))}' for f in same)}.", ""] if same else []
+    lines += [f"| {' | '.join(map(_escape, columns))} |", "|---" * len(columns) + "|"]
+    return [*lines, *(f"| {' | '.join(_cell(row.get(field)) for field in columns)} |" for row in rows)]
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, Mapping) and "median" in value:
+        low, high = _number(value["min"]), _number(value["max"])
+        spread = "" if low == high else f" ({low}-{high})"
+        return _number(value["median"]) + spread
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return _number(value)
+    return _escape(str(value))
+
+
+def _number(value: float) -> str:
+    """Three digits behind the point of ratios, fewer of larger numbers."""
+    size = abs(value)
+    text = f"{value:.3f}" if size < 10 else f"{value:.1f}" if size < 1000 else f"{value:.0f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def _value_of(verdict: Mapping[str, Any]) -> str:
+    low, high = verdict.get("spread", (verdict["value"],) * 2)
+    return _cell({"median": verdict["value"], "min": low, "max": high})
+
+
+def _bound_of(verdict: Mapping[str, Any]) -> str:
+    """A report says whether a bound holds, and so on which side of it the value has to be."""
+    value, bound = verdict["value"], verdict["bound"]
+    if value == bound:
+        return _number(bound)
+    return f"{'at least' if (value > bound) == verdict['holds'] else 'at most'} {_number(bound)}"
+
+
+def _answer(question: Question, report: Report) -> Mapping[str, Any] | None:
+    found = [v for v in report.get("verdicts", ()) if re.fullmatch(question.claim, v["claim"])]
+    if question.lowest:
+        found.sort(key=lambda v: float(v["value"]))
+    return next(iter(found), None)
+
+
+def _result_in_words(verdict: Mapping[str, Any]) -> str:
+    missed = "" if verdict["holds"] else ", **missed**"
+    return f"{_number(verdict['value'])} ({_bound_of(verdict)}{missed})"
+
+
+def _kind(report: Report) -> str:
+    """The word behind `tlt bench`, or a deployment's parameter."""
+    found = re.search(r"tlt bench (\w+)|benchmark=(\w+)", report["command"])
+    return "" if found is None else found[1] or found[2]
+
+
+def _short_machine(report: Report) -> str:
+    machine = report["machine"]
+    limit = report.get("environment", {}).get("TLT_NATIVE_KERNELS")
+    products = "".join(machine.get("bf16_instructions", ()))
+    widest = "AMX" if "amx" in products else "AVX-512 bf16" if "avx512" in products else ""
+    what = [*machine.get("gpus", ()), machine["cpu"], *([widest] if widest and not limit else [])]
+    what += [f"limited to {limit}"] if limit else []
+    return f"{', '.join(what)}, {machine['cores']} core{'s' * (machine['cores'] > 1)}"
+
+
+def _machine(report: Report) -> str:
+    machine = report["machine"]
+    versions = ", ".join(f"{package} {version}" for package, version in machine.get("versions", {}).items())
+    threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
+    return f"{_short_machine(report)}, {threads}, {machine['memory_gb']} GB; Python {machine['python']}, {versions}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def main() -> None:
+    """Write both pages."""
+    reports = load_reports(_ROOT / "reports")
+    readme = _ROOT / "README.md"
+    (_ROOT / "docs" / "results.md").write_text(page(reports), encoding="utf-8")
+    readme.write_text(replace_table(readme.read_text(encoding="utf-8"), readme_table(reports)), encoding="utf-8")
+    print(f"{len(reports)} reports: docs/results.md and the table in README.md are up to date")
+
+
+if __name__ == "__main__":
+    main()

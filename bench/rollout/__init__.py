@@ -1,0 +1,1 @@
+"""Decoding under every speculation policy, and what is left to gain."""

@@ -1,0 +1,252 @@
+"""`tlt bench rollout`: the speed-up by speculation on this machine, for every policy, on four workloads.
+
+    rl      rollouts of the run's policy (after the cold start, or trained), as one worker decodes them
+    tail    the few longest of these responses among short ones
+    short   four steps of rl, with every response cut at the median length: no tail
+    raw     the start model before the cold start, on word problems (gsm_symbolic) at the same temperature: high
+            entropy, so drafts are hardly ever right
+
+All configurations have the same requests, lengths and noise.  Engines run in turn on the threads of one worker.
+
+Two more kinds of rows show what is left to gain.  `floor`: the time of a pass over some tokens, beside its bytes and
+its arithmetic (`bench/rollout/floor.py`).  `ceiling`: the speed-up of the rl rounds as measured, if drafting took no
+time, and if verification also took only the time of its projections.
+
+"adaptive" is the tuner with the state of the previous repeat, as in a run from its second step on; "from nothing" is
+the tuner without it.
+"""
+
+import dataclasses
+import statistics
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from prefect import flow
+
+from bench.report import Bound, judge, write_report
+from bench.rollout.floor import ceilings, linears_s, pass_costs
+from bench.verdicts import summarise
+from conf.data import GymData, GymTask
+from conf.load import ConfigError
+from conf.rollout import SpeculationConfig, StrategyConfig
+from conf.run import RunConfig
+from flows._terminal import Terminal
+from tasks.coldstart import cold_start
+from tasks.prepare import prepare_data, prepare_model
+from tlt_core.data import dataset
+from tlt_core.data.prompt_order import PromptOrder
+from tlt_core.items.types import GenerationRequest, NoiseKey, Prompt, SamplingParams
+from tlt_core.machine.precision import as_torch
+from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
+from tlt_core.rollout.build import make_engine, menu_of
+from tlt_core.rollout.side_by_side import BANDS, Measured, Workload, compare, differing, fix_lengths
+
+_RAW_TOKENS = 256  # longest response of the raw model, which rambles
+_RAW_PROMPTS, _RAW_SAMPLES, _RAW_LIVE = 8, 4, 16
+_RAW_PROMPT_TOKENS = 512  # longest prompt of the raw model
+_SHORT_STEPS = 4  # steps whose prompts make up the short workload: one step takes only a second
+_LONGEST, _AMONG = 4, 16  # requests of the tail workload
+_CLAIMS = {  # ratio of the adaptive engine to plain decoding, and its bound
+    "rl": (("tail_tokens_per_s", 2.0), ("tokens_per_s", 1.0)),
+    "tail": (("tokens_per_s", 1.7),),
+    "short": (("tokens_per_s", 0.97),),
+    "raw": (("tokens_per_s", 0.97),),
+}
+_OF_BEST = 0.97
+_KEPT = "cost_model, kept"  # its tuner keeps its state over the repeats, as over the steps of a run
+_PASSES = ((1, 1), (1, 4), (1, 7), (1, 13), (2, 2), (2, 14), (2, 26), (4, 4), (4, 16), (4, 28), (4, 52), (16, 16))
+_CONTEXT = 400  # tokens of each request in these passes
+
+
+@flow(name="bench-rollout")
+def bench_rollout(
+    cfg: RunConfig, *, repeats: int, out: Path, command: str, workload: str | None = None
+) -> dict[str, Any]:
+    """Measure, judge and write the report; returns it.  workload: only this one."""
+    if workload not in (None, *_CLAIMS):
+        raise ConfigError(f"--workload={workload}: choose one of {', '.join(_CLAIMS)}, or leave it out for all")
+    torch.set_num_threads(cfg.cluster.threads_per_worker)
+    with Terminal() as show:
+        start = prepare_model(cfg)
+        data = prepare_data(cfg, start)
+        policy = cfg.run_dir / "policy"
+        if not policy.is_dir():
+            policy = cold_start(cfg, start, data, show.stage).model_dir if cfg.coldstart.enabled else start
+    rows, verdicts = [], []
+    for work in _workloads(cfg, start, policy, Path(data.path)):
+        if workload not in (None, work.name):
+            continue
+        compared = configurations(cfg.rollout.speculation)
+        measured = compare(work, compared, repeats=repeats, seed=cfg.seed, kept=[_KEPT])
+        rows += [_lengths_row(work, measured), *_rows(work, measured)]
+        verdicts += _verdicts(work.name, measured)
+        if work.name == "rl":
+            rows += _floor_rows(work) + _ceiling_rows(work, measured)
+    return write_report(out, command=command, repeats=repeats, rows=rows, verdicts=verdicts)
+
+
+def configurations(base: SpeculationConfig) -> dict[str, SpeculationConfig]:
+    """Plain decoding, every adaptive policy, and each strategy of the menu by itself."""
+    menu = [StrategyConfig(drafter=s.drafter, depth=s.depth, width=s.width, tokens=s.tokens) for s in menu_of(base)]
+    adaptive = base.model_copy(update={"policy": "cost_model"})
+    # These two are measured next to each other, because the claim is about their ratio.
+    named = {"off": base.model_copy(update={"policy": "off"}), _KEPT: adaptive}
+    named |= {"cost_model": adaptive, "beg_mab": base.model_copy(update={"policy": "beg_mab"})}
+    named["threshold"] = base.model_copy(update={"policy": "threshold", "max_live": 4})
+    for arm, strategy in zip(menu_of(base), menu, strict=True):
+        named[f"fixed {arm}"] = base.model_copy(update={"policy": "fixed", "menu": (strategy,)})
+    return named
+
+
+def _word_problems(cfg: RunConfig, tokenizer: Any) -> list[Prompt]:
+    """Made in a temporary folder: stages of dvc.yaml depend only on the run's own data set."""
+    tasks = (GymTask(name="gsm_symbolic"),)
+    wanted = GymData(kind="reasoning_gym", tasks=tasks, num_train=_RAW_PROMPTS, num_validation=1, seed=cfg.data.seed)
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent) / "data"
+        dataset.prepare(wanted, tokenizer=tokenizer, max_prompt_tokens=_RAW_PROMPT_TOKENS, out_dir=folder)
+        return dataset.load(folder, "train", tokenizer)
+
+
+def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path) -> Sequence[Workload]:
+    tokenizer, dtype = load_tokenizer(policy), as_torch(cfg.rollout.dtype)
+    prompts = PromptOrder(dataset.load(data_dir, "train", tokenizer), seed=cfg.seed)
+    share, *later = (prompts.take(cfg.rollout.num_prompts)[:: cfg.cluster.num_workers] for _ in range(_SHORT_STEPS))
+    params = SamplingParams(
+        temperature=cfg.rollout.temperature,
+        top_p=cfg.rollout.top_p,
+        top_k=cfg.rollout.top_k,
+        max_new_tokens=cfg.rollout.max_new_tokens,
+        stop_token_ids=stop_token_ids(policy, tokenizer),
+    )
+    decoder = load_decoder(policy, dtype=dtype, device="cpu")
+    requests = _requests(share, cfg.rollout.num_samples, seed=cfg.seed)
+    rl = Workload("rl", decoder, requests, params, cfg.rollout.max_live_requests)
+    rl = fix_lengths(rl, seed=cfg.seed)
+    ordered = sorted(rl.requests, key=lambda r: r.max_new_tokens or 0)
+    median = ordered[len(ordered) // 2].max_new_tokens or params.max_new_tokens
+    short_params = dataclasses.replace(params, max_new_tokens=median)
+    short_requests = requests + [
+        request
+        for step, part in enumerate(later, start=2)
+        for request in _requests(part, cfg.rollout.num_samples, seed=cfg.seed, step=step)
+    ]
+    raw_params = dataclasses.replace(params, max_new_tokens=_RAW_TOKENS)
+    raw_requests = _requests(_word_problems(cfg, tokenizer), _RAW_SAMPLES, seed=cfg.seed)
+    raw = load_decoder(start, dtype=dtype, device="cpu")
+    return (
+        rl,
+        rl._replace(name="tail", requests=ordered[:-_LONGEST][: _AMONG - _LONGEST] + ordered[-_LONGEST:]),
+        fix_lengths(Workload("short", decoder, short_requests, short_params, rl.max_live), seed=cfg.seed),
+        fix_lengths(Workload("raw", raw, raw_requests, raw_params, _RAW_LIVE), seed=cfg.seed),
+    )
+
+
+def _requests(prompts: Sequence[Prompt], samples: int, *, seed: int, step: int = 1) -> list[GenerationRequest]:
+    return [GenerationRequest(NoiseKey(seed, step, p.id, s), p.tokens) for p in prompts for s in range(samples)]
+
+
+def _lengths_row(workload: Workload, measured: Mapping[str, Sequence[Measured]]) -> dict[str, Any]:
+    """Lengths of the responses, which are the same in every configuration."""
+    lengths = torch.tensor([len(r.completion) for r in measured["off"][0].rollouts.values()], dtype=torch.float64)
+    p50, p99 = (float(lengths.quantile(q)) for q in (0.5, 0.99))
+    figures = {"responses": float(len(lengths)), "tokens": float(lengths.sum()), "p50": p50, "p99": p99}
+    return {"workload": workload.name, "configuration": "lengths", **figures, "p99_over_p50": p99 / p50}
+
+
+def _rows(workload: Workload, measured: Mapping[str, Sequence[Measured]]) -> list[dict[str, Any]]:
+    """A row for each configuration.  ratio: tokens per second over those of plain decoding in the same repeat."""
+    plain, rows = measured["off"], []
+    for name, runs in measured.items():
+        for mine, other in zip(runs, plain, strict=True):
+            mine.figures["ratio"] = mine.figures["tokens_per_s"] / other.figures["tokens_per_s"]
+            mine.figures["differing"] = differing(other.rollouts, mine.rollouts)
+        figures = [m.figures for m in runs]
+        rows.append({"workload": workload.name, "configuration": name, **summarise(figures, list(figures[0]))})
+    return rows
+
+
+def _floor_rows(workload: Workload) -> list[dict[str, Any]]:
+    largest = max(-(-tokens // live) - 1 for live, tokens in _PASSES)
+    room = (StrategyConfig(drafter="ngram", depth=largest, width=1, tokens=largest),)
+    engine = make_engine(
+        workload.decoder,
+        SpeculationConfig(policy="fixed", menu=room),
+        max_live=max(live for live, _ in _PASSES),
+        max_len=_CONTEXT + workload.params.max_new_tokens,
+        seed=0,
+    )
+    machine = ceilings(workload.decoder)
+    rows: list[dict[str, Any]] = [
+        {"workload": "floor", "configuration": "machine", "gb_per_s": machine.bytes_per_s / 1e9}
+        | {"gflop_per_s": machine.flops_per_s / 1e9}
+    ]
+    for cost in pass_costs(engine, machine, _PASSES, context=_CONTEXT):
+        least_s = max(cost.weights_s, cost.arithmetic_s)
+        rows.append(
+            {
+                "workload": "floor",
+                "configuration": f"{cost.live} live, {cost.tokens} tokens",
+                "pass_ms": 1e3 * cost.pass_s,
+                "linears_ms": 1e3 * cost.linears_s,
+                "weights_ms": 1e3 * cost.weights_s,
+                "arithmetic_ms": 1e3 * cost.arithmetic_s,
+                "pass_over_floor": cost.pass_s / least_s,
+            }
+        )
+    return rows
+
+
+def _ceiling_rows(workload: Workload, measured: Mapping[str, Sequence[Measured]]) -> list[dict[str, Any]]:
+    """A row for each band of live requests that all runs had; each run is compared with the plain one of its repeat."""
+    rows = []
+    for band in BANDS:
+        pairs = [
+            (_of_band(p.figures, band), _of_band(s.figures, band))
+            for p, s in zip(measured["off"], measured[_KEPT], strict=True)
+        ]
+        if not all(plain and spec for plain, spec in pairs):
+            continue
+        runs = []
+        for plain, spec in pairs:
+            projections_ms = 1e3 * linears_s(workload.decoder, round(spec["pass_tokens"]))
+            per_s = {
+                "speedup": spec["tokens_per_s"],
+                "speedup_if_drafting_were_free": 1e3 * spec["tokens_per_round"] / spec["verify_ms"],
+                "speedup_if_verification_were_projections_too": 1e3 * spec["tokens_per_round"] / projections_ms,
+            }
+            over = {name: value / plain["tokens_per_s"] for name, value in per_s.items()}
+            runs.append({"plain_ms": plain["verify_ms"], **spec, "projections_ms": projections_ms, **over})
+        rows.append({"workload": "ceiling", "configuration": f"rl, {band}", **summarise(runs, list(runs[0]))})
+    return rows
+
+
+def _of_band(figures: Mapping[str, float], band: str) -> dict[str, float]:
+    prefix = f"{band}: "
+    return {name.removeprefix(prefix): value for name, value in figures.items() if name.startswith(prefix)}
+
+
+def _verdicts(workload: str, measured: Mapping[str, Sequence[Measured]]) -> list[dict[str, Any]]:
+    plain = measured["off"]
+    best = max(
+        (runs for name, runs in measured.items() if name == "off" or name.startswith("fixed")),
+        key=lambda runs: statistics.median(m.figures["tokens_per_s"] for m in runs),
+    )
+    verdicts = []
+    for name, title in ((_KEPT, "adaptive"), ("cost_model", "adaptive from nothing")):
+        ratios = [
+            {figure: a.figures[figure] / p.figures[figure] for figure, _ in _CLAIMS[workload]}
+            | {"best": a.figures["tokens_per_s"] / b.figures["tokens_per_s"]}
+            for a, p, b in zip(measured[name], plain, best, strict=True)
+        ]
+        bounds = [
+            Bound(f"{workload}: {title} over plain, {f}", f, bound, at_least=True) for f, bound in _CLAIMS[workload]
+        ]
+        of_best = Bound(
+            f"{workload}: {title} over the best fixed strategy, tokens_per_s", "best", _OF_BEST, at_least=True
+        )
+        verdicts += judge(ratios, [*bounds, of_best])
+    return verdicts

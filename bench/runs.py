@@ -1,0 +1,128 @@
+"""Training runs side by side, for benchmarks that measure whole steps.
+
+Each configuration is one training run.  The runs take turns with blocks of steps (a block is a resumed run), so that
+other load on the machine affects all of them.  The first step of a block warms up and does not count.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from conf.load import ConfigError
+from conf.rollout import SpeculationConfig, StrategyConfig
+from conf.run import RunConfig
+from flows._terminal import Terminal
+from flows.train import train
+from tasks.coldstart import cold_start
+from tasks.prepare import prepare_data, prepare_model
+from tasks.warmup import warm_up_drafter
+
+_FIXED = StrategyConfig(drafter="eagle3", depth=4, width=1, tokens=4)  # a usual setting of serving engines
+
+
+def first_drafter(cfg: RunConfig) -> tuple[Path, Path]:
+    """Folders of the drafter that all runs start with, and of its policy.  A drafter is made if none is configured.
+
+    Raises ConfigError with another rollout engine than our own.
+    """
+    if cfg.rollout.engine != "own":
+        raise ConfigError(
+            f"rollout.engine={cfg.rollout.engine!r}: this benchmark trains the drafter on hidden states, which that "
+            "engine does not give out; set rollout.engine to own (`tlt bench engines` compares the two)"
+        )
+    with Terminal() as show:
+        policy = prepare_model(cfg)
+        dataset = prepare_data(cfg, policy)
+        if cfg.coldstart.enabled:
+            policy = cold_start(cfg, policy, dataset, show.stage).model_dir
+        given = cfg.rollout.speculation.drafter_path
+        folder = cfg.run_dir.with_name(f"bench-{cfg.name}") / "drafter-eagle3" if given is None else Path(given)
+        if not folder.is_dir():
+            warm_up_drafter(cfg, policy, dataset, folder, show.stage)
+    return folder, policy
+
+
+def variants(cfg: RunConfig, drafter: Path) -> dict[str, RunConfig]:
+    """Configurations that differ only in drafting and in whether the drafter is trained:
+
+    plain     no speculation
+    fixed     the first drafter, one strategy in every round
+    static    the first drafter, adaptive engine
+    tlt       the same, and idle workers train the drafter
+    """
+    validation = cfg.evaluation.model_copy(update={"every_steps": 0})
+    saving = cfg.checkpoint.model_copy(update={"every_steps": cfg.num_steps, "keep_last": 1, "keep_best": 0})
+    tracking = cfg.tracking.model_copy(update={"register_models": False})
+    common = {"evaluation": validation, "checkpoint": saving, "tracking": tracking}
+    base = cfg.model_copy(update=common).with_drafter(drafter)
+    adaptive = base.rollout.speculation
+    off = adaptive.model_copy(update={"policy": "off", "drafter_path": None})
+    fixed = adaptive.model_copy(update={"policy": "fixed", "menu": (_FIXED,)})
+
+    def run(name: str, speculation: SpeculationConfig, *, trains: bool) -> RunConfig:
+        spot = base.drafter.spot.model_copy(update={"enabled": trains})
+        changes: dict[str, Any] = {
+            "name": f"bench-{cfg.name}-{name}",
+            "rollout": base.rollout.model_copy(update={"speculation": speculation}),
+            "drafter": base.drafter.model_copy(update={"spot": spot, "warmup": False}),
+        }
+        return base.model_copy(update=changes)
+
+    return {
+        "plain": run("plain", off, trains=False),
+        "fixed": run("fixed", fixed, trains=False),
+        "static": run("static", adaptive, trains=False),
+        "tlt": run("tlt", adaptive, trains=True),
+    }
+
+
+def take_turns(runs: Mapping[str, RunConfig], *, num_steps: int, blocks: int) -> Iterator[int]:
+    """Train all of them from the start; yields the number of steps done after each block.
+
+    Raises ConfigError if a block would have only one step, which would not count.
+    """
+    block = -(-num_steps // blocks)
+    if block < 2:
+        raise ConfigError(
+            f"num_steps={num_steps} in {blocks} repeats: the first step of each does not count; set num_steps to "
+            f"{2 * blocks} or more, or --repeats to {max(1, num_steps // 2)} or fewer"
+        )
+    for run in runs.values():
+        shutil.rmtree(run.run_dir, ignore_errors=True)
+    names = list(runs)
+    for index in range(blocks):
+        turn = index % len(names)
+        for name in names[turn:] + names[:turn]:
+            train(runs[name].model_copy(update={"num_steps": (index + 1) * block}))
+        yield (index + 1) * block
+
+
+def drop_checkpoints(runs: Mapping[str, RunConfig]) -> None:
+    """Delete the runs' checkpoints: they are large, and a benchmark is never resumed."""
+    for run in runs.values():
+        shutil.rmtree(run.run_dir / "checkpoints", ignore_errors=True)
+
+
+def steps_of(run: RunConfig, *, with_first: bool = False) -> list[dict[str, float]]:
+    """Metrics of each step that counts.  with_first: also those of the first step of each block."""
+    rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    attempts: dict[float, list[dict[str, float]]] = {}
+    for row in rows:
+        if row["step"] > 0:
+            attempts.setdefault(row["training/resume_attempt"], []).append(row)
+    return [row for own in attempts.values() for row in (own if with_first else own[1:])]
+
+
+def ratios(over: Sequence[Mapping[str, float]], under: Sequence[Mapping[str, float]], figure: str) -> list[float]:
+    """Ratio of a figure in each step that both have."""
+    by_step = {row["step"]: row[figure] for row in under if figure in row}
+    return [row[figure] / by_step[row["step"]] for row in over if row["step"] in by_step and figure in row]
+
+
+def same_steps(run: RunConfig, base: RunConfig) -> float:
+    """Share of a run's steps that have the same rollouts and rewards as another run's."""
+    pairs = list(zip(steps_of(run, with_first=True), steps_of(base, with_first=True), strict=True))
+    same = [all(a[f] == b[f] for f in ("rollout/checksum", "critic/rewards/mean")) for a, b in pairs]
+    return sum(same) / len(same)

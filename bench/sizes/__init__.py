@@ -1,0 +1,1 @@
+"""Decoding at the shapes of large models, with random weights and planted acceptance."""

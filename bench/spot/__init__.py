@@ -1,0 +1,1 @@
+"""What training the drafter in idle time brings over a run."""

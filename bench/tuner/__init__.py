@@ -1,0 +1,1 @@
+"""The tuner's choices where the right answer is known."""

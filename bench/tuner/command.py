@@ -1,0 +1,71 @@
+"""`tlt bench tuner`: how well each policy chooses where the best choice is known.
+
+It measures the throughput of every policy and of each single strategy on simulated workloads, and the rounds until a
+policy does well again after its drafter turned useless, and after it turned good again.  The clock is virtual: a repeat
+differs by the seed of the draws and of the noise.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+
+from bench.report import write_report
+from bench.tuner.workloads import POLICIES, SWAP_LIVE, WORKLOADS, best_fixed, earnings, recovery
+from bench.verdicts import summarise, verdict
+from conf.run import RunConfig
+from tlt_core.rollout.build import menu_of
+
+_OF_BEST = 0.97  # of the best single strategy's throughput, which a tuner does not know beforehand
+_MOST_ROUNDS = 100  # until a change of the drafter is followed: about a second on the simulated machine
+_SWAPS = {"rounds_bad": "its drafter turned useless", "rounds_back": "the drafter is good again"}
+
+
+@flow(name="bench-tuner")
+def bench_tuner(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
+    """Run all of it, judge, write the report; returns the report."""
+    speculation = cfg.rollout.speculation
+    # a simulated drafter needs no folder, only a name
+    menu = menu_of(speculation if speculation.menu else speculation.model_copy(update={"drafter_path": "simulated"}))
+    seeds = range(cfg.seed + 1, cfg.seed + 1 + repeats)
+    rows, verdicts = [], []
+    for name, work in WORKLOADS.items():
+        played = [earnings(work, speculation, menu, seed=seed) for seed in seeds]
+        rows += _earning_rows(name, played)
+        verdicts.append(_earning_verdict(name, played))
+    for live in SWAP_LIVE:
+        for policy in POLICIES:
+            figures = [recovery(policy, speculation, menu, live=live, seed=seed) for seed in seeds]
+            rows.append({"workload": f"swap, {live} live", "configuration": policy, **summarise(figures, list(_SWAPS))})
+            if policy == "cost_model":
+                verdicts += _swap_verdicts(live, figures)
+    return write_report(out, command=command, repeats=repeats, rows=rows, verdicts=verdicts)
+
+
+def _earning_rows(workload: str, played: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+    """One row a policy or strategy; `of_best_fixed` is relative to the best fixed strategy with the same seed."""
+    rows = []
+    for name in played[0]:
+        figures = [
+            {"tokens_per_s": earned[name], "of_best_fixed": earned[name] / best_fixed(earned)} for earned in played
+        ]
+        rows.append({"workload": workload, "configuration": name, **summarise(figures, list(figures[0]))})
+    return rows
+
+
+def _earning_verdict(workload: str, played: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    ratios = [earned["cost_model"] / best_fixed(earned) for earned in played]
+    return verdict(f"{workload}: cost_model over the best fixed strategy", ratios, _OF_BEST)
+
+
+def _swap_verdicts(live: int, figures: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
+    return [
+        verdict(
+            f"{live} live: cost_model's rounds until it does well again after {what}",
+            [f[figure] for f in figures],
+            _MOST_ROUNDS,
+            at_most=True,
+        )
+        for figure, what in _SWAPS.items()
+    ]

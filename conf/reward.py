@@ -1,0 +1,46 @@
+"""Configuration: what responses are scored by."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from conf.section import Section
+
+
+class RewardFunction(Section):
+    """One term of the reward."""
+
+    kind: Literal["reasoning_gym", "math_verify", "exact", "format", "python"]
+    """reasoning_gym: the task's own scorer, right or wrong; math_verify: symbolic equality; exact: string equality of
+    the final answer; format: think and answer tags are in place; python: your own function."""
+    weight: float = 1.0
+    """Factor in the sum.  Negative: a penalty."""
+    path: str = ""
+    """For kind=python: `package.module:function`, called as f(prompt=, response=, answer=, metadata=) -> float."""
+
+    @property
+    def name(self) -> str:
+        """Name of this term in the metrics."""
+        return self.path.rpartition(":")[2] if self.kind == "python" else self.kind
+
+    @model_validator(mode="after")
+    def _path_iff_python(self) -> "RewardFunction":
+        if (self.kind == "python") != bool(self.path):
+            raise ValueError(
+                f"kind={self.kind!r} with path={self.path!r}: a path 'package.module:function' is needed for "
+                "kind 'python' and must be left out for the others"
+            )
+        if self.path and self.path.count(":") != 1:
+            raise ValueError(f"path={self.path!r}: write it as 'package.module:function'")
+        return self
+
+
+class RewardConfig(Section):
+    """Scoring of finished responses in separate processes while the rollout continues."""
+
+    functions: tuple[RewardFunction, ...] = (RewardFunction(kind="reasoning_gym"),)
+    """Terms; the reward is their weighted sum."""
+    timeout_s: float = Field(5.0, gt=0)
+    """Time limit for scoring one response, in seconds.  A response that exceeds it gets 0 and is counted."""
+    num_processes: int = Field(1, ge=1)
+    """Number of scoring processes.  Raise it when steps wait for rewards (`timing_s/reward`)."""

@@ -1,0 +1,131 @@
+"""Configuration: how responses are decoded."""
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from conf.section import Dtype, Section
+
+
+class StrategyConfig(Section):
+    """One way to speculate.  The tuner chooses among several."""
+
+    drafter: Literal["ngram", "eagle3"] = "ngram"
+    """ngram: proposes what followed the same tokens in the prompt, the response or other responses to the prompt;
+    eagle3: a trained one-layer network on the target's hidden states (`tlt warmup` makes one)."""
+    depth: int = Field(ge=1, le=64)
+    """Most draft tokens in a row."""
+    width: int = Field(1, ge=1, le=16)
+    """Most alternatives after one token.  1: a chain instead of a tree."""
+    tokens: int = Field(ge=1, le=256)
+    """Most draft tokens per request that one round verifies."""
+
+
+class NgramConfig(Section):
+    """The n-gram drafter."""
+
+    min_match: int = Field(1, ge=1)
+    """Number of last tokens that must match before a continuation is proposed."""
+    max_index_tokens: int = Field(500_000, ge=1)
+    """Largest index of one worker, in tokens (about 0.7 kB each).  The least recently used prompts go first."""
+
+
+class SpeculationConfig(Section):
+    """Speculative decoding.  It changes the time, never a sampled token."""
+
+    policy: Literal["cost_model", "beg_mab", "threshold", "fixed", "off"] = "cost_model"
+    """How the strategy of a round is chosen.  cost_model: most expected tokens per second, from measured costs and the
+    acceptance of each live request; beg_mab: TLT's bucketed epsilon-greedy bandit; threshold: the first strategy of the
+    menu for up to `max_live` requests, plain decoding above; fixed: always the first strategy; off: plain decoding."""
+    menu: tuple[StrategyConfig, ...] | None = Field(None, min_length=1)
+    """Strategies to choose from, besides plain decoding.  None: a few for each available drafter."""
+    drafter_path: str | None = None
+    """Folder of an EAGLE-3 drafter for this policy, as `tlt warmup` writes it.  None: only the n-gram drafter."""
+    max_live: int = Field(32, ge=1)
+    """Most live requests with which policy threshold speculates."""
+    ngram: NgramConfig = NgramConfig()
+    """The n-gram drafter."""
+
+    @field_validator("policy", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        """YAML reads a bare `off` as false."""
+        return "off" if value is False else value
+
+    @model_validator(mode="after")
+    def _drafters_exist(self) -> "SpeculationConfig":
+        if self.menu is not None and self.drafter_path is None and any(s.drafter == "eagle3" for s in self.menu):
+            raise ValueError(
+                "menu names the drafter eagle3, but drafter_path is not set: make one with 'tlt warmup' and give its "
+                "folder, or leave eagle3 out of the menu"
+            )
+        return self
+
+
+class VllmConfig(Section):
+    """vLLM as the rollout engine: one process per worker, run by the Python that $VLLM_PYTHON names."""
+
+    kv_cache_mb: int = Field(512, ge=16)
+    """Megabytes for keys and values on each worker."""
+    eager: bool = True
+    """Run the model without compiling it.  false: compile first, which takes minutes."""
+    max_probs_diff: float = Field(0.05, gt=0, le=1)
+    """The run ends when the probabilities of sampled tokens in vLLM and in the update differ by more than this, as a
+    mean over a step (`training/rollout_probs_diff_mean`).  Not checked with top_p or top_k, which the update does not
+    apply."""
+
+
+class RolloutConfig(Section):
+    """What is sampled in one RL step, and how."""
+
+    num_prompts: int = Field(8, ge=1, le=1_000_000)
+    """Prompts per RL step.  The responses to one prompt are a group."""
+    num_samples: int = Field(8, ge=1, le=100_000)
+    """Responses per prompt: the size of a group."""
+    max_new_tokens: int = Field(512, ge=1)
+    """Longest response, in tokens.  A longer one is cut, with finish reason `length`."""
+    max_prompt_tokens: int = Field(1024, ge=1)
+    """Longest prompt, in tokens.  `tlt prepare` drops longer prompts and counts them."""
+    temperature: float = Field(1.0, ge=0, le=10)
+    """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling: keep the smallest set of tokens with this total probability.  1: off."""
+    top_k: int = Field(0, ge=0)
+    """Keep the k most probable tokens.  0: off."""
+    max_live_requests: int = Field(32, ge=1)
+    """Responses decoded at once on one worker.  Each takes a slot of the KV cache."""
+    kv_memory_fraction: float = Field(0.9, gt=0, le=1)
+    """Largest share of a GPU's free memory, after the model is loaded, for the KV cache.  A run that needs more is
+    refused at the start."""
+    dispatch: Literal["pull", "static"] = "pull"
+    """pull: a worker takes the next group when it has room; static: groups are assigned when the rollout begins."""
+    dtype: Dtype = "auto"
+    """Type of weights, activations and KV cache in rollouts, and of exported policies and drafters.  auto: bfloat16 on
+    GPUs that support it, and on CPUs where the C kernels run or torch supports it; float32 elsewhere.  A resumed run
+    keeps its type.  `tlt doctor` shows the choice."""
+    speculation: SpeculationConfig = SpeculationConfig()
+    """Speculative decoding."""
+    engine: Literal["own", "vllm"] = "own"
+    """own: the engine of this package; vllm: vLLM, for rollouts and validation.  vLLM draws its own random numbers, so
+    its responses differ.  It supports the policies fixed, threshold and off with chains, and no training of the drafter
+    in idle time."""
+    vllm: VllmConfig = VllmConfig()
+    """Settings of engine vllm."""
+
+    @model_validator(mode="after")
+    def _vllm_can(self) -> "RolloutConfig":
+        if self.engine != "vllm":
+            return self
+        speculation = self.speculation
+        if speculation.policy in ("cost_model", "beg_mab"):
+            raise ValueError(
+                f"rollout.engine='vllm' with rollout.speculation.policy={speculation.policy!r}: vLLM lets no tuner "
+                "choose round by round; set rollout.speculation.policy to threshold (drafts up to "
+                "rollout.speculation.max_live requests), fixed or off"
+            )
+        if speculation.policy != "off" and speculation.menu is not None and speculation.menu[0].width > 1:
+            raise ValueError(
+                f"rollout.engine='vllm' with width={speculation.menu[0].width} in the first strategy of "
+                "rollout.speculation.menu: vLLM drafts chains; set its width to 1"
+            )
+        return self

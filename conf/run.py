@@ -1,0 +1,154 @@
+"""The configuration of one run: a frozen pydantic tree.
+
+`conf/load.py` makes it from YAML files and command-line overrides.  Each subsystem has a file.  Only the standard
+library and pydantic are imported, so a wrong key is reported in well under a second.  Each section is passed to the
+class that uses it; only flows and `Session` see the whole tree.
+"""
+
+import math
+from pathlib import Path
+
+from pydantic import Field, model_validator
+
+from conf.coldstart import ColdStartConfig
+from conf.data import DataConfig
+from conf.drafter import DrafterConfig, RetrainConfig
+from conf.model import ModelConfig, PretrainedModel
+from conf.reward import RewardConfig
+from conf.rollout import RolloutConfig
+from conf.section import Section
+from conf.system import CheckpointConfig, ClusterConfig, TrackingConfig
+from conf.update import AlgorithmConfig, UpdateConfig
+
+
+class EvaluationConfig(Section):
+    """Validation during training."""
+
+    every_steps: int = Field(0, ge=0)
+    """RL steps between validations.  The policy is also validated before the first step and at the end.  0: never."""
+    num_prompts: int = Field(32, ge=1)
+    """Validation prompts that are used, from the first on."""
+    num_samples: int = Field(0, ge=0)
+    """Sampled responses per prompt for mean@k and pass@k, besides one greedy response.  0: only the greedy one."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Longest validation response, in tokens.  Lower it when a few long ones delay the run.  None: as in rollout."""
+
+
+class RunConfig(Section):
+    """One training run.  `RunConfig(name="demo", data={"kind": "reasoning_gym", "tasks": [{"name": "chain_sum"}]})`"""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
+    """Name of the run and of its folder under `output_dir`.  Starting the same name again resumes the run."""
+    num_steps: int = Field(8, ge=1, le=10_000_000)
+    """Number of RL steps."""
+    seed: int = Field(0, ge=0)
+    """Seed of everything random in the run: sampling, data order, initialisation."""
+    output_dir: str = "runs"
+    """Folder that holds the folders of all runs."""
+    model: ModelConfig = PretrainedModel()
+    """The model that training starts from."""
+    data: DataConfig
+    """Prompts and answers."""
+    coldstart: ColdStartConfig = ColdStartConfig()
+    """Supervised training before RL."""
+    rollout: RolloutConfig = RolloutConfig()
+    """How responses are sampled."""
+    reward: RewardConfig = RewardConfig()
+    """How responses are scored."""
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    """Advantages and loss."""
+    update: UpdateConfig = UpdateConfig()
+    """Policy update."""
+    drafter: DrafterConfig = DrafterConfig()
+    """Training of the drafter."""
+    retrain: RetrainConfig = RetrainConfig()
+    """Scheduled retraining of the drafter."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """Validation."""
+    cluster: ClusterConfig = ClusterConfig()
+    """Workers."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
+    tracking: TrackingConfig = TrackingConfig()
+    """Experiment tracking with MLflow."""
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of this run."""
+        return Path(self.output_dir) / self.name
+
+    @property
+    def rollouts_per_step(self) -> int:
+        """Responses sampled in one step (before dynamic sampling)."""
+        return self.rollout.num_prompts * self.rollout.num_samples
+
+    @property
+    def needs_first_drafter(self) -> bool:
+        """Whether `tlt train` makes the first drafter."""
+        speculation = self.rollout.speculation
+        return self.drafter.warmup and speculation.policy != "off" and speculation.drafter_path is None
+
+    def with_drafter(self, folder: Path) -> "RunConfig":
+        """The same run with this EAGLE-3 drafter at the start."""
+        speculation = self.rollout.speculation.model_copy(update={"drafter_path": str(folder)})
+        return self.model_copy(update={"rollout": self.rollout.model_copy(update={"speculation": speculation})})
+
+    def with_dtypes(self, *, rollout: str, update: str, coldstart: str) -> "RunConfig":
+        """The same run with these types."""
+        return self.model_copy(
+            update={
+                "rollout": self.rollout.model_copy(update={"dtype": rollout}),
+                "update": self.update.model_copy(update={"dtype": update}),
+                "coldstart": self.coldstart.model_copy(update={"dtype": coldstart}),
+            }
+        )
+
+    @model_validator(mode="after")
+    def _possible_together(self) -> "RunConfig":
+        if self.rollout.num_samples == 1 and self.algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
+            raise ValueError(
+                f"rollout.num_samples=1 with algorithm.advantage={self.algorithm.advantage!r}: a group of one has no "
+                "baseline and every advantage would be 0; set rollout.num_samples to 2 or more"
+            )
+        if self.data.kind == "file" and any(f.kind == "reasoning_gym" for f in self.reward.functions):
+            raise ValueError(
+                "data.kind='file' with reward kind 'reasoning_gym': that scorer knows reasoning-gym tasks only and "
+                "every response would score 0; set reward.functions to [{kind: math_verify}], [{kind: exact}] or your "
+                "own function ({kind: python, path: 'package.module:function'})"
+            )
+        if self.rollout.engine == "vllm" and self.drafter.spot.enabled:
+            raise ValueError(
+                "rollout.engine='vllm' with drafter.spot.enabled=true: vLLM does not give out the hidden states that a "
+                "drafter is trained on; set drafter.spot.enabled to false, or rollout.engine to own"
+            )
+        if self.rollout.engine == "vllm" and self.cluster.release_rollout_memory:
+            raise ValueError(
+                "rollout.engine='vllm' with cluster.release_rollout_memory=true: vLLM is a process with its own memory "
+                "(rollout.vllm.kv_cache_mb); set cluster.release_rollout_memory to false, or rollout.engine to own"
+            )
+        if self.rollout.temperature == 0:
+            raise ValueError(
+                "rollout.temperature=0: all greedy responses to a prompt are equal, so there is nothing to learn from; "
+                "set rollout.temperature above 0 (validation has its own greedy pass)"
+            )
+        if self.update.num_minibatches > self.rollout.num_prompts:
+            raise ValueError(
+                f"update.num_minibatches={self.update.num_minibatches} exceeds rollout.num_prompts="
+                f"{self.rollout.num_prompts}: minibatches are made of whole groups; lower update.num_minibatches"
+            )
+        if self.algorithm.overlong_buffer_tokens >= self.rollout.max_new_tokens:
+            raise ValueError(
+                f"algorithm.overlong_buffer_tokens={self.algorithm.overlong_buffer_tokens} must be below "
+                f"rollout.max_new_tokens={self.rollout.max_new_tokens}, or every response would be penalised"
+            )
+        if self.update.lora.enabled and self.update.backend.kind == "deepspeed" and self.update.backend.zero_stage == 3:
+            raise ValueError(
+                "update.lora.enabled=true with update.backend.zero_stage=3: sharding the frozen weights is not "
+                "supported; set update.backend.zero_stage to 2 or lower"
+            )
+        if not math.isclose(self.rollout.top_p, 1.0) and self.algorithm.tis_cap == 0:
+            raise ValueError(
+                f"rollout.top_p={self.rollout.top_p} with algorithm.tis_cap=0: the policy that samples is not the "
+                "one that is updated; set algorithm.tis_cap to 2.0 or rollout.top_p to 1.0"
+            )
+        return self

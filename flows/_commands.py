@@ -1,0 +1,263 @@
+"""What each command of `tlt` does.
+
+A command that runs a flow checks what can be checked first: a mistake is reported before Prefect is imported.
+"""
+
+import argparse
+import os
+import pkgutil
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from conf.load import ConfigError, load
+from conf.rollout import SpeculationConfig
+from conf.run import RunConfig
+from flows import _benchmarks
+from flows._heartbeat import Heartbeat
+from flows._parser import DEMO
+
+
+def _prepare(cfg: RunConfig, _: argparse.Namespace) -> None:
+    dataset = _run(cfg, "flows.prepare:prepare")
+    print(f"{dataset.count} training prompts in {dataset.path}, digest {dataset.sha256[:12]}")
+
+
+def _params(cfg: RunConfig, args: argparse.Namespace) -> None:
+    from flows.params import write
+
+    write(cfg, args.out, source=" ".join([args.config, *args.overrides]))
+    print(f"parameters of dvc.yaml: {args.out}    run what has changed: dvc repro")
+
+
+def _coldstart(cfg: RunConfig, args: argparse.Namespace) -> None:
+    if args.if_enabled and not cfg.coldstart.enabled:
+        print("coldstart.enabled=false: nothing to do")
+        _write_metrics(args.metrics, {})
+        return
+    done = _run(cfg, "flows.coldstart:coldstart")
+    print(f"model after the cold start: {done.model_dir}")
+    _print_metrics(done.metrics)
+    _write_metrics(args.metrics, done.metrics)
+
+
+def _train(cfg: RunConfig, args: argparse.Namespace) -> None:
+    if args.out is not None:
+        _run(cfg, "flows.train_stage:train_stage", out=args.out, summary=args.summary or args.out)
+        print(f"policy: {args.out}/policy    figures: {args.summary or args.out}")
+        return
+    policy = _run(cfg, "flows.train:train", before="flows._announcement:announce")
+    print(f"policy: {policy}    figures, samples, metrics: {cfg.run_dir}    MLflow: tlt ui --uri {cfg.tracking.uri}")
+
+
+def _warmup(cfg: RunConfig, args: argparse.Namespace) -> None:
+    folder, metrics = _run(cfg, "flows.warmup:warmup", out=args.out)
+    _print_metrics(metrics)
+    _write_metrics(args.metrics, metrics)
+    print(f"drafter: {folder}    use it: rollout.speculation.drafter_path={folder}")
+
+
+def _export(cfg: RunConfig, args: argparse.Namespace) -> None:
+    folder = _run(
+        cfg,
+        "flows.export:export",
+        policy=args.policy,
+        drafter=args.drafter,
+        out=args.out,
+        num_prompts=args.prompts,
+        verifier=args.verifier,
+        track=args.track,
+    )
+    print(f"export: {folder}    check it: tlt verify-export {folder}")
+
+
+def _verify_export(args: argparse.Namespace) -> int:
+    from tlt_core.export.verify import passed, verify
+
+    checks = verify(args.folder, target=args.target, other_weights=args.other_weights)
+    for check in checks:
+        print(f"{check.outcome:8} {check.name:18} {check.text}")
+    good = passed(checks)
+    print(f"{args.folder}: {'fit to be served' if good else 'REFUSED: do not serve it'}")
+    return 0 if good else 1
+
+
+def _retrain(cfg: RunConfig, _: argparse.Namespace) -> None:
+    decision = _run(cfg, "flows.retrain:retrain")
+    print(f"{decision.outcome}: {decision.reason}")
+
+
+def _evaluate(cfg: RunConfig, args: argparse.Namespace) -> None:
+    metrics = _run(cfg, "flows.evaluate:evaluate", policy=args.policy)
+    _print_metrics(metrics)
+    _write_metrics(args.metrics, metrics)
+
+
+def _bench(cfg: RunConfig, args: argparse.Namespace) -> None:
+    flow = _benchmarks.find(args.benchmark)
+    command = f"tlt {' '.join(sys.argv[1:])}"
+    part = f"-{args.workload}" if args.workload else ""  # one workload's report must not replace the whole report
+    out = args.out or Path("reports") / f"{args.benchmark}{part}.json"
+    given = {name: value for name in _BENCH_ONLY if (value := getattr(args, name)) is not None}
+    for name in given:
+        if args.benchmark not in _BENCH_ONLY[name]:
+            option, takers = name.replace("_", "-"), " and ".join(f"'tlt bench {b}'" for b in _BENCH_ONLY[name])
+            raise ConfigError(f"--{option}={given[name]}: only {takers} take it; leave it out")
+    from tlt_core.machine.precision import settle
+
+    report = _run(settle(cfg), flow, repeats=args.repeats, out=out, command=command, **given)
+    for verdict in report["verdicts"]:
+        print(f"{'holds' if verdict['holds'] else 'FAILS'}: {verdict['claim']}: {verdict['value']:.3f}")
+    _write_metrics(args.metrics, {v["claim"]: v["value"] for v in report["verdicts"]})
+    print(f"report: {out}")
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from tlt_core.items.types import SamplingParams
+    from tlt_core.run.generate import generate_file
+
+    params = SamplingParams(
+        temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_new_tokens=args.max_new_tokens
+    )
+    count = generate_file(
+        model=args.model,
+        prompts=args.prompts,
+        out=args.out,
+        params=params,
+        seed=args.seed,
+        dtype=args.dtype,
+        batch_size=args.batch_size,
+        num_workers=args.num_workers,
+        speculation=_speculation(args.speculation),
+        system_prompt=args.system_prompt,
+    )
+    print(f"{count} responses in {args.out}")
+
+
+def _speculation(choice: str) -> SpeculationConfig:
+    """The command-line option as configuration."""
+    if choice in ("off", "auto", "ngram"):
+        return SpeculationConfig(policy="off" if choice == "off" else "cost_model")
+    if not Path(choice).is_dir():
+        raise ConfigError(f"--speculation={choice}: choose off, auto, ngram, or the folder of an EAGLE-3 drafter")
+    return SpeculationConfig(drafter_path=choice)
+
+
+def _doctor(args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from flows import _announcement
+    from tlt_core.machine import doctor, precision
+    from tlt_core.run.forecast import ToDo
+    from tlt_core.run.progress import minutes
+
+    # No run has this name: the forecast is of a run from nothing, whatever precision an earlier run had.
+    cfg = load(args.config or DEMO, ["name=doctor"]) if args.config or Path(DEMO).is_file() else None
+    table = Table("what", "found", "verdict", "why", box=None, pad_edge=False)
+    colors = {"used": "green", "skipped": "yellow", "missing": "red"}
+    for row in doctor.findings():
+        table.add_row(row.name, row.found, f"[{colors[row.verdict]}]{row.verdict}[/]", row.reason)
+    Console().print(table)
+    if cfg is None:
+        return
+    cfg = cfg.with_dtypes(**precision.decide(cfg)._asdict())
+    # A forecast of all stages, so that machines can be compared.  A real run skips what is done already.
+    todo = ToDo(
+        model=True, data=True, cold_start=cfg.coldstart.enabled, first_drafter=cfg.needs_first_drafter, done_steps=0
+    )
+    print(f"\n{args.config or DEMO}: {_announcement.kernels_in_words(cfg)}")
+    predicted = _announcement.predict(cfg, todo)
+    if predicted is None:
+        print("no forecast: it needs workers on this machine's CPU, and a model that has been downloaded")
+        return
+    print(f"from nothing about {minutes(predicted.total_s)}: {_announcement.stages_in_words(predicted.stages)}")
+
+
+def _ui(args: argparse.Namespace) -> None:
+    from flows.ui import serve
+
+    serve(uri=args.uri, host=args.host, port=args.port)
+
+
+def _deploy(args: argparse.Namespace) -> None:
+    from flows import deploy
+
+    if args.stop:
+        print(f"stopped: {', '.join(deploy.stop()) or 'nothing was running'}")
+        return
+    url = deploy.deploy(port=args.port, file=args.file, notify_url=os.environ.get("TLT_NOTIFY_URL", ""))
+    print(f"deployed; pages: {url.removesuffix('/api')}    stop: tlt deploy --stop (make deploy-stop).  Run with")
+    print(f"export PREFECT_API_URL={url}")
+    print("prefect deployment run 'train/train' -p config=conf/smoke.yaml")
+
+
+def _recover(args: argparse.Namespace) -> None:
+    from flows import deploy
+
+    for run in deploy.recover_here(port=args.port):
+        print(f"{run.name} ({run.run_id}) was {run.state} without a process; it is scheduled again")
+
+
+_BENCH_ONLY = {  # options that only these benchmarks take
+    "workload": ("rollout",),
+    "device": ("kernels", "sizes"),
+    "shape": ("sizes",),
+    "planted_acceptance": ("sizes",),
+    "peers": ("engines",),
+    "instructions": ("engines",),
+}
+ON_CONFIG = {
+    "params": _params,
+    "prepare": _prepare,
+    "coldstart": _coldstart,
+    "train": _train,
+    "warmup": _warmup,
+    "retrain": _retrain,
+    "evaluate": _evaluate,
+    "export": _export,
+    "bench": _bench,
+}
+OTHERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "generate": _generate,
+    "verify-export": _verify_export,
+    "doctor": _doctor,
+    "ui": _ui,
+    "deploy": _deploy,
+    "recover": _recover,
+}
+
+
+def _run(cfg: RunConfig, flow: str, *, before: str = "", **arguments: Any) -> Any:
+    """Check what can be checked, then run a flow.  Prefect's server starts while the flow's modules are imported.
+
+    before: function that is called with the configuration before Prefect is imported.
+    """
+    from flows._server import PrivateServer
+    from tlt_core.machine import precision
+    from tlt_core.run import preflight
+
+    began_s = time.monotonic()
+    preflight.check_run(cfg)
+    precision.decide(cfg)
+    if before:
+        pkgutil.resolve_name(before)(cfg)
+    with PrivateServer() as server:
+        with Heartbeat(lambda: f"starting Prefect: {time.monotonic() - began_s:.0f} s so far"):
+            call = pkgutil.resolve_name(flow)
+            server.wait_ready()
+        return call(cfg, **arguments)
+
+
+def _print_metrics(metrics: dict[str, float]) -> None:
+    for name, value in sorted(metrics.items()):
+        print(f"{name:45} {value:.4f}")
+
+
+def _write_metrics(path: Path | None, metrics: dict[str, float]) -> None:
+    if path is not None:
+        from tlt_core.run.summary import write_json
+
+        write_json(path, metrics)

@@ -1,0 +1,167 @@
+"""The command line of `tlt`: commands, arguments, options."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from flows._benchmarks import BENCHMARKS
+
+DEMO = "conf/demo.yaml"
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read a command line; exits with help or an error message as argparse does.
+
+    Settings may stand anywhere after CONFIG, also behind options, which argparse alone refuses.  `overrides` is there
+    for the commands that take a configuration.
+    """
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
+    if len(overrides) < len(rest) or (rest and "overrides" not in args):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if "overrides" in args:
+        args.overrides += overrides
+    if args.command == "bench" and "=" in args.config:
+        args.overrides.insert(0, args.config)
+        args.config = DEMO
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tlt", description="Reinforcement learning of reasoning models.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    stages = {}
+    for name, text in (
+        ("params", "write a configuration as params.yaml, whole: the parameters of dvc.yaml"),
+        ("prepare", "fetch or make the model, make the data set"),
+        ("coldstart", "supervised warm-up on worked solutions"),
+        ("train", "the whole pipeline; started again, it resumes"),
+        ("warmup", "train a first drafter on the policy's own rollouts"),
+        ("retrain", "train a drafter for the newest policy; it becomes the champion if it is better"),
+        ("evaluate", "validate the newest checkpoint of a run"),
+    ):
+        stages[name] = commands.add_parser(name, help=text, description=text)
+        _add_config(stages[name])
+    _add_outputs(stages)
+    _add_export(commands.add_parser("export", help="policy and drafter as folders that vLLM and SGLang load"))
+    _add_verify(commands.add_parser("verify-export", help="may this export be served?  Exit code 0: yes, 1: no"))
+    _add_bench(commands.add_parser("bench", help="measure, and write reports/NAME.json"))
+    _add_generate(commands.add_parser("generate", help="batch generation: JSONL of prompts in, JSONL out"))
+    doctor = commands.add_parser("doctor", help="what this machine has, what is used, and how long a run would take")
+    doctor.add_argument("config", nargs="?", metavar="CONFIG", help="of that run (default: conf/demo.yaml)")
+    ui = commands.add_parser("ui", help="look at the runs in MLflow")
+    ui.add_argument("--uri", help="tracking store (default: the configuration's default)")
+    ui.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    ui.add_argument("--port", type=int, default=5000)
+    deploy = commands.add_parser("deploy", help="a Prefect server and worker on this machine, with all deployments")
+    deploy.add_argument("--stop", action="store_true", help="end them; interrupted runs resume at the next deploy")
+    deploy.add_argument("--file", type=Path, default=Path("prefect.yaml"))
+    recover = commands.add_parser("recover", help="find runs whose process is gone, so that they are resumed")
+    for command in (deploy, recover):
+        command.add_argument("--port", type=int, default=4200, help="of the server, where PREFECT_API_URL is not set")
+    return parser
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG", help="YAML file, e.g. conf/demo.yaml")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings in place of the file's")
+
+
+def _add_outputs(stages: dict[str, argparse.ArgumentParser]) -> None:
+    """Where commands put what a stage of dvc.yaml tracks."""
+    stages["params"].add_argument("--out", type=Path, default=Path("params.yaml"), help="default: params.yaml")
+    stages["coldstart"].add_argument(
+        "--if-enabled", action="store_true", help="do nothing where coldstart.enabled=false"
+    )
+    stages["warmup"].add_argument("--out", metavar="DIR", help="of the drafter; default: runs/NAME/drafter-eagle3")
+    stages["train"].add_argument(
+        "--out", type=Path, metavar="DIR", help="leave policy, drafter and records there, and no run folder"
+    )
+    stages["train"].add_argument("--summary", type=Path, metavar="DIR", help="with --out: figures of the run as files")
+    stages["evaluate"].add_argument("--policy", metavar="FOLDER", help="validate this one in place of the run's own")
+    for name in ("coldstart", "warmup", "evaluate"):
+        stages[name].add_argument("--metrics", type=Path, metavar="FILE", help="write the metrics there, as JSON")
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    _add_config(parser)
+    parser.add_argument("--policy", metavar="FOLDER", help="default: the run's own, at its newest checkpoint")
+    parser.add_argument("--drafter", metavar="FOLDER|none", help="default: the run's own; none: the policy alone")
+    parser.add_argument("--out", metavar="DIR", help="default: exports/NAME; an older export there is replaced")
+    parser.add_argument("--track", action="store_true", help="version it with DVC (DIR.dvc), and push it to the remote")
+    parser.add_argument(
+        "--prompts", type=int, default=16, help="held-out prompts that the drafter is measured on; 0: it is not"
+    )
+    parser.add_argument(
+        "--verifier",
+        metavar="NAME",
+        help="target that 'vllm serve DRAFTER' loads (default: the exported policy's path)",
+    )
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="what 'tlt export' wrote, or a drafter's folder")
+    parser.add_argument("--target", help="folder, hub name or embedded model (default: the policy in DIR)")
+    parser.add_argument(
+        "--other-weights", action="store_true", help="the target may have other weights than those that were exported"
+    )
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "benchmark",
+        choices=list(BENCHMARKS),
+        help="step: the phases of a training step; e2e: whole steps without speculation, with a fixed drafter, and "
+        "with all of TLT; rollout: decoding under every speculation policy; tuner: those policies on planted "
+        "workloads; spot: what the drafter gains by training in idle time; engines: our engine beside transformers, "
+        "vLLM, llama.cpp and OpenVINO; kernels: bytes and operations a second of every op, beside the device's own "
+        "ceilings; sizes: plain beside adaptive decoding at the shapes of large models, with random weights and "
+        "planted acceptance; demo: what a whole run takes and brings, from its folder (trained first if need be)",
+    )
+    parser.add_argument("config", nargs="?", default=DEMO, metavar="CONFIG")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser.add_argument("--repeats", type=int, default=3, help="times that everything is measured")
+    parser.add_argument("--out", type=Path, help="default: reports/BENCHMARK.json, or BENCHMARK-WORKLOAD.json")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="of 'kernels' and 'sizes' (default: cpu)")
+    parser.add_argument("--workload", help="of 'rollout': rl, tail, short or raw alone (default: all)")
+    parser.add_argument("--shape", help="of 'sizes': qwen2.5-7b (on cuda), llama-3-8b, smollm2-135m or tiny (on cpu)")
+    parser.add_argument(
+        "--planted-acceptance",
+        type=float,
+        metavar="TOKENS",
+        help="of 'sizes': what the deepest chain gives (default: 4)",
+    )
+    parser.add_argument(
+        "--peers",
+        metavar="NAMES",
+        help="of 'engines': all, none, or llama.cpp,openvino; each gets an environment of its own, once (default: all)",
+    )
+    parser.add_argument(
+        "--instructions",
+        choices=["all", "avx2"],
+        help="of 'engines': avx2 keeps every engine that can be limited from AVX-512 (default: all)",
+    )
+    parser.add_argument("--metrics", type=Path, metavar="FILE", help="write the verdicts' values there, as JSON")
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="smollm2-135m-instruct", help="folder, hub name, or the embedded model")
+    parser.add_argument("--prompts", type=Path, required=True, help="JSONL with 'prompt' or 'token_ids' on each line")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--max-new-tokens", type=int, default=512)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="auto: by machine")
+    parser.add_argument(
+        "--speculation",
+        default="auto",
+        metavar="off|auto|ngram|FOLDER",
+        help="off: plain decoding; auto, ngram: with the n-gram drafter as far as it pays; FOLDER: with the EAGLE-3 "
+        "drafter there, too.  The tokens are the same",
+    )
+    parser.add_argument("--batch-size", type=int, default=16, help="responses decoded at once on a worker")
+    parser.add_argument("--num-workers", type=int, default=1)
+    parser.add_argument("--system-prompt", default="")

@@ -1,0 +1,1 @@
+"""Attention of packed sequences, KV slots and drafters, and moves inside the KV cache."""

@@ -1,0 +1,1 @@
+"""Parts of a transformer layer: products with packed weights, RMS norm, SwiGLU."""

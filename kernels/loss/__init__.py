@@ -1,0 +1,1 @@
+"""The loss of distilling the policy into the drafter."""

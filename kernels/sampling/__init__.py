@@ -1,0 +1,1 @@
+"""Sampling with keyed noise, verification of guesses, log-probabilities of tokens."""

@@ -1,0 +1,206 @@
+"""Log-probability of given tokens from hidden states: LM head, log-softmax and gather in one op.
+
+Math.  z_t = W h_t / temperature, log p_t = z_t[id_t] - logsumexp(z_t), entropy H_t = logsumexp(z_t) - sum_v p_tv z_tv.
+Gradient: d log p_t / d z_t = onehot(id_t) - p_t, so backward keeps only logsumexp (one float per token) and recomputes
+the logits, a chunk of tokens at a time (as in Hsu et al., "Liger Kernel", arXiv 2410.10989).
+
+The vocabulary matrix product runs in the dtype of its inputs (bf16 on the fast path), softmax in float32 on a few
+tokens at a time, which stay in the processor's cache.  No tensor has the size [T, V].
+
+On a GPU the chunk's logits keep their dtype.  A Triton kernel reads a token's logits once, in blocks of the vocabulary,
+for their maximum m, s = sum exp(z - m) and e = sum exp(z - m) (z - m); when m grows by d, e becomes e^-d (e - d s) and
+s becomes e^-d s.  At the end logsumexp = m + log s and H = log s - e / s.  Another kernel overwrites the logits with
+their gradient.
+
+Shapes: T tokens, V vocabulary, D hidden size, C tokens of one chunk, B tokens of one cached block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.dispatch import jit, tl, uses_triton
+
+Impl = Literal["auto", "torch", "chunked", "triton"]
+
+_CHUNK_ELEMENTS = 1 << 26  # logits of one chunk: 128 MiB in bf16
+_CACHED_ELEMENTS = 1 << 18  # float32 logits worked on at once on CPU: 1 MiB, a core's second-level cache
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of the given tokens, and entropies of their distributions, in nats."""
+
+    logprob_T: Tensor  # float32, differentiable
+    entropy_T: Tensor  # float32, without gradient
+
+
+def linear_token_logprob(
+    hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor, *, temperature: float = 1.0, impl: Impl = "auto"
+) -> TokenLogprobs:
+    """log softmax(hidden W^T / temperature)[ids] and its entropy, both [T] float32.
+
+    hidden_TD, weight_VD: same float dtype; ids_T: integer token ids.  `impl`: torch is the specification and
+    materialises [T, V] in float32; chunked (auto on a CPU) does not; triton (auto on a GPU) is chunked with fused
+    kernels.  A NaN in a token's logits makes its log-probability and entropy NaN.  Raises ValueError on a temperature
+    that is not positive, and where triton cannot run.
+    """
+    if temperature <= 0:
+        raise ValueError(f"temperature={temperature}: log-probabilities need a positive temperature")
+    if impl == "torch":
+        return token_logprob_reference(hidden_TD, weight_VD, ids_T, temperature=temperature)
+    fused = impl != "chunked" and uses_triton(impl, hidden_TD, op="token_logprob")
+    return TokenLogprobs(*_ChunkedLogprob.apply(hidden_TD, weight_VD, ids_T.long(), temperature, fused))
+
+
+def token_logprob_reference(
+    hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor, *, temperature: float
+) -> TokenLogprobs:
+    """The specification: materialises [T, V] log-probabilities in float32."""
+    logits_TV = torch.nn.functional.linear(hidden_TD, weight_VD).float() / temperature
+    logp_TV = logits_TV.log_softmax(-1)
+    logprob_T = logp_TV.gather(-1, ids_T.long()[:, None]).squeeze(-1)
+    return TokenLogprobs(logprob_T, -(logp_TV.exp() * logp_TV).sum(-1).detach())
+
+
+class _ChunkedLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor, temperature: float, fused: bool) -> Any:
+        logprob_T = hidden_TD.new_empty(len(hidden_TD), dtype=torch.float32)
+        lse_T, entropy_T = torch.empty_like(logprob_T), torch.empty_like(logprob_T)
+        for start, logits_CV in _logit_chunks(hidden_TD, weight_VD):
+            if fused:
+                chunk = slice(start, start + len(logits_CV))
+                _statistics(logits_CV, ids_T[chunk], logprob_T[chunk], lse_T[chunk], entropy_T[chunk], temperature)
+                continue
+            for block, z_BV, p_BV in _float_blocks(logits_CV, temperature):
+                rows = slice(start + block.start, start + block.stop)
+                picked = z_BV.gather(-1, ids_T[rows, None]).squeeze(-1)
+                top = z_BV.amax(-1)
+                torch.exp(z_BV.sub_(top[:, None]), out=p_BV)
+                total = p_BV.sum(-1)
+                lse = total.log()
+                # z is relative to its row's maximum here, and p not yet divided by its total
+                entropy_T[rows] = lse - torch.linalg.vecdot(p_BV, z_BV).div_(total)
+                lse_T[rows] = lse.add_(top)
+                logprob_T[rows] = picked - lse
+        ctx.save_for_backward(hidden_TD, weight_VD, ids_T, lse_T)
+        ctx.temperature, ctx.fused = temperature, fused
+        ctx.mark_non_differentiable(entropy_T)
+        return logprob_T, entropy_T
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        hidden_TD, weight_VD, ids_T, lse_T = ctx.saved_tensors
+        grad_hidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
+        grad_VD: Tensor | None = None
+        for start, logits_CV in _logit_chunks(hidden_TD, weight_VD):
+            chunk = slice(start, start + len(logits_CV))
+            to_gradient = _to_logit_gradient_fused if ctx.fused else _to_logit_gradient
+            to_gradient(logits_CV, ids_T[chunk], lse_T[chunk], grads[0][chunk], ctx.temperature)
+            if grad_hidden_TD is not None:
+                torch.mm(logits_CV, weight_VD, out=grad_hidden_TD[chunk])
+            if ctx.needs_input_grad[1]:
+                part_VD = torch.mm(logits_CV.t(), hidden_TD[chunk])
+                # several bf16 parts are summed in float32; one part is the gradient
+                grad_VD = part_VD if grad_VD is None else grad_VD.float().add_(part_VD)
+        if ctx.needs_input_grad[1]:
+            grad_VD = torch.zeros_like(weight_VD) if grad_VD is None else grad_VD.to(weight_VD.dtype)
+        return grad_hidden_TD, grad_VD, None, None, None
+
+
+def _to_logit_gradient(logits_CV: Tensor, ids_C: Tensor, lse_C: Tensor, grad_C: Tensor, temperature: float) -> None:
+    """Overwrite a chunk's logits with (onehot(ids) - p) * grad / temperature."""
+    scaled_C1 = (grad_C / temperature)[:, None]
+    for block, z_BV, p_BV in _float_blocks(logits_CV, temperature):
+        torch.exp(z_BV.sub_(lse_C[block, None]), out=p_BV)
+        p_BV.mul_(-scaled_C1[block]).scatter_add_(-1, ids_C[block, None], scaled_C1[block])
+        logits_CV[block] = p_BV
+
+
+def _logit_chunks(hidden_TD: Tensor, weight_VD: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Chunk by chunk the index of its first token and its logits [C, V], in one buffer that is reused."""
+    num_tokens, vocab_size = len(hidden_TD), len(weight_VD)
+    count = -(-num_tokens // max(16, _CHUNK_ELEMENTS // vocab_size))
+    if count == 0:
+        return
+    size = -(-num_tokens // count)
+    buffer_CV = hidden_TD.new_empty(size, vocab_size)
+    for start in range(0, num_tokens, size):
+        chunk_CD = hidden_TD[start : start + size]
+        yield start, torch.mm(chunk_CD, weight_VD.t(), out=buffer_CV[: len(chunk_CD)])
+
+
+def _float_blocks(logits_CV: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Block by block the tokens, their float32 logits over the temperature, and a work buffer of the same shape; both
+    are reused for the next block.  On a CPU a block fits the cache; on a GPU it is the whole chunk."""
+    num_rows, vocab_size = logits_CV.shape
+    size = max(1, _CACHED_ELEMENTS // vocab_size) if logits_CV.device.type == "cpu" else num_rows
+    buffers = logits_CV.new_empty(2, min(size, num_rows), vocab_size, dtype=torch.float32)
+    for start in range(0, num_rows, size):
+        block = slice(start, min(start + size, num_rows))
+        z_BV, p_BV = buffers[:, : block.stop - block.start]
+        z_BV.copy_(logits_CV[block])
+        yield block, z_BV if temperature == 1 else z_BV.div_(temperature), p_BV
+
+
+_BLOCK = 4096  # logits that a program holds in registers
+
+
+def _statistics(
+    logits_CV: Tensor, ids_C: Tensor, logprob_C: Tensor, lse_C: Tensor, entropy_C: Tensor, temperature: float
+) -> None:
+    """Fill the last three tensors, one program per token."""
+    _statistics_kernel[(len(logits_CV),)](
+        logits_CV, ids_C, logprob_C, lse_C, entropy_C, logits_CV.shape[1], float(temperature), BLOCK=_BLOCK
+    )
+
+
+def _to_logit_gradient_fused(
+    logits_CV: Tensor, ids_C: Tensor, lse_C: Tensor, grad_C: Tensor, temperature: float
+) -> None:
+    """What `_to_logit_gradient` does, one program per token."""
+    _gradient_kernel[(len(logits_CV),)](
+        logits_CV, ids_C, lse_C, grad_C.contiguous(), logits_CV.shape[1], float(temperature), BLOCK=_BLOCK
+    )
+
+
+@jit
+def _statistics_kernel(logits, ids, logprob, lse, entropy, vocab, temperature, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * vocab
+    top, total, weighted = float("-inf"), 0.0, 0.0
+    for first in range(0, vocab, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        z = tl.load(logits + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
+        z = tl.math.div_rn(z, temperature + tl.zeros_like(z))
+        new_top = tl.maximum(top, tl.max(z, axis=0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        grown = tl.where(top == float("-inf"), 0.0, shift - top)
+        decay = tl.exp(-grown)
+        p = tl.exp(z - shift)
+        weighted = decay * (weighted - grown * total) + tl.sum(tl.where(p > 0.0, p * (z - shift), p), axis=0)
+        total = decay * total + tl.sum(p, axis=0)
+        top = new_top
+    log_total = tl.log(total)
+    picked = tl.load(logits + tl.load(ids + row)).to(tl.float32)
+    picked = tl.math.div_rn(picked, temperature + tl.zeros_like(picked))
+    tl.store(logprob + row, picked - top - log_total)
+    tl.store(lse + row, top + log_total)
+    tl.store(entropy + row, log_total - weighted / total)
+
+
+@jit
+def _gradient_kernel(logits, ids, lse, grad, vocab, temperature, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * vocab
+    scaled, log_norm, chosen = tl.load(grad + row) / temperature, tl.load(lse + row), tl.load(ids + row)
+    for first in range(0, vocab, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        z = tl.load(logits + columns, mask=columns < vocab, other=float("-inf")).to(tl.float32)
+        p = tl.exp(tl.math.div_rn(z, temperature + tl.zeros_like(z)) - log_norm)
+        result = (tl.where(columns == chosen, 1.0, 0.0) - p) * scaled
+        tl.store(logits + columns, result.to(logits.dtype.element_ty), mask=columns < vocab)

@@ -1,0 +1,1 @@
+"""Draft trees: their growth, layout and attention."""

@@ -1,0 +1,130 @@
+"""The contest's parent side with engines of a few lines: order, pinning, rates, failures."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.engines.measure import Case, EngineError, EngineSpec, compete, cores, figures, own_environment
+
+ENGINE = """
+import os, time
+
+def describe(settings):
+    return {"cores": sorted(os.sched_getaffinity(0)), "pid": os.getpid()}
+
+def build(settings):
+    print("noise on stdout")
+    def decode(job):
+        with open(settings["journal"], "a") as journal:
+            row = [settings["name"], job["new_tokens"], len(job["prompts"]), job["temperature"], job["seed"]]
+            journal.write(" ".join(map(str, row)) + chr(10))
+        def run():
+            time.sleep(0.01 * job["new_tokens"])
+            return [[p[0]] * (job["new_tokens"] + settings["extra"]) for p in job["prompts"]]
+        return run
+    return decode
+"""
+
+
+def spec(tmp_path: Path, name: str, *, most_live: int = 0, extra: int = 0) -> EngineSpec:
+    file = tmp_path / "engine.py"
+    file.write_text(ENGINE)
+    settings = {"name": name, "journal": str(tmp_path / "journal"), "cores": cores(1), "extra": extra}
+    return EngineSpec(name, file, Path(sys.executable), dict(os.environ), settings, most_live)
+
+
+def run(tmp_path, specs, *, repeats=2):
+    return compete(
+        specs,
+        [Case(1, 0.0), Case(2, 1.0)],
+        [[5], [6], [7]],
+        new_tokens=11,
+        repeats=repeats,
+        seed=3,
+        log_dir=tmp_path / "logs",
+    )
+
+
+def test_every_engine_takes_its_turn_on_every_case(tmp_path):
+    contest = run(tmp_path, [spec(tmp_path, "a"), spec(tmp_path, "b", most_live=1)])
+    assert {key: len(runs) for key, runs in contest.measured.items()} == {
+        ("a", Case(1, 0.0)): 2,
+        ("b", Case(1, 0.0)): 2,
+        ("a", Case(2, 1.0)): 2,
+    }
+    journal = (tmp_path / "journal").read_text().splitlines()
+    whole = [line for line in journal if line.split()[1] == "11"]
+    assert whole == ["a 11 1 0.0 3", "b 11 1 0.0 3", "a 11 2 1.0 3", "b 11 1 0.0 4", "a 11 1 0.0 4", "a 11 2 1.0 4"]
+    assert journal[:2] == ["a 1 1 0.0 3", "a 8 1 0.0 3"]  # the warm-up
+    assert contest.measured["a", Case(2, 1.0)][0].tokens == [[5] * 11, [6] * 11]
+    assert all(row["cores"] == cores(1) for row in contest.described.values())
+    assert len({row["pid"] for row in contest.described.values()}) == 2
+    assert all(not Path(f"/proc/{row['pid']}").exists() for row in contest.described.values())
+
+
+def test_rates_leave_out_the_first_token():
+    measured = figures({"seconds": 3.0, "first_seconds": 1.0, "tokens": [[]]}, Case(4, 0.0), new_tokens=11)
+    assert measured.tokens_per_s == pytest.approx(4 * 10 / 2.0)
+    assert measured.total_tokens_per_s == pytest.approx(4 * 11 / 3.0)
+
+
+def test_an_engine_that_ends_says_why(tmp_path):
+    with pytest.raises(EngineError, match=r"engine short ended.*\n(.*\n)*.*tokens were wanted"):
+        run(tmp_path, [spec(tmp_path, "short", extra=-1)])
+
+
+def test_a_missing_engine_is_an_error_of_the_engine(tmp_path):
+    broken = spec(tmp_path, "broken")
+    broken.file.write_text("import no_such_module")
+    with pytest.raises(EngineError, match="no_such_module"):
+        run(tmp_path, [broken])
+
+
+@pytest.mark.parametrize("broken", ["import no_such_module", None], ids=["start", "warm-up"])
+def test_an_optional_engine_that_fails_is_left_out(tmp_path, broken):
+    other = spec(tmp_path, "b", extra=-1)._replace(optional=True)
+    if broken:
+        other = other._replace(file=tmp_path / "broken.py")
+        other.file.write_text(broken)
+    contest = run(tmp_path, [spec(tmp_path, "a"), other])
+    assert {name for name, _ in contest.measured} == {"a"} == contest.described.keys()
+    assert contest.failed.keys() == {"b"}
+    assert ("no_such_module" if broken else "tokens were wanted") in contest.failed["b"]
+
+
+def test_more_threads_than_cores_are_refused():
+    with pytest.raises(ValueError, match="threads_per_worker=100000"):
+        cores(100_000)
+
+
+@pytest.mark.slow
+def test_our_engine_and_transformers_decode_the_same(tiny_folder, tmp_path):
+    root = Path(__file__).parents[3]
+    settings = {
+        "model": str(tiny_folder),
+        "dtype": "float32",
+        "threads": 1,
+        "cores": cores(1),
+        "max_live": 2,
+        "max_len": 32,
+        "speculation": {"policy": "cost_model"},
+    }
+    own = EngineSpec(
+        "own",
+        root / "bench/engines/processes/own.py",
+        Path(sys.executable),
+        own_environment(threads=1),
+        settings,
+    )
+    hf = own._replace(name="hf", file=root / "bench/engines/processes/hf.py", settings=settings | {"lookup_tokens": 0})
+    prompts = [[1, 9, 4, 17, 30], [1, 12, 8]]
+    case = Case(2, 0.0)
+    contest = compete([own, hf], [case], prompts, new_tokens=9, repeats=1, seed=0, log_dir=tmp_path)
+    ours, theirs = contest.measured["own", case][0], contest.measured["hf", case][0]
+    assert ours.tokens == theirs.tokens
+    assert [len(row) for row in ours.tokens] == [9, 9]
+    assert contest.described["own"]["threads"] == 1
+    assert json.dumps(contest.described["hf"]["version"]).startswith('"transformers')

@@ -1,0 +1,155 @@
+"""Packed attention against a masked softmax written out, in value and gradient, and its causality."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels.attention import packed_attention
+from kernels.attention.packed_attention import packed_causal_attention
+
+OFFSETS = torch.tensor([0, 1, 6, 300, 333])  # one token; short; longer than two blocks; a ragged rest
+IMPLS = ["sdpa", "blocked"]
+
+
+def masked(q, k, v, offsets):
+    """One softmax over all tokens with a block-diagonal causal mask, keys and values repeated for their queries."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    sequence = torch.bucketize(torch.arange(len(q)), offsets[1:], right=True)
+    visible = (sequence[:, None] == sequence) & (torch.arange(len(q))[:, None] >= torch.arange(len(q)))
+    scores = torch.einsum("thd,jhd->htj", q, k) / q.shape[-1] ** 0.5
+    return torch.einsum("htj,jhd->thd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+
+
+def inputs(dtype=torch.float32, heads=(6, 2), size=8, scale=2.0):
+    """Scores of a few units; views of one tensor, as the decoder gives them."""
+    generator = torch.Generator().manual_seed(0)
+    joint = torch.randn(333, heads[0] + 2 * heads[1], size, generator=generator) * scale
+    return tuple(x.to(dtype).requires_grad_() for x in joint.split((heads[0], heads[1], heads[1]), dim=1))
+
+
+def value_and_gradients(attention, leaves, dtype):
+    out = attention(*leaves)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    return out, *torch.autograd.grad(out, leaves, weights)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (5, 1)])
+def test_value_and_gradient_equal_the_masked_softmax(impl, heads):
+    leaves = inputs(heads=heads)
+    ours = value_and_gradients(lambda *x: packed_causal_attention(*x, OFFSETS, impl=impl), leaves, torch.float32)
+    wide = tuple(x.detach().double().requires_grad_() for x in leaves)
+    expected = value_and_gradients(lambda *x: masked(*x, OFFSETS), wide, torch.float64)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_bfloat16_is_as_near_as_its_roundings(impl):
+    """Against the same inputs in float64: mean error of a few bfloat16 roundings (2^-9) of values of one unit."""
+    leaves = inputs(torch.bfloat16, scale=1.0)
+    ours = value_and_gradients(lambda *x: packed_causal_attention(*x, OFFSETS, impl=impl), leaves, torch.bfloat16)
+    wide = tuple(x.detach().double().requires_grad_() for x in leaves)
+    expected = value_and_gradients(lambda *x: masked(*x, OFFSETS), wide, torch.float64)
+    for a, b in zip(ours, expected, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a - b).abs().mean() < 5e-3 * b.abs().mean() + 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("impl", IMPLS)
+@torch.no_grad()
+def test_later_tokens_and_neighbours_change_nothing(impl, dtype):
+    """Everything but tokens 6..200 of the sequence 6..300 is replaced: rows 6..200 stay bitwise what they were."""
+    q, k, v = inputs(dtype)
+    before = packed_causal_attention(q, k, v, OFFSETS, impl=impl)
+    others = torch.ones(333, dtype=torch.bool)
+    others[6:201] = False
+    for x in (q, k, v):
+        x[others] = 7.0
+    after = packed_causal_attention(q, k, v, OFFSETS, impl=impl)
+    assert torch.equal(before[6:201], after[6:201])
+    assert not torch.equal(before[201:], after[201:])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradient_stays_inside_the_sequence_and_the_past(impl):
+    leaves = inputs()
+    packed_causal_attention(*leaves, OFFSETS, impl=impl)[150].sum().backward()
+    for x in leaves[1:]:
+        touched = x.grad.abs().sum((1, 2)) > 0
+        assert touched[6:151].all()
+        assert not touched[:6].any()
+        assert not touched[151:].any()
+
+
+def test_the_first_token_sees_itself_alone():
+    q, k, v = inputs()
+    out = packed_causal_attention(q, k, v, OFFSETS)
+    for start in OFFSETS[:-1].tolist():
+        torch.testing.assert_close(out[start], v[start].repeat_interleave(3, dim=0))
+
+
+def test_auto_takes_matrix_instructions_in_bfloat16_only():
+    packed_attention._choose.cache_clear()
+    assert packed_attention._choose("cpu", torch.float32) == "sdpa"
+    assert packed_attention._choose("cpu", torch.bfloat16) == "blocked"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
+def test_flash_without_the_package_is_no_silent_fallback():
+    with pytest.raises(ImportError):
+        packed_causal_attention(*inputs(), OFFSETS, impl="flash")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["sdpa", "auto"])
+def test_on_a_gpu(impl):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    leaves = tuple(x.detach().cuda().requires_grad_() for x in inputs(torch.bfloat16, size=64, scale=1.0))
+    ours = packed_causal_attention(*leaves, OFFSETS, impl=impl)
+    expected = masked(*(x.detach().double().cpu() for x in leaves), OFFSETS)
+    torch.testing.assert_close(ours.double().cpu(), expected, atol=3e-2, rtol=3e-2)
+
+
+def test_transformers_loads_beside_a_package_called_kernels():
+    """transformers looks for Hugging Face's `kernels` by name; ours of the same name must not break it."""
+    code = (
+        "import kernels.attention.packed_attention, torch\n"
+        "from transformers import Qwen3Config, Qwen3ForCausalLM\n"
+        "config = Qwen3Config(vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8,\n"
+        "                     num_attention_heads=2, num_key_value_heads=1)\n"
+        "print(Qwen3ForCausalLM(config)(torch.tensor([[1, 2]])).logits.shape)\n"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
+    assert done.stdout == "torch.Size([1, 2, 8])\n", done.stderr
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_responses_that_share_a_prompt_equal_full_sequences(impl):
+    """A prompt of 5 tokens and responses of 1 and 150, against the two sequences 5 + 1 and 5 + 150 in full."""
+    prompt, first, second = torch.arange(5), torch.arange(5, 6), torch.arange(6, 156)
+    leaves = tuple(x.detach()[:156].clone().requires_grad_() for x in inputs())
+
+    def shared(q, k, v):
+        rows = torch.cat([prompt, prompt, first, prompt, second])
+        return packed_causal_attention(
+            q, k[rows], v[rows], torch.tensor([0, 5, 6, 156]), key_offsets_S1=torch.tensor([0, 5, 11, 166]), impl=impl
+        )
+
+    def full(q, k, v):
+        rows = torch.cat([prompt, first, prompt, second])
+        out = masked(q[rows], k[rows], v[rows], torch.tensor([0, 6, 161]))
+        return torch.cat([out[:6], out[11:]])  # the second copy of the prompt is left out
+
+    ours = value_and_gradients(shared, leaves, torch.float32)
+    wide = tuple(x.detach().double().requires_grad_() for x in leaves)
+    for a, b in zip(ours, value_and_gradients(full, wide, torch.float64), strict=True):
+        torch.testing.assert_close(a.double(), b, atol=5e-5, rtol=1e-4)

@@ -1,0 +1,107 @@
+"""The fused op against its specification, in value and gradient.
+
+Tolerances: float32 differs by the order of sums only.  In bf16 both sides round the logits to 8 bits in the same matrix
+product, so log-probs agree to float32 rounding; gradients are rounded to bf16 (2^-8 relative) in different places.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.sampling import token_logprob
+from kernels.sampling.token_logprob import linear_token_logprob
+
+CASES = {
+    "float32": dict(tokens=37, vocab=64, hidden=16, scale=1.0, dtype=torch.float32),
+    "odd vocabulary": dict(tokens=29, vocab=101, hidden=24, scale=1.0, dtype=torch.float32),
+    "saturated": dict(tokens=29, vocab=101, hidden=24, scale=40.0, dtype=torch.float32),
+    "bf16": dict(tokens=37, vocab=101, hidden=24, scale=1.0, dtype=torch.bfloat16),
+    "bf16 saturated": dict(tokens=37, vocab=64, hidden=16, scale=20.0, dtype=torch.bfloat16),
+    "one token": dict(tokens=1, vocab=64, hidden=16, scale=1.0, dtype=torch.float32),
+}
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks of several blocks, the last of each incomplete."""
+    monkeypatch.setattr(token_logprob, "_CHUNK_ELEMENTS", 64 * 16)
+    monkeypatch.setattr(token_logprob, "_CACHED_ELEMENTS", 64 * 3)
+
+
+def _case(tokens: int, vocab: int, hidden: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden_TD = (scale * torch.randn(tokens, hidden, generator=generator)).to(dtype).requires_grad_()
+    weight_VD = (torch.randn(vocab, hidden, generator=generator) / hidden**0.5).to(dtype).requires_grad_()
+    return hidden_TD, weight_VD, torch.randint(0, vocab, (tokens,), generator=generator)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("name", list(CASES))
+def test_agrees_with_reference(small_chunks: None, name: str, temperature: float) -> None:
+    hidden_TD, weight_VD, ids_T = _case(**CASES[name])
+    share_T = torch.randn(len(ids_T), generator=torch.Generator().manual_seed(1))
+    results = {}
+    for impl in ("torch", "chunked"):
+        out = linear_token_logprob(hidden_TD, weight_VD, ids_T, temperature=temperature, impl=impl)
+        grads = torch.autograd.grad((out.logprob_T * share_T).sum(), (hidden_TD, weight_VD))
+        results[impl] = (out, *(g.float() for g in grads))
+    (want, *want_grads), (got, *got_grads) = results["torch"], results["chunked"]
+    assert got.logprob_T.dtype == got.entropy_T.dtype == torch.float32
+    assert got.logprob_T.isfinite().all()
+    torch.testing.assert_close(got.logprob_T, want.logprob_T, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.entropy_T, want.entropy_T, rtol=1e-5, atol=1e-5)
+    for got_grad, want_grad in zip(got_grads, want_grads, strict=True):
+        tolerance = (2**-6 if hidden_TD.dtype == torch.bfloat16 else 1e-5) * want_grad.abs().max().item()
+        torch.testing.assert_close(got_grad, want_grad, rtol=0, atol=tolerance)
+
+
+def test_hand_computed() -> None:
+    """Logits (0, log 4): p = (1/5, 4/5), log p[1] = log 0.8."""
+    hidden_TD = torch.tensor([[1.0]], requires_grad=True)
+    weight_VD = torch.tensor([[1.0], [4.0]]).log().requires_grad_()
+    out = linear_token_logprob(hidden_TD, weight_VD, torch.tensor([1]))
+    assert out.logprob_T.item() == pytest.approx(-0.223144, abs=1e-6)
+    assert out.entropy_T.item() == pytest.approx(0.2 * 1.609438 + 0.8 * 0.223144, abs=1e-6)
+    out.logprob_T.sum().backward()
+    assert hidden_TD.grad.item() == pytest.approx((1 - 0.8) * 1.386294, abs=1e-6)  # (onehot - p) W
+    assert weight_VD.grad.flatten().tolist() == pytest.approx([-0.2, 0.2], abs=1e-6)
+
+
+def test_frozen_weight_gets_no_gradient(small_chunks: None) -> None:
+    hidden_TD, weight_VD, ids_T = _case(**CASES["float32"])
+    linear_token_logprob(hidden_TD, weight_VD.detach(), ids_T).logprob_T.sum().backward()
+    assert hidden_TD.grad.abs().sum() > 0
+    assert weight_VD.grad is None
+
+
+def test_no_tokens_still_reach_the_parameters() -> None:
+    hidden_TD, weight_VD, ids_T = _case(**CASES["float32"])
+    linear_token_logprob(hidden_TD[:0], weight_VD, ids_T[:0]).logprob_T.sum().backward()
+    assert weight_VD.grad.abs().sum() == 0
+    assert hidden_TD.grad.abs().sum() == 0
+
+
+def test_never_holds_all_logits_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor made in forward or backward has as many float32 elements as [T, V]."""
+    monkeypatch.setattr(token_logprob, "_CHUNK_ELEMENTS", 512 * 16)
+    monkeypatch.setattr(token_logprob, "_CACHED_ELEMENTS", 512 * 4)
+    hidden_TD, weight_VD, ids_T = _case(tokens=128, vocab=512, hidden=8, scale=1.0, dtype=torch.bfloat16)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, Tensor) and out.dtype == torch.float32:
+                largest = max(largest, out.numel())
+            return out
+
+    with Watch():
+        linear_token_logprob(hidden_TD, weight_VD, ids_T).logprob_T.sum().backward()
+    assert 0 < largest <= 512 * 8  # a block, or the weight gradient
+
+
+def test_temperature_must_be_positive() -> None:
+    hidden_TD, weight_VD, ids_T = _case(**CASES["float32"])
+    with pytest.raises(ValueError, match=r"temperature=0\.0"):
+        linear_token_logprob(hidden_TD, weight_VD, ids_T, temperature=0.0)

@@ -1,0 +1,180 @@
+"""Data sets are deterministic, split by question, and refuse bad rows by name."""
+
+import json
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from transformers import AutoTokenizer
+
+from conf.data import FileData, GymData
+from conf.run import RunConfig
+from tlt_core.data import dataset
+from tlt_core.data.dataset import DataError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(embedded_model):
+    return AutoTokenizer.from_pretrained(embedded_model)
+
+
+def gym(**changes) -> GymData:
+    tasks = [
+        {"name": "chain_sum", "weight": 3, "config": {"min_terms": 2, "max_terms": 3, "max_digits": 2}},
+        {"name": "spell_backward", "weight": 1, "config": {"min_word_len": 3, "max_word_len": 5}},
+    ]
+    return GymData(**({"kind": "reasoning_gym", "tasks": tasks, "num_train": 200, "num_validation": 40} | changes))
+
+
+def prepare(cfg, tokenizer, out_dir, *, max_prompt_tokens=512):
+    return dataset.prepare(cfg, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens, out_dir=out_dir)
+
+
+def test_same_section_same_bytes(tokenizer, tmp_path):
+    first = prepare(gym(), tokenizer, tmp_path / "a")
+    second = prepare(gym(), tokenizer, tmp_path / "b")
+    other = prepare(gym(seed=1), tokenizer, tmp_path / "c")
+    assert first == second
+    assert (tmp_path / "a" / "train.jsonl").read_bytes() == (tmp_path / "b" / "train.jsonl").read_bytes()
+    assert first.digest != other.digest
+    assert first.tasks == {"chain_sum": 150, "spell_backward": 50}
+
+
+def test_neighbouring_seeds_share_hardly_any_question(tokenizer, tmp_path):
+    """reasoning-gym's own seeds 0 and 1 share 499 of 500 items."""
+    questions = []
+    for seed in (0, 1):
+        prepare(gym(seed=seed), tokenizer, tmp_path / str(seed))
+        questions.append({p.text for p in dataset.load(tmp_path / str(seed), "train", tokenizer)})
+    assert len(questions[0] & questions[1]) < 20
+
+
+def test_no_validation_question_is_trained_on(tokenizer, tmp_path):
+    prepare(gym(), tokenizer, tmp_path / "d")
+    train, validation = (dataset.load(tmp_path / "d", split, tokenizer) for split in ("train", "validation"))
+    assert len(train) == 200
+    assert len(validation) == 40
+    assert not {p.text for p in train} & {p.text for p in validation}
+    assert len({p.id for p in (*train, *validation)}) == 240
+    assert tokenizer.decode(train[0].tokens).startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user\n")
+
+
+def test_changed_files_are_made_again(tokenizer, tmp_path):
+    manifest = prepare(gym(), tokenizer, tmp_path / "d")
+    path = tmp_path / "d" / "train.jsonl"
+    path.write_text(path.read_text()[:-100])
+    assert prepare(gym(), tokenizer, tmp_path / "d") == manifest
+    assert len(dataset.load(tmp_path / "d", "train", tokenizer)) == 200
+
+
+def test_a_small_task_that_runs_out_says_so(tokenizer, tmp_path):
+    tasks = [{"name": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}]
+    with pytest.raises(DataError, match="distinct questions"):
+        prepare(gym(tasks=tasks, num_train=500), tokenizer, tmp_path / "d")
+    assert not (tmp_path / "d").exists()
+
+
+def test_unknown_task_is_named(tokenizer, tmp_path):
+    with pytest.raises(DataError, match="no_such_task"):
+        prepare(gym(tasks=[{"name": "no_such_task"}]), tokenizer, tmp_path / "d")
+
+
+ROWS = [{"question": f"{i} + 1 = ?", "label": i + 1, "level": "easy"} for i in range(40)]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_own_files(tokenizer, tmp_path, kind):
+    path = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(r) + "\n" for r in ROWS))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+    cfg = FileData(
+        kind="file", train_path=str(path), prompt_key="question", answer_key="label", validation_fraction=0.2
+    )
+    manifest = prepare(cfg, tokenizer, tmp_path / "d")
+    assert manifest.counts == {"train": 32, "validation": 8}
+    prompt = dataset.load(tmp_path / "d", "train", tokenizer)[0]
+    assert prompt.answer == str(int(prompt.text.split()[0]) + 1)
+    assert prompt.metadata["level"] == "easy"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"question": ', r"rows\.jsonl, line 3: not JSON"),
+        ('{"question": "x"}', r"rows\.jsonl, line 3: no 'label'"),
+        ('["question"]', r"rows\.jsonl, line 3: no 'question'"),
+        ('{"question": "x", "label": [1]}', r"rows\.jsonl, line 3: 'label' is a list; give a text or a number"),
+        ('{"question": "x", "label": NaN}', r"rows\.jsonl, line 3: 'label' is nan; give a finite number"),
+        ('{"question": " ", "label": 1}', r"rows\.jsonl, line 3: 'question' is blank"),
+        (r'{"question": "\ud800", "label": 1}', r"rows\.jsonl, line 3: 'question' .* half of a surrogate pair"),
+        ("[" * 100_000, r"rows\.jsonl, line 3: cannot be read as JSON"),
+        ('{"question": "x", "label": ' + "1" * 5000 + "}", r"rows\.jsonl, line 3: cannot be read as JSON"),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_bad_line_is_named(tokenizer, tmp_path, line, problem):
+    path = tmp_path / "rows.jsonl"
+    good = json.dumps(ROWS[0])
+    path.write_text(f"{good}\n{good}\n{line}\n")
+    cfg = FileData(kind="file", train_path=str(path), prompt_key="question", answer_key="label")
+    with pytest.raises(DataError, match=problem):
+        prepare(cfg, tokenizer, tmp_path / "d")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.jsonl"]
+
+
+@pytest.mark.parametrize("task", ["graph_color", "arc_agi"])  # no reference answer; a scorer that compares tuples
+def test_a_task_whose_reference_scores_nothing_is_refused(tokenizer, tmp_path, task):
+    with pytest.raises(DataError, match=f"{task}.*choose another task"):
+        prepare(gym(tasks=[{"name": task}]), tokenizer, tmp_path / "d")
+
+
+def write_jsonl(path, questions, *, encoding="utf-8"):
+    rows = (json.dumps({"prompt": q, "answer": "1"}, ensure_ascii=False) for q in questions)
+    path.write_bytes("\n".join(rows).encode(encoding))
+    return str(path)
+
+
+def test_only_a_line_feed_ends_a_line(tokenizer, tmp_path):
+    """U+2028 and U+0085 are legal inside JSON strings; a byte order mark is not content."""
+    questions = {f"first\u2028second\x85third {i}" for i in range(10)}
+    path = write_jsonl(tmp_path / "rows.jsonl", sorted(questions), encoding="utf-8-sig")
+    prepare(FileData(kind="file", train_path=path), tokenizer, tmp_path / "d")
+    loaded = {p.text for split in ("train", "validation") for p in dataset.load(tmp_path / "d", split, tokenizer)}
+    assert loaded == questions
+
+
+def test_other_encodings_are_refused_not_garbled(tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", ["plain", "caf\xe9"], encoding="latin-1")
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 2: not UTF-8"):
+        prepare(FileData(kind="file", train_path=path), tokenizer, tmp_path / "d")
+
+
+def test_file_rows_with_a_scorer_that_does_not_know_them_fail_at_load():
+    rows = {"kind": "file", "train_path": "rows.jsonl"}
+    with pytest.raises(ValueError, match=r"reasoning_gym.*math_verify"):
+        RunConfig(data=rows)
+    assert RunConfig(data=rows, reward={"functions": [{"kind": "exact"}]}).data.kind == "file"
+
+
+def test_own_validation_file(tokenizer, tmp_path):
+    train = write_jsonl(tmp_path / "train.jsonl", [f"q{i}" for i in range(10)])
+    held = tmp_path / "held.jsonl"
+    cfg = FileData(kind="file", train_path=train, validation_path=str(held))
+    with pytest.raises(DataError, match=r"held\.jsonl does not exist; data\.validation_path"):
+        prepare(cfg, tokenizer, tmp_path / "d")
+    write_jsonl(held, ["q0", "v0", "v1"])
+    assert prepare(cfg, tokenizer, tmp_path / "d").counts == {"train": 9, "validation": 3}
+    write_jsonl(held, ["q0", "q1", "v0", "v1"])  # the prepared data set is stale now
+    assert prepare(cfg, tokenizer, tmp_path / "d").counts == {"train": 8, "validation": 4}
+    write_jsonl(held, [f"q{i}" for i in range(10)])
+    with pytest.raises(DataError, match="every prompt of"):
+        prepare(cfg, tokenizer, tmp_path / "d")
+
+
+def test_long_prompts_are_dropped_and_counted(tokenizer, tmp_path):
+    tasks = [{"name": "chain_sum", "config": {"min_terms": 2, "max_terms": 30}}]
+    manifest = prepare(gym(tasks=tasks), tokenizer, tmp_path / "d", max_prompt_tokens=80)
+    assert manifest.dropped_long > 0
+    assert max(len(p.tokens) for p in dataset.load(tmp_path / "d", "train", tokenizer)) <= 80

@@ -1,0 +1,209 @@
+"""Acceptance measured off-line is what the engine accepts, and what a recomputation without caches accepts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kernels.sampling.coupled_sample import gumbel_noise
+from tests.tlt_core.drafter.eagle3.reference import lively_model, logits_after
+from tests.tlt_core.drafter.eagle3.training_texts import IDS, blank, lively_decoder, texts
+from tlt_core.drafter.eagle3.acceptance import AcceptanceMeasure, _choose_starts, accepted_runs, measure_acceptance
+from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
+from tlt_core.drafter.eagle3.model import eagle3_from_target, tap_scales
+from tlt_core.drafter.eagle3.observe import observe
+from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
+from tlt_core.drafter.eagle3.tree import perturbed_scores
+from tlt_core.drafter.eagle3.windows import Window
+from tlt_core.items.speculation import Strategy
+from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
+from tlt_core.model.sampling import row_keys, stream_key
+from tlt_core.rollout.engine import RolloutEngine, Speculation
+from tlt_core.tuner.policies import make_tuner
+
+DEPTH = 4
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0, max_new_tokens=40, stop_token_ids=(2,)),
+    "T1": SamplingParams(max_new_tokens=40, stop_token_ids=(2,)),
+    "T0.6": SamplingParams(temperature=0.6, max_new_tokens=40),
+    "top": SamplingParams(temperature=1.2, top_k=12, top_p=0.9, max_new_tokens=40),
+}
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_config):
+    return lively_decoder(tiny_config)
+
+
+def requests():
+    generator = torch.Generator().manual_seed(3)
+    lengths = (1, 2, 5, 9, 14, 3)
+    prompts = [torch.randint(3, 64, (n,), generator=generator).int() for n in lengths]
+    return [GenerationRequest(NoiseKey(0, 1, p, s), tokens) for p, tokens in enumerate(prompts) for s in range(3)]
+
+
+def generate(engine, params, on_round=lambda _: None):
+    waiting, finished = requests(), {}
+
+    def pull(wanted):
+        taken, waiting[:] = waiting[:wanted], waiting[wanted:]
+        return taken
+
+    engine.decode(pull, lambda r: finished.__setitem__(r.key, r), params, on_round=on_round)
+    return [finished[request.key] for request in requests()]
+
+
+@pytest.fixture(scope="module")
+def drafters(decoder):
+    """A drafter that learnt the decoder's responses a little, for each sampling: hits and misses at every depth."""
+    made = {}
+    for name, params in SAMPLINGS.items():
+        rollouts = generate(RolloutEngine(decoder, max_live=4, max_len=64), params)
+        sequences = recorded(decoder, rollouts, eagle3_from_target(decoder, IDS, scales=(1.0,) * 3, seed=1))
+        ids = torch.cat([r.completion for r in rollouts]).long().unique()
+        model = eagle3_from_target(decoder, ids, scales=tap_scales(sequences[0].taps_LE), seed=1)
+        trainer = Eagle3Trainer(model, decoder, TrainSettings(learning_rate=5e-3, depth=DEPTH))
+        sequences = recorded(decoder, rollouts, model)
+        for _ in range(25):
+            trainer.step(sequences)
+        made[name] = model
+    return made
+
+
+def recorded(decoder, rollouts, model):
+    return observe(
+        decoder,
+        [r.tokens for r in rollouts],
+        model,
+        firsts=[r.prompt_len for r in rollouts],
+        dtype=torch.float32,
+        streams=[stream_key(r.key) for r in rollouts],
+    )
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_the_engine_accepts_what_was_predicted(decoder, drafters, name):
+    """Every round of every request, chains of four, several requests at a time."""
+    params, model = SAMPLINGS[name], drafters[name]
+    menu = [Strategy("eagle3", DEPTH, 1, DEPTH)]
+    drafter = Eagle3Drafter(model, decoder, max_live=4, max_len=64)
+    tuner = make_tuner("fixed", menu, max_live=4, seed=0)
+    engine = RolloutEngine(decoder, max_live=4, max_len=64, speculation=Speculation({"eagle3": drafter}, tuner, menu))
+    accepted: dict[int, list[int]] = {}  # of each round of a request
+
+    def on_round(trace):
+        for number, count in zip(trace.numbers, trace.report.accepted, strict=True):
+            accepted.setdefault(number, []).append(count)
+
+    rollouts = generate(engine, params, on_round)
+    sequences = recorded(decoder, rollouts, model)
+    spans = [Window(s, s.earliest, len(s.tokens_L) - 2) for s in sequences]
+    runs = accepted_runs(model, decoder.embed_tokens.weight, spans, depth=DEPTH, params=params)
+    seen = []
+    for number, (sequence, run_T) in enumerate(zip(sequences, runs, strict=True)):
+        known = sequence.first
+        for count in accepted[number]:
+            left = len(sequence.tokens_L) - known
+            if known > 1:  # after one token there is nothing to draft from
+                predicted = int(run_T[known - 2 - sequence.earliest])
+                # The engine drafts no further than the length limit, and may go on behind a stop token.
+                room = sequence.first + params.max_new_tokens - known
+                assert min(count, left) == min(predicted, room - 1)
+                seen.append(count)
+            known += count + 1
+        assert known >= len(sequence.tokens_L)
+    assert set(seen) == set(range(DEPTH + 1))
+    measure = measure_acceptance(
+        model,
+        decoder.embed_tokens.weight,
+        sequences,
+        depth=DEPTH,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+    )
+    every = torch.cat(runs)
+    assert measure == AcceptanceMeasure(len(every), tuple(int((every > k).sum()) for k in range(DEPTH)))
+    assert measure.accept_length == pytest.approx(1 + float(every.float().mean()))
+    assert 1.2 < measure.accept_length < 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_recomputation_accepts_the_same(decoder, tiny_config, temperature):
+    """Chains drafted token by token, without teacher forcing: drafted tokens are fed back whether right or wrong."""
+    model = lively_model(tiny_config, torch.arange(64))
+    embedding, params = decoder.embed_tokens.weight, SamplingParams(temperature=temperature)
+    tokens = texts((12,))[0]
+    (sequence,) = observe(decoder, [tokens], model, firsts=[3], dtype=torch.float32, streams=[-77])
+
+    def draft(known, path):
+        logits = logits_after(model, embedding, known, sequence.taps_LE, path)
+        keys = row_keys(torch.tensor([-77]), torch.tensor([len(known) + len(path)]))
+        noise = None if not temperature else gumbel_noise(keys, torch.arange(64, dtype=torch.int32))
+        return int(perturbed_scores(logits[None], noise, params).argmax())
+
+    # Plant the drafter's own chain into the text, so that chains hit: tokens 5, 6, 7 are what it drafts after 5.
+    changed = tokens.tolist()
+    for place in (5, 6, 7):
+        changed[place] = draft(changed[:5], changed[5:place])
+    sequence = replace(sequence, tokens_L=torch.tensor(changed, dtype=torch.int32))
+    expected = []
+    for known in range(3, 12):
+        path: list[int] = []
+        while len(path) < 3 and known + len(path) < 12:
+            path.append(draft(changed[:known], path))
+            if path[-1] != changed[known + len(path) - 1]:
+                path.pop()
+                break
+        expected.append(len(path))
+    (run_T,) = accepted_runs(model, embedding, [Window(sequence, 1, 10)], depth=3, params=params)
+    assert run_T.tolist() == expected
+    assert expected[2] == 3
+
+
+def stub(rows, *, first=2):
+    return blank(first + rows, first)
+
+
+def test_a_limit_is_shared_and_takes_the_latest_whole_chains():
+    long, short, middle = stub(100, first=50), stub(3), stub(20)
+    picked = {id(s.sequence): (s.start, s.end) for s in _choose_starts([long, short, middle], depth=4, max_rows=41)}
+    assert picked == {id(short): (0, 3), id(middle): (0, 19), id(long): (48 + 78, 48 + 97)}  # 19 each of 38
+    every = _choose_starts([long, short, middle], depth=4, max_rows=None)
+    assert sum(s.end - s.start for s in every) == 123
+    assert len(_choose_starts([long, short, middle], depth=4, max_rows=2)) == 2
+
+
+def test_passes_cut_long_sequences(decoder, tiny_config, monkeypatch):
+    """The same counts in passes of 7 starts, limited or not; a limit is the same rows' counts."""
+    model = lively_model(tiny_config, torch.arange(64))
+    embedding = decoder.embed_tokens.weight
+    sequences = observe(decoder, texts((30, 11, 18)), model, firsts=[4, 1, 9], dtype=torch.float32, streams=[1, 2, 3])
+
+    def measure(limit):
+        return measure_acceptance(model, embedding, sequences, depth=3, temperature=1.0, max_rows=limit)
+
+    whole = measure(None), measure(20)
+    monkeypatch.setattr("tlt_core.drafter.eagle3.acceptance._PASS_ROWS", 7)
+    assert (measure(None), measure(20)) == whole
+    assert (whole[0].starts, whole[1].starts) == (26 + 9 + 9, 20)
+    assert whole[0].accepted_by_depth[0] > 0
+
+
+def test_no_start():
+    with pytest.raises(ValueError, match="three tokens"):
+        measure_acceptance(None, torch.zeros(4, 2), [blank(2, 1)], depth=2, temperature=1.0)
+
+
+def test_a_chain_that_is_right_to_the_end_of_its_response_ends_there(decoder, tiny_config):
+    """One start, one token to draft: of all that it might be one is right, and then nothing is left to draft."""
+    model = lively_model(tiny_config, torch.arange(64))
+    embedding = decoder.embed_tokens.weight
+    (sequence,) = observe(decoder, texts((6,)), model, firsts=[5], dtype=torch.float32, streams=[1])
+    right = 0
+    for token in range(64):
+        tokens_L = torch.cat([sequence.tokens_L[:5], torch.tensor([token], dtype=torch.int32)])
+        span = Window(replace(sequence, tokens_L=tokens_L), 3, 4)
+        (run_T,) = accepted_runs(model, embedding, [span], depth=3, params=SamplingParams())
+        right += int(run_T)
+    assert right == 1

@@ -1,0 +1,436 @@
+"""The drafter against a reference without caches; catching up, moving rows, swapping weights; the ranking."""
+
+import itertools
+
+import pytest
+import torch
+
+from kernels.attention.packed_attention import packed_causal_attention
+from tests.tlt_core.drafter.eagle3.reference import lively_model, logits_after, paths, propose
+from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
+from tlt_core.drafter.eagle3.files import export_weights, import_weights
+from tlt_core.drafter.eagle3.model import Eagle3Config, blank_eagle3, random_eagle3
+from tlt_core.drafter.eagle3.tree import TreeBuilder, draft_noise, perturbed_scores
+from tlt_core.items.hidden_states import HiddenStates
+from tlt_core.items.speculation import Floors, LiveView, Strategy
+from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
+from tlt_core.model.config import ModelError
+from tlt_core.model.load import random_decoder
+from tlt_core.model.packed import can_pack
+from tlt_core.model.sampling import choose, row_keys, stream_key
+from tlt_core.rollout.draft_check import check_tree
+
+MAX_LEN = 96
+IDS = torch.tensor([0, 2, 3, 5, 7, 8, 11, 13, 20, 21, 30, 41, 42, 50, 61, 63])
+CHAIN, TREE = Strategy("eagle3", 5, 1, 5), Strategy("eagle3", 4, 3, 10)
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_config):
+    decoder = random_decoder(tiny_config, seed=0, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in decoder.named_parameters():
+            if not name.endswith("norm.weight"):
+                parameter *= 15
+    return decoder
+
+
+@pytest.fixture(scope="module")
+def model(tiny_config):
+    return lively_model(tiny_config, IDS)
+
+
+def taps_of(decoder, tokens):
+    def attend(layer, q, k, v):
+        return packed_causal_attention(q, k, v, torch.tensor([0, len(tokens)]))
+
+    with torch.inference_mode():
+        return decoder(tokens, torch.arange(len(tokens)), attend, taps=(0, 1, 2)).taps_TE.clone()
+
+
+def hidden_states(decoder, max_live, max_len=MAX_LEN):
+    """As an engine's; every value not recorded is not a number."""
+    hidden = HiddenStates(
+        (0, 1, 2),
+        hidden_size=decoder.config.hidden_size,
+        max_live=max_live,
+        max_len=max_len,
+        dtype=decoder.head_weight.dtype,
+        device=decoder.head_weight.device,
+    )
+    hidden.taps_SCE.fill_(torch.nan)
+    return hidden
+
+
+def move(drafter, source, target):
+    """As the engine does it."""
+    drafter._hidden.move(source, target)
+    drafter.move(source, target)
+
+
+class Bench:
+    """Rows of random tokens, as the engine would tell a drafter about them."""
+
+    def __init__(self, decoder, lengths, *, seed=0, prompt=1, alike=()):
+        """alike: rows with the prompt of the first of them."""
+        generator = torch.Generator().manual_seed(seed)
+        self.tokens = [torch.randint(0, 64, (MAX_LEN,), generator=generator) for _ in lengths]
+        for row in alike:
+            self.tokens[row][:prompt] = self.tokens[alike[0]][:prompt]
+        self.prompt = prompt
+        self.taps = [taps_of(decoder, tokens) for tokens in self.tokens]
+        self.decoder = decoder
+        self.keys = [NoiseKey(seed, 1, row, 0) for row in range(len(lengths))]
+        self.lengths = list(lengths)
+
+    def admit(self, drafter):
+        drafter.borrow(hidden_states(self.decoder, len(self.keys) + 1))
+        for row, key in enumerate(self.keys):
+            drafter.admit(row, GenerationRequest(key, self.tokens[row][: self.prompt].int()))
+
+    def record(self, drafter, row, start, end, *, place=None):
+        positions = torch.arange(start, end).flip(0)  # the order is free
+        rows = torch.full_like(positions, row if place is None else place)
+        drafter._hidden.record(rows, positions, self.taps[row][positions])
+
+    def view(self, params, *, rows=None, room=None):
+        rows = list(range(len(self.lengths))) if rows is None else rows
+        tokens = torch.full((len(rows), MAX_LEN), 63)
+        for place, row in enumerate(rows):
+            tokens[place, : self.lengths[row]] = self.tokens[row][: self.lengths[row]]
+        return LiveView(
+            requests=[GenerationRequest(self.keys[row], self.tokens[row][: self.prompt].int()) for row in rows],
+            tokens_BC=tokens,
+            lengths=[self.lengths[row] for row in rows],
+            room=[50] * len(rows) if room is None else room,
+            streams_B=torch.tensor([stream_key(self.keys[row]) for row in rows]),
+            params=params,
+        )
+
+    def expected(self, model, decoder, view, place, row, strategy):
+        tokens, taps = self.tokens[row][: self.lengths[row]].tolist(), self.taps[row]
+        stream = int(view.streams_B[place])
+        embedding = decoder.embed_tokens.weight
+        return propose(model, embedding, tokens, taps, stream, view.params, strategy, view.room[place])
+
+
+def ready(bench, model, decoder, **settings):
+    drafter = Eagle3Drafter(model, decoder, max_live=len(bench.lengths) + 1, max_len=MAX_LEN, **settings)
+    bench.admit(drafter)
+    for row, length in enumerate(bench.lengths):
+        bench.record(drafter, row, 0, length - 1)
+    return drafter
+
+
+def same(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("strategy", [CHAIN, TREE, Strategy("eagle3", 3, 2, 14), Strategy("eagle3", 6, 4, 3)], ids=str)
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(temperature=0.7, top_k=5),
+        SamplingParams(top_p=0.6),
+    ],
+    ids=["greedy", "T1", "top_k", "top_p"],
+)
+def test_proposals_equal_a_recomputation_without_caches(decoder, model, strategy, params):
+    bench = Bench(decoder, [7, 2, 12, 5])
+    drafter = ready(bench, model, decoder)
+    room = [50, 50, 3, 1]
+    for grown in (0, 3):  # a second proposal, after the first one's drafts were overwritten
+        for row in range(4):
+            bench.record(drafter, row, bench.lengths[row] - 1, bench.lengths[row] - 1 + grown)
+            bench.lengths[row] += grown
+        view = bench.view(params, room=room)
+        tree = drafter.propose(view, strategy)
+        check_tree(tree, view, strategy, vocab_size=64)
+        assert set(tree.tokens_N.tolist()) <= set(IDS.tolist())
+        for row in range(4):
+            assert paths(tree, row) == set(bench.expected(model, decoder, view, row, row, strategy)), row
+        assert not paths(tree, 3)  # room for one token: nothing to draft
+        assert max(len(path) for path in paths(tree, 2)) <= 2
+
+
+def test_a_late_sibling_drafts_from_the_hidden_states_of_a_live_one(decoder, model):
+    """They are not recorded for it; wrong ones would change no token of a response, only what is accepted."""
+    bench = Bench(decoder, [20, 14], prompt=12, alike=(0, 1))
+    drafter = Eagle3Drafter(model, decoder, max_live=3, max_len=MAX_LEN)
+    bench.admit(drafter)
+    bench.record(drafter, 0, 0, 19)
+    drafter._hidden.share(0, 1, 11)
+    bench.record(drafter, 1, 11, 13)
+    drafter.release(0, bench.tokens[0])  # a row drafts alone that never ran its prompt
+    move(drafter, 1, 0)
+    view = bench.view(SamplingParams(), rows=[1])
+    assert paths(drafter.propose(view, CHAIN), 0) == set(bench.expected(model, decoder, view, 0, 1, CHAIN))
+
+
+def test_the_draft_matters(decoder, model):
+    """The reference would not notice much if depth, rows or noise made no difference: they do."""
+    bench = Bench(decoder, [7, 9])
+    drafter = ready(bench, model, decoder)
+    chains = [
+        drafter.propose(bench.view(params), CHAIN) for params in (SamplingParams(), SamplingParams(temperature=0))
+    ]
+    assert not torch.equal(chains[0].tokens_N, chains[1].tokens_N)
+    assert chains[0].tokens_N[:5].tolist() != chains[0].tokens_N[5:].tolist()
+    assert chains[0].tokens_N.tolist()[:5] != [chains[0].tokens_N[0]] * 5
+
+
+@pytest.mark.parametrize("strategy", [CHAIN, TREE], ids=str)
+def test_catching_up_late_equals_keeping_up(decoder, model, strategy):
+    """Long stretches (packed pass) and short ones (padded pass), and rows of very different need."""
+    late, early = Bench(decoder, [60, 70, 3]), Bench(decoder, [4, 35, 3])
+    keeping = ready(early, model, decoder)
+    while early.lengths != late.lengths:
+        keeping.propose(early.view(SamplingParams()), strategy)
+        for row, (length, goal) in enumerate(zip(early.lengths, late.lengths, strict=True)):
+            end = min(length + 4, goal)
+            early.record(keeping, row, length - 1, end - 1)
+            early.lengths[row] = end
+    view = late.view(SamplingParams())
+    catching = ready(late, model, decoder)
+    assert same(catching.propose(view, strategy), keeping.propose(view, strategy))
+    for row in range(3):
+        assert paths(catching.propose(view, strategy), row) == set(
+            late.expected(model, decoder, view, row, row, strategy)
+        )
+
+
+def test_samples_of_a_prompt_run_it_once(decoder, model, monkeypatch):
+    bench = Bench(decoder, [20, 9, 14, 12], prompt=12, alike=(0, 2, 3))
+    bench.prompt = 9  # of the row that has nobody beside it too
+    drafter = ready(bench, model, decoder)
+    run, catch_up = [], drafter._cache.catch_up
+
+    def counted(starts, ends):
+        run.append(sum(ends) - sum(starts))
+        return catch_up(starts, ends)
+
+    monkeypatch.setattr(drafter._cache, "catch_up", counted)
+    view = bench.view(SamplingParams())
+    tree = drafter.propose(view, CHAIN)
+    for row in range(4):
+        assert paths(tree, row) == set(bench.expected(model, decoder, view, row, row, CHAIN))
+    assert run == [8, (19 - 8) + 8 + (13 - 8) + (11 - 8)], "8 shared positions, once"
+
+
+def test_rows_move_and_are_used_again(decoder, model):
+    bench = Bench(decoder, [6, 8, 10])
+    drafter = ready(bench, model, decoder)
+    params = SamplingParams()
+    drafter.propose(bench.view(params), CHAIN)
+    bench.record(drafter, 2, 9, 13)  # known, not yet caught up
+    bench.lengths[2] = 14
+    drafter.release(0, bench.tokens[0][:6].int())
+    move(drafter, 2, 0)
+    view = bench.view(params, rows=[2, 1])
+    tree = drafter.propose(view, TREE)
+    for place, row in enumerate([2, 1]):
+        assert paths(tree, place) == set(bench.expected(model, decoder, view, place, row, TREE))
+    # A new request in the place that was given up, and one more round of the others.
+    drafter.admit(2, GenerationRequest(bench.keys[0], bench.tokens[0][:1].int()))
+    bench.record(drafter, 0, 0, 5, place=2)
+    bench.record(drafter, 2, 13, 15, place=0)
+    bench.lengths[2] = 16
+    view = bench.view(params, rows=[2, 1, 0])
+    tree = drafter.propose(view, TREE)
+    for place, row in enumerate([2, 1, 0]):
+        assert paths(tree, place) == set(bench.expected(model, decoder, view, place, row, TREE))
+
+
+def test_nothing_to_draft_from_or_for(decoder, model):
+    bench = Bench(decoder, [1, 5])
+    drafter = ready(bench, model, decoder)
+    assert not len(drafter.propose(bench.view(SamplingParams(), room=[9, 1]), CHAIN).tokens_N)
+    tree = drafter.propose(bench.view(SamplingParams()), TREE)  # a row of one token has no position to run
+    view = bench.view(SamplingParams())
+    assert paths(tree, 0) == set()
+    assert paths(tree, 1) == set(bench.expected(model, decoder, view, 1, 1, TREE))
+
+
+def test_more_drafts_than_ever_before(decoder, model):
+    """The room for drafts grows; what was known stays."""
+    bench = Bench(decoder, [6, 8])
+    drafter = ready(bench, model, decoder)
+    view, large = bench.view(SamplingParams()), Strategy("eagle3", 6, 4, 40)
+    drafter.propose(view, CHAIN)
+    tree = drafter.propose(view, large)
+    for row in range(2):
+        assert paths(tree, row) == set(bench.expected(model, decoder, view, row, row, large))
+        assert len(paths(tree, row)) == 40
+    move(drafter, 1, 0)
+    assert paths(drafter.propose(bench.view(SamplingParams(), rows=[1]), CHAIN), 0) == set(
+        bench.expected(model, decoder, view, 1, 1, CHAIN)
+    )
+
+
+def test_new_weights_are_used_at_once(decoder, model, tiny_config):
+    bench = Bench(decoder, [6, 8])
+    drafter, view = ready(bench, model, decoder), bench.view(SamplingParams())
+    before = drafter.propose(view, CHAIN)
+    other = lively_model(tiny_config, IDS + torch.tensor([0] * 15 + [-1]), seed=9)
+    drafter.load_weights(export_weights(other))
+    assert paths(drafter.propose(view, TREE), 1) == set(bench.expected(other, decoder, view, 1, 1, TREE))
+    # Refused as a whole; and a spell of weights that are not numbers leaves nothing behind.
+    broken = export_weights(model) | {"lm_head.weight": torch.zeros(3, 3)}
+    with pytest.raises(ModelError, match="lm_head"):
+        drafter.load_weights(broken)
+    assert paths(drafter.propose(view, TREE), 1) == set(bench.expected(other, decoder, view, 1, 1, TREE))
+    nan = {n: x * torch.nan if x.is_floating_point() else x for n, x in export_weights(model).items()}
+    drafter.load_weights(nan)
+    for strategy in (CHAIN, TREE):
+        check_tree(drafter.propose(view, strategy), view, strategy, vocab_size=64)
+    drafter.load_weights(export_weights(model))
+    assert same(drafter.propose(view, CHAIN), before)
+
+
+def test_the_target_is_only_read(decoder, model):
+    before = {name: p.clone() for name, p in decoder.named_parameters()}
+    bench = Bench(decoder, [6, 8])
+    drafter = ready(bench, model, decoder)
+    drafter.propose(bench.view(SamplingParams()), TREE)
+    assert all(torch.equal(p, before[name]) for name, p in decoder.named_parameters())
+    assert drafter._embedding.weight.data_ptr() == decoder.embed_tokens.weight.data_ptr()
+
+
+def test_packed_bfloat16_equals_plain(model, tiny_config):
+    half = random_decoder(tiny_config, seed=0, dtype=torch.bfloat16)
+    if not can_pack(half):
+        pytest.skip("this CPU has no bfloat16 kernels in oneDNN")
+    bench = Bench(half, [40, 9, 17])
+    packed, plain = ready(bench, model, half), ready(bench, model, half)
+    plain._net = blank_eagle3(model.config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, value in import_weights(plain._net, export_weights(model)):
+            plain._net.state_dict()[name].copy_(value)
+    assert not list(packed._net.lm_head.parameters())
+    for strategy in (CHAIN, TREE):
+        view = bench.view(SamplingParams())
+        assert same(packed.propose(view, strategy), plain.propose(view, strategy))
+
+
+def test_coupled_first_child_of_a_perfect_drafter_is_the_targets_choice():
+    """Same distribution, same noise: the same token, at every temperature and with every filter."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(400, 64, generator=generator) * 2
+    lengths, streams = torch.randint(2, 500, (400,), generator=generator), torch.randint(-(2**62), 2**62, (400,))
+    for params in (
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(temperature=0.6, top_p=0.8),
+        SamplingParams(temperature=1.3, top_k=7),
+    ):
+        view = LiveView([], torch.zeros(400, 1), lengths.tolist(), [9] * 400, streams, params)
+        noise = draft_noise(view, lengths, torch.arange(64, dtype=torch.int32), depth=3)
+        for level in range(3):
+            target = choose(logits, row_keys(streams, lengths + level), params).tokens_N
+            for width in (1, 4):
+                tree = TreeBuilder(400, width=width, error_scale=1.0)
+                columns = tree.add_level(perturbed_scores(logits, None if noise is None else noise[:, level], params))
+                assert torch.equal(columns.view(400, width)[:, 0], target)
+
+
+def test_hit_rates_predict_hits():
+    """The theorem in `tree`: Gumbel errors of scale c make the target choose the r-th child that often."""
+    generator = torch.Generator().manual_seed(1)
+    scale, count = 0.5, 20_000
+    scores = torch.randn(1, 1, 12, generator=generator) * 1.5
+    errors = -(-torch.rand(count, 12, generator=generator).log()).log() * scale
+    chosen = (scores[0, 0] + errors).argmax(-1)
+    tree = TreeBuilder(1, width=4, error_scale=scale)
+    columns = tree.add_level(scores)[0]
+    values = tree._values[0][0].exp()
+    hits = torch.stack([(chosen == column).float().mean() for column in columns])
+    assert float(values.sum()) > 0.5
+    torch.testing.assert_close(hits, values, atol=0.012, rtol=0)  # 3 standard errors
+
+
+@pytest.mark.parametrize("strategy", [Strategy("eagle3", 5, 1, 5), Strategy("eagle3", 4, 3, 12)], ids=str)
+def test_the_floor_cuts_what_is_improbable(decoder, model, strategy):
+    """The higher the floor the less is kept, each draft a subtree of the one before; nothing is above certainty."""
+    bench = Bench(decoder, [7, 9, 12, 5])
+    drafter = ready(bench, model, decoder)
+    view = bench.view(SamplingParams())
+    kept = []
+    for floor in (0.0, 1e-9, 0.02, 0.1, 0.3, 1.0):
+        tree = drafter.propose(view._replace(floors=Floors(token=floor)), strategy)
+        check_tree(tree, view, strategy, vocab_size=64)
+        kept.append({(row, path) for row in range(4) for path in paths(tree, row)})
+    assert kept[0] == kept[1]
+    assert all(less <= more for more, less in itertools.pairwise(kept))
+    assert len({len(paths) for paths in kept}) >= 4, "the floors were chosen to matter"
+    assert not kept[-1]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_what_reaches_the_floor_by_hand(width):
+    """One row, two levels: the value of a node is the product of softmax shares along its path."""
+    generator = torch.Generator().manual_seed(5)
+    first, second = torch.randn(1, 1, 6, generator=generator) * 2, torch.randn(1, width, 6, generator=generator) * 2
+    shares, below = first[0, 0].softmax(-1), second[0].softmax(-1)
+    top = shares.topk(width).indices.tolist()
+    values = {(token,): float(shares[token]) for token in top}
+    for place, token in enumerate(top):
+        for child in below[place].topk(width).indices.tolist():
+            values[token, child] = float(shares[token] * below[place, child])
+    for floor, level in itertools.product((0.01, 0.05, 0.2, 0.5), (0.0, 0.3, 0.8)):
+        tree = TreeBuilder(1, width=width, error_scale=1.0, floors=Floors(floor, level))
+        tree.add_level(first)
+        promised = sum(values[token,] for token in top if values[token,] >= floor)
+        assert tree.is_hopeless() == (promised <= level)
+        tree.choose_beam()
+        tree.add_level(second)
+        found = paths(tree.finish(torch.arange(6), torch.tensor([9]), tokens=99), 0)
+        assert set(found) == {path for path, value in values.items() if value >= floor}
+
+
+def test_embedding_updates_reach_the_drafter(decoder, model, tiny_config):
+    """The policy's embedding is read in place: after an update of the policy nothing has to be sent."""
+    own = random_decoder(tiny_config, seed=0, dtype=torch.float32)
+    bench = Bench(own, [6, 8])
+    drafter = ready(bench, model, own)
+    own.load_weights([("embed_tokens.weight", torch.randn(64, 32, generator=torch.Generator().manual_seed(2)))])
+    view = bench.view(SamplingParams())
+    assert paths(drafter.propose(view, CHAIN), 0) == set(bench.expected(model, own, view, 0, 0, CHAIN))
+
+
+def test_whole_vocabulary(decoder, tiny_config):
+    model = lively_model(tiny_config, torch.arange(64))
+    bench = Bench(decoder, [6, 8])
+    drafter, view = ready(bench, model, decoder), bench.view(SamplingParams())
+    logits = logits_after(model, decoder.embed_tokens.weight, bench.tokens[0][:6].tolist(), bench.taps[0], ())
+    first = choose(logits[None], row_keys(view.streams_B[:1], torch.tensor([6])), view.params).tokens_N
+    assert drafter.propose(view, CHAIN).tokens_N[0] == first[0]
+
+
+def test_catching_up_is_not_the_price_of_drafting(tiny_config):
+    """Positions decoded without the drafter are paid once, and said apart: a probe would else look dear."""
+    decoder = random_decoder(tiny_config, seed=0, dtype=torch.float32)
+    drafter = Eagle3Drafter(
+        random_eagle3(Eagle3Config.for_target(tiny_config, 64), torch.arange(64), seed=0),
+        decoder,
+        max_live=1,
+        max_len=64,
+    )
+    request = GenerationRequest(NoiseKey(0, 0, 0, 0), torch.arange(3, 43).int())
+    hidden = hidden_states(decoder, 1)
+    drafter.borrow(hidden)
+    drafter.admit(0, request)
+    hidden.record_prompt(0, torch.randn(40, 3 * tiny_config.hidden_size))
+    tokens = torch.zeros(1, 64, dtype=torch.int64)
+    tokens[0, :40] = request.prompt_tokens
+    strategy = Strategy("eagle3", 3, 1, 3)
+    drafter.propose(
+        LiveView([request], tokens, [40], [20], torch.zeros(1, dtype=torch.int64), SamplingParams()), strategy
+    )
+    assert drafter.backlog_s > 0
+    hidden.record(torch.zeros(2, dtype=torch.int64), torch.arange(40, 42), torch.randn(2, 3 * tiny_config.hidden_size))
+    drafter.propose(
+        LiveView([request], tokens, [42], [20], torch.zeros(1, dtype=torch.int64), SamplingParams()), strategy
+    )
+    assert drafter.backlog_s == 0

@@ -1,0 +1,121 @@
+"""The ways to train: each computes what its description says, and each gets more drafts accepted."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kernels.attention.packed_attention import packed_causal_attention
+from tests.tlt_core.drafter.eagle3.reference import lively_model
+from tests.tlt_core.drafter.eagle3.training_texts import IDS, lively_decoder, probs_of, texts
+from tlt_core.drafter.eagle3.acceptance import measure_acceptance
+from tlt_core.drafter.eagle3.depths import drafted_depths
+from tlt_core.drafter.eagle3.model import eagle3_from_target, tap_scales
+from tlt_core.drafter.eagle3.observe import observe
+from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
+from tlt_core.drafter.eagle3.windows import Pack, Window
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_config):
+    return lively_decoder(tiny_config)
+
+
+def by_definition(model, decoder, sequence, settings):
+    """Loss and gradient of one sequence, written with autograd's own operations."""
+    model.zero_grad(set_to_none=True)
+    start, end = sequence.earliest, len(sequence.tokens_L) - 2
+    pack = Pack.of([Window(sequence, start, end)], torch.device("cpu"))
+    embeds = F.embedding(pack.tokens_R, decoder.embed_tokens.weight.detach())
+    fused_next = model.fuse(sequence.taps_LE[start + 1 : end + 1].clone()).detach()
+    levels = 1 if settings.method == "eagle" else settings.depth
+    total = 0.0
+    for k, y in enumerate(drafted_depths(model, embeds, pack, depth=levels, detached=settings.method == "hass")):
+        log_q = model.logits(y[k:]).log_softmax(-1)  # rows below k did not begin where drafting can
+        p = probs_of(sequence, decoder, IDS)[start + 2 - sequence.first :][k:]
+        loss = -(p * log_q).sum()
+        if settings.method != "eagle3":
+            loss = 0.1 * loss + F.smooth_l1_loss(y[k:], fused_next[k:], reduction="none").mean(-1).sum()
+        if settings.method == "hass":
+            for row, log_row in zip(p, log_q, strict=True):
+                best = row.argsort(descending=True)[:10]
+                loss = loss - (row[best] * log_row[best]).sum()
+        total = total + loss * settings.depth_decay**k
+    total = total / sum(settings.depth_decay**k for k in range(levels))
+    total.backward()
+    return total.item(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("method", ["eagle3", "hass", "eagle"])
+def test_methods_by_definition(decoder, tiny_config, method):
+    model, settings = lively_model(tiny_config, IDS), TrainSettings(method=method, depth=3, depth_decay=0.7)
+    (sequence,) = observe(decoder, texts((20,)), model, firsts=[6], dtype=torch.float32)
+    loss, gradient = by_definition(model, decoder, sequence, settings)
+    model.zero_grad(set_to_none=True)
+    trainer = Eagle3Trainer(model, decoder, settings)
+    metrics = trainer.accumulate([Window(sequence, 4, 18)])
+    assert metrics.loss * metrics.rows == pytest.approx(loss, rel=1e-5)
+    assert len(metrics.overlaps) == (1 if method == "eagle" else 3)
+    for name, parameter in model.named_parameters():
+        difference = (parameter.grad - gradient[name]).abs().max() / gradient[name].abs().max()
+        assert float(difference) < 1e-4, name
+
+
+def test_inputs_of_later_depths_are_constants_in_hass_alone(decoder, tiny_config):
+    """A second depth's gradient with respect to the first one's y."""
+    model = lively_model(tiny_config, IDS)
+    (sequence,) = observe(decoder, texts((12,)), model, firsts=[2], dtype=torch.float32)
+    pack = Pack.of([Window(sequence, 0, 10)], torch.device("cpu"))
+    embeds = F.embedding(pack.tokens_R, decoder.embed_tokens.weight.detach())
+    for detached in (False, True):
+        first, second = drafted_depths(model, embeds, pack, depth=2, detached=detached)
+        (grad,) = torch.autograd.grad(second[1:].sum(), first, allow_unused=True)
+        assert (grad is None) == detached
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        TrainSettings(loss="soft_ce", learning_rate=5e-3, warmup_steps=5),
+        TrainSettings(loss="tv", learning_rate=5e-3, warmup_steps=5),
+        TrainSettings(loss="mixed", learning_rate=5e-3, warmup_steps=5),
+        TrainSettings(method="hass", depth_decay=1.0, learning_rate=5e-3, warmup_steps=5),
+        TrainSettings(method="eagle", learning_rate=5e-3, warmup_steps=5),
+    ],
+    ids=["soft_ce", "tv", "mixed", "hass", "eagle"],
+)
+def test_each_gets_more_drafts_accepted(decoder, settings):
+    """The target's greedy continuations: what is learnt is what is drafted."""
+    prompts = texts((4, 6, 5), seed=3)
+    tokens = [continued(decoder, prompt, 24) for prompt in prompts]
+    model = eagle3_from_target(decoder, torch.arange(64), scales=(1.0,) * 3, seed=1)
+    sequences = observe(decoder, tokens, model, firsts=[4, 6, 5], dtype=torch.float32)
+    model.tap_scales = tap_scales(sequences[0].taps_LE)
+    trainer = Eagle3Trainer(model, decoder, settings)
+
+    def accepted():
+        return measure_acceptance(model, decoder.embed_tokens.weight, sequences, depth=3, temperature=0).accept_length
+
+    before = accepted()
+    for _ in range(60):
+        trainer.step(sequences)
+    assert accepted() > before + 0.4
+
+
+def continued(decoder, prompt, count):
+    """Greedy, without a cache."""
+    tokens = prompt.tolist()
+    with torch.inference_mode():
+        for _ in range(count):
+            offsets = torch.tensor([0, len(tokens)])
+            hidden = decoder(
+                torch.tensor(tokens),
+                torch.arange(len(tokens)),
+                lambda _, q, k, v, at=offsets: packed_causal_attention(q, k, v, at),
+            )
+            tokens.append(int(decoder.logits(hidden.last_TD[-1:]).argmax()))
+    return torch.tensor(tokens)
+
+
+def test_a_loss_of_its_own():
+    with pytest.raises(ValueError, match="hass has a loss of its own: tv"):
+        TrainSettings(method="hass", loss="tv")

@@ -1,0 +1,230 @@
+"""Training: that it learns, what it leaves alone, and that it resumes, between updates and between micro-steps."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load, load_file, save, save_file
+
+from kernels.attention.packed_attention import packed_causal_attention
+from tests.tlt_core.drafter.eagle3.reference import lively_model
+from tests.tlt_core.drafter.eagle3.training_texts import IDS, blank, probs_of, texts
+from tlt_core.drafter.eagle3.cache import DraftCache
+from tlt_core.drafter.eagle3.model import eagle3_from_target, tap_scales
+from tlt_core.drafter.eagle3.observe import observe
+from tlt_core.drafter.eagle3.train import Eagle3Trainer, GivenUp, TrainSettings
+from tlt_core.drafter.eagle3.windows import Window, cut
+
+
+def learnt(decoder, steps, *, settings, sequences=None, state=None):
+    sequences = pupils(decoder) if sequences is None else sequences
+    model = eagle3_from_target(decoder, IDS, scales=tap_scales(sequences[0].taps_LE), seed=1)
+    trainer = Eagle3Trainer(model, decoder, settings)
+    if state is not None:
+        trainer.load_state_dict(state)
+    return trainer, [trainer.step(sequences) for _ in range(steps)]
+
+
+def pupils(decoder):
+    model = eagle3_from_target(decoder, IDS, scales=(1.0, 1.0, 1.0), seed=1)
+    return observe(decoder, texts((12, 9, 15)), model, firsts=[2, 3, 1], dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_learns_a_few_sequences(decoder, dtype):
+    """The reachable overlap is the mass that the target puts on the draft vocabulary."""
+    sequences = pupils(decoder)
+    settings = TrainSettings(learning_rate=5e-3, warmup_steps=10, compute_dtype=dtype)
+    trainer, history = learnt(decoder, 80, settings=settings, sequences=sequences)
+    reachable = torch.cat([probs_of(s, decoder, IDS) for s in sequences]).sum(-1).mean()
+    final = trainer.measure(sequences)
+    assert len(final.overlaps) == 3
+    assert all(overlap < 0.5 * float(reachable) for overlap in history[0].overlaps)
+    assert all(overlap > 0.85 * float(reachable) for overlap in final.overlaps)
+    assert history[0].top1 < 0.5 < 0.75 < final.top1
+    assert final.rows == (12 - 2) + (9 - 3) + (15 - 2)  # first = 1 trains from token 2 on: there is no row before
+
+
+def test_only_the_drafter_learns(decoder):
+    before = {name: p.clone() for name, p in decoder.named_parameters()}
+    trainer, _ = learnt(decoder, 0, settings=TrainSettings(warmup_steps=0, learning_rate=1e-2))
+    untrained = trainer.state_dict()
+    for _ in range(3):
+        trainer.step(pupils(decoder))
+    assert all(torch.equal(p, before[name]) for name, p in decoder.named_parameters())
+    assert all(p.grad is None for p in decoder.parameters())
+    assert all(bool((p != untrained[f"model.{name}"]).any()) for name, p in trainer.model.named_parameters())
+    assert trainer.model.draft_ids_J.tolist() == IDS.tolist()
+
+
+def test_prompts_are_not_trained(decoder, model):
+    """Distributions from the first sampled token on, and nothing else, enter."""
+    (sequence,) = observe(decoder, texts((12,)), model, firsts=[5], dtype=torch.float32)
+    trainer = Eagle3Trainer(model, decoder, TrainSettings())
+    before = trainer.measure([sequence])
+    assert before.rows == 12 - 5
+    assert sequence.lognorms_P.shape == (7,)
+    for row in range(7):
+        lognorms = sequence.lognorms_P.clone()
+        lognorms[row] += 1
+        assert trainer.measure([replace(sequence, lognorms_P=lognorms)]) != before
+    model_rows = Window(sequence, 3, 10)  # rows 3 .. 9 read tokens 4 .. 10, the first of which is of the prompt
+    assert trainer.accumulate([model_rows]).rows == 7
+
+
+def test_a_step_is_its_micro_steps(decoder):
+    """One update on whole sequences, or the same rows in passes of other sizes: the same mean, clipped as one."""
+    sequences = pupils(decoder)
+    settings = TrainSettings(warmup_steps=0, learning_rate=1e-2, max_grad_norm=0.1)
+    whole, (metrics,) = learnt(decoder, 1, settings=settings)
+    parts, _ = learnt(decoder, 0, settings=settings)
+    windows = [w for s in sequences for w in cut(s, rows=4)]
+    sums = [parts.accumulate(windows[i : i + 2]) for i in range(0, len(windows), 2)]
+    assert parts.rows == sum(m.rows for m in sums) == metrics.rows
+    assert sum(m.loss * m.rows for m in sums) == pytest.approx(metrics.loss * metrics.rows, rel=1e-5)
+    norm = parts.apply()
+    assert norm > 0.1
+    assert (parts.rows, parts.steps) == (0, 1)
+    for key, expected in whole.state_dict().items():
+        if key.startswith("exp_avg."):  # moments show the gradient; Adam's first update shows its sign alone
+            torch.testing.assert_close(parts.state_dict()[key], expected, atol=1e-7, rtol=1e-3)
+    moments = torch.cat([v.flatten() for k, v in parts.state_dict().items() if k.startswith("exp_avg.")])
+    assert float(moments.norm()) == pytest.approx(0.1 * (1 - 0.9), rel=1e-4)  # the clipped gradient
+
+
+def test_the_first_update_by_hand(decoder):
+    """AdamW's first step is the rate times the gradient's sign; the rate is warmed up, then falls."""
+    settings = TrainSettings(learning_rate=3e-3, warmup_steps=4, total_steps=9)
+    trainer, _ = learnt(decoder, 0, settings=settings)
+    before = trainer.model.lm_head.weight.detach().clone()
+    rates = []
+    for _ in range(10):
+        rates.append(trainer.learning_rate)
+        trainer.step(pupils(decoder))
+        if trainer.steps == 1:
+            moved = (trainer.model.lm_head.weight.detach() - before).abs().max()
+            assert float(moved) == pytest.approx(0.75e-3, rel=1e-3)
+    assert rates[:5] == pytest.approx([0.75e-3, 1.5e-3, 2.25e-3, 3e-3, 3e-3])
+    assert rates[7] == pytest.approx(3e-3 * (1 - 0.9 * 3 / 5))
+    assert rates[9] == pytest.approx(0.3e-3)
+
+
+def test_nothing_to_apply_and_nothing_forgotten(decoder):
+    trainer, _ = learnt(decoder, 0, settings=TrainSettings())
+    with pytest.raises(ValueError, match="call accumulate first"):
+        trainer.apply()
+    sequences = pupils(decoder)
+    trainer.accumulate(cut(sequences[0], rows=4)[:1])
+    with pytest.raises(ValueError, match="4 rows were accumulated"):
+        trainer.step(sequences)
+    assert trainer.steps == 0
+
+
+def test_resuming_repeats_to_the_bit(decoder):
+    settings = TrainSettings(learning_rate=3e-3, warmup_steps=4, total_steps=9)
+    whole, history = learnt(decoder, 8, settings=settings)
+    part, _ = learnt(decoder, 3, settings=settings)
+    again, rest = learnt(decoder, 5, settings=settings, state=load(save(part.state_dict())))
+    assert rest == history[3:]
+    same(whole, again)
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+def test_preempted_between_micro_steps_repeats_to_the_bit(decoder, tmp_path, stop):
+    """Killed after any pass, whatever is accumulated by then; a new trainer goes on from the file."""
+    windows = [w for _ in range(3) for s in pupils(decoder) for w in cut(s, rows=5)]
+    settings = TrainSettings(learning_rate=3e-3, warmup_steps=2)
+
+    def go_on(trainer, first, last):
+        for index in range(first, last):
+            trainer.accumulate(windows[index : index + 1])
+            if index % 3 == 2:
+                trainer.apply()
+
+    whole, _ = learnt(decoder, 0, settings=settings)
+    go_on(whole, 0, len(windows) - 1)
+    part, _ = learnt(decoder, 0, settings=settings)
+    go_on(part, 0, stop)
+    save_file(part.state_dict(), tmp_path / "trainer.safetensors")
+    other = lively_model_of(decoder)
+    again = Eagle3Trainer(other, decoder, settings)
+    again.accumulate(windows[:1])  # whatever it did before
+    again.load_state_dict(load_file(tmp_path / "trainer.safetensors"))
+    assert again.rows == part.rows > 0 if stop % 3 else again.rows == 0
+    go_on(again, stop, len(windows) - 1)
+    assert whole.rows > 0
+    same(whole, again)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pass_given_up_leaves_no_trace(decoder, dtype):
+    """At every point where it is asked: before each depth, and before each layer of it on the way back."""
+    windows = cut(pupils(decoder)[0], rows=6)
+    settings = TrainSettings(learning_rate=3e-3, warmup_steps=2, compute_dtype=dtype)
+    whole, part = (learnt(decoder, 0, settings=settings)[0] for _ in range(2))
+    asked = 0
+
+    def count():
+        nonlocal asked
+        asked += 1
+        return False
+
+    for trainer in (whole, part):
+        trainer.accumulate(windows[:1])
+    before = {name: value.clone() for name, value in part.state_dict().items()}
+    whole.accumulate(windows[1:2], given_up=count)
+    layers = 5 * settings.depth + 2  # fc of the pack's context and of its query rows
+    assert asked == settings.depth + layers
+    for point in range(asked):
+        answers = iter([False] * point + [True])
+        with pytest.raises(GivenUp):
+            part.accumulate(windows[1:2], given_up=lambda answers=answers: next(answers))
+        after = part.state_dict()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before), point
+    part.accumulate(windows[1:2])
+    whole.apply()
+    part.apply()
+    same(whole, part)
+
+
+def lively_model_of(decoder):
+    return lively_model(decoder.config, IDS, seed=8)
+
+
+def same(one, other):
+    """Parameters, moments, accumulated gradients, counts: all of it."""
+    a, b = one.state_dict(), other.state_dict()
+    assert a.keys() == b.keys()
+    assert {name.partition(".")[0] for name in a} >= {"model", "exp_avg", "exp_avg_sq", "step"}
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def test_starts_as_the_targets_last_layer(decoder):
+    """With fc's and the embedding's random parts taken out, the drafter is the last layer on the high hidden state."""
+    tokens = texts((10,))[0]
+    scales = (1.0, 1.0, 0.25)
+    model = eagle3_from_target(decoder, torch.arange(64), scales=scales, taps=(0, 1, 1), seed=0)
+    with torch.no_grad():
+        model.fc.weight.copy_(torch.cat([torch.zeros(32, 64), torch.eye(32)], 1))
+        model.qkv_proj.weight[:, :32] = 0
+
+        def attend(q, k, v):
+            return packed_causal_attention(q, k, v, torch.tensor([0, 10]))
+
+        hidden = decoder(tokens, torch.arange(10), lambda _, q, k, v: attend(q, k, v), taps=(0, 1, 1))
+        cache = DraftCache(model.config, num_slots=1, max_len=10, dtype=torch.float32, device=torch.device("cpu"))
+        y = model(decoder.embed_tokens(tokens), model.fuse(hidden.taps_TE), cache.rope_C21d, attend)
+        torch.testing.assert_close(model.logits(y), decoder.logits(hidden.last_TD), atol=2e-3, rtol=1e-3)
+
+
+def test_too_short_to_train(decoder, model):
+    trainer = Eagle3Trainer(model, decoder, TrainSettings())
+    short = blank(2, 1)
+    with pytest.raises(ValueError, match="needs three tokens"):
+        trainer.step([short])
+    (sequence,) = observe(decoder, texts((12,)), model, firsts=[5], dtype=torch.float32)
+    with pytest.raises(ValueError, match="nothing to train"):
+        trainer.accumulate([Window(sequence, 0, 3)])
+    assert trainer.steps == 0

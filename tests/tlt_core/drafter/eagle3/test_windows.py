@@ -1,0 +1,132 @@
+"""Windows: their losses and gradients add up to the sequence's, and they are cut where they should be."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.tlt_core.drafter.eagle3.training_texts import texts
+from tlt_core.drafter.eagle3.observe import observe
+from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
+from tlt_core.drafter.eagle3.windows import TrainPack, Window, cut
+
+SETTINGS = TrainSettings(depth=4)
+
+
+@pytest.fixture
+def sequences(decoder, model):
+    return observe(decoder, texts((40, 23, 31)), model, firsts=[7, 1, 12], dtype=torch.float32)
+
+
+def gradient(model, decoder, passes, settings=SETTINGS):
+    """Summed loss, rows and gradients of some passes of windows."""
+    trainer = Eagle3Trainer(model, decoder, settings)
+    metrics = [trainer.accumulate(windows) for windows in passes]
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return sum(m.loss * m.rows for m in metrics), sum(m.rows for m in metrics), grads
+
+
+def whole(sequence):
+    return Window(sequence, sequence.earliest, len(sequence.tokens_L) - 2)
+
+
+def close(found, expected):
+    assert found[1] == expected[1]
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    for name, value in expected[2].items():
+        difference = (found[2][name] - value).abs().max() / value.abs().max()
+        assert float(difference) < 1e-4, name  # fp32; measured 1e-5
+
+
+@pytest.mark.parametrize("rows", [1, 5, 7, 100])
+def test_windows_add_up_to_the_sequence(decoder, model, sequences, rows):
+    """Loss and gradient, with windows shorter than the depth too."""
+    for sequence in sequences:
+        windows = cut(sequence, rows=rows)
+        assert sum(w.rows for w in windows) == sequence.rows
+        assert len(windows) == -(-sequence.rows // rows)
+        close(gradient(model, decoder, [[w] for w in windows]), gradient(model, decoder, [[whole(sequence)]]))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        TrainSettings(loss="tv"),
+        TrainSettings(loss="mixed"),
+        TrainSettings(method="hass"),
+        TrainSettings(method="eagle"),
+    ],
+    ids=["tv", "mixed", "hass", "eagle"],
+)
+def test_whatever_is_trained_adds_up(decoder, model, sequences, settings):
+    windows = [w for s in sequences for w in cut(s, rows=6)]
+    expected = gradient(model, decoder, [[whole(s) for s in sequences]], settings)
+    close(gradient(model, decoder, [windows[::2], windows[1::2]], settings), expected)
+
+
+def test_windows_of_several_sequences_in_one_pass(decoder, model, sequences):
+    """Interleaved, and two of one sequence together."""
+    pieces = [w for s in sequences for w in cut(s, rows=9)]
+    expected = gradient(model, decoder, [[whole(s) for s in sequences]])
+    close(gradient(model, decoder, [pieces[::2], pieces[1::2]]), expected)
+    close(gradient(model, decoder, [pieces[::-1]]), expected)
+
+
+def test_prompt_rows_in_a_window_do_not_count(decoder, model, sequences):
+    """A window may begin anywhere, at the first row too."""
+    sequence = sequences[0]
+    assert (sequence.earliest, Window(sequence, 0, 9).rows, Window(sequence, 0, 5).rows) == (5, 4, 0)
+    found = gradient(model, decoder, [[Window(sequence, 0, 9), Window(sequence, 9, 38)]])
+    close(found, gradient(model, decoder, [[whole(sequence)]]))
+    close(gradient(model, decoder, [[Window(sequence, 0, 5), Window(sequence, 0, 38)]]), found)
+
+
+def test_a_window_does_not_see_later_positions_or_neighbours(decoder, model, sequences):
+    """To the bit: loss and every gradient."""
+    first = sequences[0]
+    tokens, taps, lognorms = first.tokens_L.clone(), first.taps_LE.clone(), first.lognorms_P.clone()
+    tokens[21:] = (tokens[21:] + 1) % 64  # row 19 reads token 20 and predicts token 21
+    taps[20:] += 1
+    lognorms[21 - 6 :] = math.inf  # probability 0, of token 22 on
+    changed = replace(first, tokens_L=tokens, taps_LE=taps, lognorms_P=lognorms)
+    before = gradient(model, decoder, [[Window(first, 12, 20)]])
+    after = gradient(model, decoder, [[Window(changed, 12, 20)]])
+    assert before[0] == after[0]
+    assert all(torch.equal(before[2][name], after[2][name]) for name in before[2])
+    # A neighbour adds its own gradient and changes nothing of ours: its loss is taken out by its distributions.
+    silent = [replace(s, lognorms_P=torch.full_like(s.lognorms_P, math.inf)) for s in (sequences[1], changed)]
+    other = replace(silent[0], taps_LE=silent[0].taps_LE * 2, tokens_L=(silent[0].tokens_L + 3) % 64)
+    packs = [[whole(s), Window(first, 12, 20), whole(silent[1])] for s in (silent[0], other)]
+    one, two = (gradient(model, decoder, [pack]) for pack in packs)
+    assert one[0] == two[0] == pytest.approx(before[0], rel=1e-6)
+    assert all(torch.equal(one[2][name], two[2][name]) for name in one[2])
+
+
+def test_only_context_rows_are_added(sequences):
+    """The pass over a window: its rows, depth - 1 rows of halo, and all before as context; no halo before drafting."""
+    train = TrainPack.of(
+        [Window(sequences[0], 20, 25), Window(sequences[0], 7, 9)], depth=4, device=torch.device("cpu")
+    )
+    assert (train.pack.context, train.pack.queries) == ([17, 5], [8, 4])
+    assert train.pack.positions_R.tolist() == [*range(17), *range(5), *range(17, 25), *range(5, 9)]
+    assert [len(train.counted_N(k)) for k in range(4)] == [5 + 2, 5 + 2, 5 + 2, 5 + 1]
+
+
+@pytest.mark.parametrize(("start", "end"), [(-1, 3), (3, 3), (5, 39)])
+def test_impossible_windows(sequences, start, end):
+    with pytest.raises(ValueError, match="of a sequence of 40 tokens: it has 38"):
+        Window(sequences[0], start, end)
+
+
+def test_windows_in_bfloat16(decoder, model, sequences):
+    """The same gradients to the rounding of bfloat16: other kernels run there."""
+    expected = gradient(model, decoder, [[whole(s) for s in sequences]])
+    half = TrainSettings(depth=4, compute_dtype=torch.bfloat16)
+    for passes in ([[whole(s) for s in sequences]], [[w] for s in sequences for w in cut(s, rows=9)]):
+        loss, rows, grads = gradient(model, decoder, passes, half)
+        assert rows == expected[1]
+        assert loss == pytest.approx(expected[0], rel=1e-2)
+        for name, value in expected[2].items():
+            assert float((grads[name] - value).norm() / value.norm()) < 0.08, name  # measured 0.04, in windows or not

@@ -1,0 +1,70 @@
+"""Which differences from plain decoding count: planted ones, and near-ties by a wider tolerance."""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from conf.rollout import SpeculationConfig
+from tlt_core.export import drafter_trial
+from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
+from tlt_core.model.decoder import Decoder
+from tlt_core.rollout import side_by_side
+from tlt_core.rollout.side_by_side import Workload
+
+
+@pytest.fixture(params=[0.0, 1.0])
+def workload(tiny_decoder: Decoder, request: pytest.FixtureRequest) -> Workload:
+    prompts = [torch.tensor([1, 5, 9 + index], dtype=torch.int32) for index in range(3)]
+    requests = [GenerationRequest(NoiseKey(0, 1, index, 0), tokens) for index, tokens in enumerate(prompts)]
+    params = SamplingParams(temperature=request.param, max_new_tokens=8, stop_token_ids=())
+    return Workload("tiny", tiny_decoder, requests, params, 2)
+
+
+def _plain(workload: Workload) -> dict[NoiseKey, Rollout]:
+    return dict(side_by_side.run(workload, SpeculationConfig(policy="off"), seed=0).rollouts)
+
+
+def _altered(
+    rollouts: dict[NoiseKey, Rollout], change: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[NoiseKey, Rollout]:
+    key, rollout = next(iter(rollouts.items()))
+    tokens = change(rollout.tokens.clone())
+    shorter = rollout.logprobs[: len(tokens) - rollout.prompt_len]
+    return rollouts | {key: dataclasses.replace(rollout, tokens=tokens, logprobs=shorter)}
+
+
+def _another_token(tokens: torch.Tensor) -> torch.Tensor:
+    tokens[5] = (tokens[5] + 1) % 64
+    return tokens
+
+
+def test_equal_responses_count_as_nothing(workload: Workload) -> None:
+    plain = _plain(workload)
+    assert drafter_trial._differences(workload, plain, dict(plain)) == (0, 0)
+
+
+def test_another_token_is_a_change_unless_it_scores_the_same(
+    workload: Workload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = _plain(workload)
+    other = _altered(plain, _another_token)
+    assert drafter_trial._differences(workload, plain, other) == (1, 0)
+    monkeypatch.setattr(drafter_trial, "_NEAR_TIE", 1e9)
+    assert drafter_trial._differences(workload, plain, other) == (0, 1)
+
+
+def test_a_shorter_response_is_a_change(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drafter_trial, "_NEAR_TIE", 1e9)
+    plain = _plain(workload)
+    assert drafter_trial._differences(workload, plain, _altered(plain, lambda tokens: tokens[:-2])) == (1, 0)
+
+
+def test_the_gap_is_zero_for_the_token_itself_only(workload: Workload) -> None:
+    key, rollout = next(iter(_plain(workload).items()))
+    for at in range(rollout.prompt_len, len(rollout.tokens)):
+        chosen = int(rollout.tokens[at])
+        gaps = [drafter_trial._gap(workload, key, rollout.tokens, at=at, other=token) for token in range(64)]
+        assert gaps[chosen] == 0.0
+        assert sum(gap == 0.0 for gap in gaps) == 1

@@ -1,0 +1,123 @@
+"""A checkpoint is whole or it is not used."""
+
+import json
+import math
+import os
+import shutil
+import struct
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tlt_core.items import checkpoint
+from tlt_core.items.checkpoint import CheckpointError, DriverState
+
+
+def state(step: int, best: float | None = None) -> DriverState:
+    return DriverState(
+        step=step,
+        data_cursor=8 * step,
+        policy_version=step,
+        tracker_run_id="r",
+        resume_attempt=0,
+        fingerprint="f",
+        best_metric=best,
+    )
+
+
+def write_part(folder):
+    (folder / "rank_0").mkdir()
+    (folder / "rank_0" / "weights.bin").write_bytes(b"x" * 1000)
+
+
+def test_round_trip(tmp_path):
+    folder = checkpoint.save(tmp_path, state(3), write_part)
+    assert checkpoint.newest_valid(tmp_path) == folder
+    assert checkpoint.load_state(folder) == state(3)
+    assert (folder / "rank_0" / "weights.bin").stat().st_size == 1000
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "no marker": lambda folder: (folder / "COMPLETE").unlink(),
+    "empty marker": lambda folder: (folder / "COMPLETE").write_text("{}"),
+    "marker of another kind": lambda folder: (folder / "COMPLETE").write_text('{"files": [1]}'),
+    "marker not UTF-8": lambda folder: (folder / "COMPLETE").write_bytes(b"\xff\xfe{}"),
+    "truncated": lambda folder: (folder / "rank_0" / "weights.bin").write_bytes(b"x" * 10),
+    "missing": lambda folder: (folder / "rank_0" / "weights.bin").unlink(),
+    "flipped byte": lambda folder: flip_a_byte(folder / "rank_0" / "weights.bin"),
+    "flipped byte of the state": lambda folder: flip_a_byte(folder / "state.json"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_checkpoints_are_skipped(tmp_path, damage, caplog):
+    older = checkpoint.save(tmp_path, state(1), write_part)
+    newer = checkpoint.save(tmp_path, state(2), write_part)
+    DAMAGE[damage](newer)
+    assert checkpoint.newest_valid(tmp_path) == older
+    assert str(newer) in caplog.text
+
+
+def test_a_nan_written_into_a_weight_is_found(tmp_path):
+    def write_weights(folder):
+        save_file({"w": torch.ones(1000)}, folder / "trainer.safetensors")
+
+    older = checkpoint.save(tmp_path, state(1), write_weights)
+    newer = checkpoint.save(tmp_path, state(2), write_weights)
+    assert checkpoint.newest_valid(tmp_path) == newer
+    with (newer / "trainer.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(struct.pack("<f", math.nan))
+    assert checkpoint.newest_valid(tmp_path) == older
+
+
+def test_a_killed_save_leaves_the_older_one(tmp_path):
+    """What a kill -9 leaves is a partial folder: never picked up, and cleaned by the next save."""
+    older = checkpoint.save(tmp_path, state(1), write_part)
+    shutil.copytree(older, tmp_path / ".partial-step_000002")
+    assert checkpoint.newest_valid(tmp_path) == older
+    assert checkpoint.load_state(checkpoint.save(tmp_path, state(2), write_part)).step == 2
+    assert not list(tmp_path.glob(".partial*"))
+
+
+def test_full_disk_leaves_nothing_behind(tmp_path):
+    checkpoint.save(tmp_path, state(1), write_part)
+
+    def full_disk(folder):
+        write_part(folder)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        checkpoint.save(tmp_path, state(2), full_disk)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_000001"]
+
+
+@pytest.mark.parametrize(
+    ("metrics", "keep_last", "keep_best", "kept"),
+    [
+        ({1: 0.1, 2: 0.9, 3: None, 4: 0.3, 5: 0.2}, 2, 1, [2, 4, 5]),
+        ({1: None, 2: 0.9, 3: 0.3, 4: 0.5, 5: None, 6: None, 7: 0.1, 8: 0.2}, 1, 3, [2, 3, 4, 8]),
+        ({1: 0.1, 2: 0.2, 3: None, 4: None}, 1, 3, [1, 2, 4]),  # fewer are ranked than are kept
+        ({1: 0.1, 2: math.nan, 3: None}, 1, 1, [1, 3]),
+        ({1: 0.1, 2: 0.2, 3: None}, 1, 0, [3]),
+    ],
+)
+def test_prune_keeps_newest_and_best(tmp_path, metrics, keep_last, keep_best, kept):
+    for step, best in metrics.items():
+        checkpoint.save(tmp_path, state(step, best), write_part)
+    checkpoint.prune(tmp_path, keep_last=keep_last, keep_best=keep_best)
+    assert sorted(p.name for p in tmp_path.glob("step_*")) == [f"step_{step:06d}" for step in kept]
+
+
+def test_unreadable_state_names_the_folder(tmp_path):
+    folder = checkpoint.save(tmp_path, state(1), write_part)
+    (folder / "state.json").write_text(json.dumps({"step": 1}))
+    with pytest.raises(CheckpointError, match="step_000001"):
+        checkpoint.load_state(folder)

@@ -1,0 +1,99 @@
+"""Packing, selecting and joining keep every column with its response."""
+
+import pytest
+import torch
+
+from tlt_core.items.store import StoreError, is_finite, load_rollouts, load_scored, save_rollouts, save_scored
+from tlt_core.items.types import FinishReason, NoiseKey, Rollout, RolloutBatch, ScoredBatch
+
+
+def rollout(prompt_id: int, sample: int, completion: list[int]) -> Rollout:
+    return Rollout(
+        key=NoiseKey(0, 1, prompt_id, sample),
+        tokens=torch.tensor([7, 8, *completion], dtype=torch.int32),
+        prompt_len=2,
+        logprobs=torch.tensor([-float(t) for t in completion]),
+        finish=FinishReason.STOP,
+        policy_version=4,
+        worker=sample,
+    )
+
+
+def scored(batch: RolloutBatch) -> ScoredBatch:
+    n = len(batch)
+    return ScoredBatch(
+        rollouts=batch,
+        rewards_R=torch.arange(n).float(),
+        scores_R=torch.arange(n).float(),
+        components_RF=torch.arange(n).float()[:, None],
+        status_R=torch.zeros(n, dtype=torch.int64),
+        reward_s_R=torch.zeros(n),
+        advantages_R=torch.arange(n).float() - 1,
+    )
+
+
+BATCH = RolloutBatch.pack([rollout(2, 0, [5]), rollout(1, 1, [3, 4]), rollout(1, 0, [9, 9, 2])])
+
+
+def test_pack_is_in_canonical_order_with_aligned_log_probs():
+    assert list(zip(BATCH.prompt_ids_R.tolist(), BATCH.samples_R.tolist(), strict=True)) == [(1, 0), (1, 1), (2, 0)]
+    assert BATCH.tokens_T.tolist() == [7, 8, 9, 9, 2, 7, 8, 3, 4, 7, 8, 5]
+    assert BATCH.logprobs_T.tolist() == [0, 0, -9, -9, -2, 0, 0, -3, -4, 0, 0, -5]
+    assert BATCH.response_lens_R.tolist() == [3, 2, 1]
+    assert BATCH.completion(1).tolist() == [3, 4]
+
+
+def test_order_of_finishing_does_not_matter():
+    again = RolloutBatch.pack([rollout(1, 0, [9, 9, 2]), rollout(2, 0, [5]), rollout(1, 1, [3, 4])])
+    assert torch.equal(again.tokens_T, BATCH.tokens_T)
+    assert torch.equal(again.logprobs_T, BATCH.logprobs_T)
+
+
+def test_take_and_join_are_inverse():
+    joined = ScoredBatch.join([scored(BATCH).take([0]), scored(BATCH).take([1, 2])])
+    assert torch.equal(joined.rollouts.tokens_T, BATCH.tokens_T)
+    assert joined.rollouts.offsets_R1.tolist() == BATCH.offsets_R1.tolist()
+    assert joined.rewards_R.tolist() == [0, 1, 2]
+    assert scored(BATCH).take([2, 0]).rollouts.tokens_T.tolist() == [7, 8, 5, 7, 8, 9, 9, 2]
+
+
+def test_saved_items_come_back(tmp_path):
+    ref = save_rollouts(BATCH, tmp_path / "a" / "rollouts.safetensors")
+    assert ref.count == 3
+    assert torch.equal(load_rollouts(ref.path).tokens_T, BATCH.tokens_T)
+    ref = save_scored(scored(BATCH), tmp_path / "scored.safetensors")
+    assert load_scored(ref.path).rollouts.finish_R.tolist() == [0, 0, 0]
+    assert load_scored(ref.path).advantages_R.tolist() == [-1, 0, 1]
+
+
+def test_truncated_file_is_named(tmp_path):
+    ref = save_rollouts(BATCH, tmp_path / "rollouts.safetensors")
+    path = tmp_path / "rollouts.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(StoreError, match=r"rollouts\.safetensors"):
+        load_rollouts(ref.path)
+
+
+def test_a_response_needs_a_completion():
+    with pytest.raises(ValueError, match="prompt_len"):
+        rollout(1, 0, [])
+
+
+def test_a_reward_that_is_not_finite_names_its_response():
+    batch = scored(BATCH)
+    batch.rewards_R[1] = float("inf")
+    with pytest.raises(ValueError, match=r"rewards_R is not finite for responses \[1\]"):
+        batch.take([0, 1])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_one_number_of_a_tensor_that_is_not_finite_is_found(bad):
+    values = torch.ones(10_000)
+    assert is_finite(values)
+    assert is_finite(torch.arange(3))
+    values[::2] = -3e38 / 10_000
+    assert is_finite(values)
+    for dtype in (torch.float32, torch.bfloat16):
+        spoilt = values.to(dtype)
+        spoilt[[7, 8]] = torch.tensor([bad, -bad], dtype=dtype)
+        assert not is_finite(spoilt)

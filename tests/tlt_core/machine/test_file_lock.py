@@ -1,0 +1,64 @@
+"""One process at a time, and a dead one never."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tlt_core.machine.file_lock import Locked, exclusive
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from tlt_core.machine.file_lock import exclusive
+with exclusive(Path(sys.argv[1]), wait=len(sys.argv) > 2):
+    print("inside", flush=True)
+    time.sleep(60 if len(sys.argv) == 2 else 0)
+"""
+
+
+def _holder(path: Path, *more: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", HOLD, str(path), *more], stdout=subprocess.PIPE, text=True)
+
+
+def _inside(process: subprocess.Popen[str]) -> bool:
+    assert process.stdout is not None
+    return process.stdout.readline() == "inside\n"
+
+
+def test_the_second_is_told_who_the_first_is_and_enters_when_that_one_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "lock"
+    first = _holder(path)
+    try:
+        assert _inside(first)
+        with pytest.raises(Locked, match=f"process {first.pid} is at work in {path.parent}"), exclusive(path):
+            raise AssertionError("two were inside")
+    finally:
+        first.send_signal(signal.SIGKILL)
+        first.wait()
+    with exclusive(path):
+        assert path.read_text().strip().isdigit()
+
+
+def test_one_that_waits_enters_after_the_holder_has_died(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    first = _holder(path)
+    assert _inside(first)
+    second = _holder(path, "wait")
+    time.sleep(1.0)  # it has come to the lock, or will: both must do
+    assert second.poll() is None
+    first.kill()
+    first.wait()
+    assert _inside(second)
+    assert second.wait(30) == 0
+
+
+def test_the_lock_is_left_when_the_block_is_left_by_an_error(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError), exclusive(tmp_path / "lock"):
+        raise RuntimeError("within")
+    other = _holder(tmp_path / "lock", "wait")
+    assert _inside(other)
+    assert other.wait(30) == 0

@@ -1,0 +1,80 @@
+"""The sampling policy is softmax(logits / T) after filters, and its noise depends on the key alone."""
+
+import pytest
+import torch
+
+from tlt_core.items.types import NoiseKey, SamplingParams
+from tlt_core.model.sampling import choose, policy_scores, row_keys, stream_key
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 0.0, 3.0, -2.0, 1.5])
+
+
+def draw(params: SamplingParams, count: int = 40_000) -> tuple[torch.Tensor, torch.Tensor]:
+    streams = torch.tensor([stream_key(NoiseKey(1, 2, 3, sample)) for sample in range(count)])
+    return choose(LOGITS.expand(count, -1), row_keys(streams, torch.full((count,), 9)), params)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
+def test_marginals_match_softmax(temperature):
+    """Chi-square of 40,000 draws over a vocabulary of 8: 24.3 is the 0.999 quantile at 7 degrees of freedom."""
+    choice = draw(SamplingParams(temperature=temperature))
+    p = (LOGITS.double() / temperature).softmax(0)
+    counts = torch.bincount(choice.tokens_N, minlength=8).double()
+    expected = p * counts.sum()
+    assert ((counts - expected) ** 2 / expected).sum() < 24.32
+    torch.testing.assert_close(choice.logprobs_N.double(), p.log()[choice.tokens_N], atol=1e-5, rtol=0)
+
+
+def test_top_k_and_top_p_renormalise():
+    assert set(draw(SamplingParams(top_k=3)).tokens_N.tolist()) == {5, 0, 7}
+    # p sorted: 5 (.53), 0 (.20), 7 (.12), 1 (.07): .53 + .20 < 0.8 <= .53 + .20 + .12, so the nucleus is {5, 0, 7}
+    choice = draw(SamplingParams(top_p=0.8))
+    assert set(choice.tokens_N.tolist()) == {5, 0, 7}
+    p = LOGITS[[5, 0, 7]].softmax(0)
+    assert torch.isclose(choice.logprobs_N[choice.tokens_N == 5][0], p[0].log(), atol=1e-5)
+
+
+def test_the_nucleus_ends_as_soon_as_it_reaches_top_p():
+    logits = torch.tensor([[0.5, 0.25, 0.25]]).log()
+    assert policy_scores(logits, SamplingParams(top_p=0.5)).isfinite().tolist() == [[True, False, False]]
+    assert policy_scores(logits, SamplingParams(top_p=0.51)).isfinite().sum() == 2
+
+
+def test_greedy_is_arg_max_with_log_prob_at_one():
+    choice = draw(SamplingParams(temperature=0.0), count=3)
+    assert choice.tokens_N.tolist() == [5, 5, 5]
+    assert torch.allclose(choice.logprobs_N, LOGITS.log_softmax(0)[5])
+
+
+def test_filters_keep_the_policy_scores_finite_for_kept_tokens():
+    z = policy_scores(LOGITS[None], SamplingParams(top_p=1e-6))
+    assert z.isfinite().sum() == 1  # even the smallest nucleus holds the best token
+
+
+def test_noise_depends_on_every_part_of_the_key():
+    base = NoiseKey(0, 1, 2, 3)
+    others = [base._replace(**{f: getattr(base, f) + 1}) for f in base._fields]
+    assert len({stream_key(k) for k in (base, *others)}) == 5
+    stream = torch.tensor([stream_key(base)] * 4)
+    assert len({tuple(k) for k in row_keys(stream, torch.arange(4)).tolist()}) == 4
+
+
+def test_a_choice_does_not_depend_on_its_batch():
+    streams = torch.tensor([stream_key(NoiseKey(0, 0, 0, s)) for s in range(7)])
+    keys = row_keys(streams, torch.arange(7))
+    logits = torch.randn(7, 100, generator=torch.Generator().manual_seed(0))
+    together = choose(logits, keys, SamplingParams()).tokens_N
+    alone = torch.cat([choose(logits[i : i + 1], keys[i : i + 1], SamplingParams()).tokens_N for i in range(7)])
+    assert torch.equal(together, alone)
+
+
+def test_siblings_that_share_their_noise_are_chosen_as_alone():
+    """Runs of one, two, three and one rows with the same key, cut into parts of at most two rows."""
+    streams = torch.tensor([stream_key(NoiseKey(0, 0, 0, s)) for s in (0, 1, 1, 2, 2, 2, 3)])
+    keys = row_keys(streams, torch.full((7,), 5))
+    logits = torch.randn(7, 49152, generator=torch.Generator().manual_seed(0))
+    together = choose(logits, keys, SamplingParams())
+    alone = [choose(logits[i : i + 1], keys[i : i + 1], SamplingParams()) for i in range(7)]
+    assert torch.equal(together.tokens_N, torch.cat([c.tokens_N for c in alone]))
+    gathered = logits.log_softmax(-1).gather(1, together.tokens_N[:, None]).squeeze(1)
+    torch.testing.assert_close(together.logprobs_N, gathered, atol=1e-5, rtol=0)

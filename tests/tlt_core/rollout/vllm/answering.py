@@ -1,0 +1,38 @@
+"""Speaks the protocol of `vllm/process` without vLLM: every response is 5, 6, 2.  Run as a process of its own.
+
+The seed of the settings says what goes wrong: 1: new weights are ignored.  2: it ends at the first request.
+"""
+
+import json
+import sys
+
+
+def main() -> None:
+    """Serve until stdin ends."""
+    settings = json.loads(sys.stdin.readline())
+    _say({"ready": {"version": "none", "samples_rightly": True}})
+    live, decoded, version = [], 0, settings["version"]
+    for line in sys.stdin:
+        request = json.loads(line)
+        match request.pop("ask"):
+            case "weights":
+                version = version if settings["seed"] == 1 else request["version"]
+                _say({"tensors": 1, "seconds": 0.0})
+            case "decode":
+                if settings["seed"] == 2:
+                    sys.exit("something broke")
+                live += request["requests"]
+                done, decoded = live.pop(0), decoded + 1
+                finished = [{"id": done["id"], "tokens": [5, 6, 2], "logprobs": [-1, -2, -3], "stopped": True}]
+                _say({"live": len(live), "tokens": 3, "finished": finished, "version": version})
+            case "counters":
+                counts = {"drafts": decoded, "draft_tokens": 3 * decoded, "accepted": decoded}
+                _say(counts | {"accepted_per_pos": [decoded, 0, 0]})
+
+
+def _say(value: dict) -> None:
+    print(json.dumps(value), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""The folder of a cold start is named by everything that it depends on."""
+
+import pytest
+
+from conf.load import load
+from tlt_core.data import solutions
+from tlt_core.machine.precision import settle
+from tlt_core.run import coldstart
+
+
+def config(*settings):
+    return settle(load("conf/smoke.yaml", settings))
+
+
+@pytest.mark.parametrize("change", ["seed=1", "coldstart.num_examples=7", "data.num_train=3", "update.dtype=bfloat16"])
+def test_another_setting_is_another_folder(change):
+    assert coldstart.output_dir(config(change)) != coldstart.output_dir(config())
+
+
+def test_what_rollouts_compute_in_is_not_part_of_it():
+    both = [config(f"rollout.dtype={dtype}", "update.dtype=float32") for dtype in ("bfloat16", "float32")]
+    assert coldstart.output_dir(both[0]) == coldstart.output_dir(both[1])
+
+
+def test_a_machine_decides_before_anything_is_named():
+    with pytest.raises(AssertionError, match="decided before"):
+        coldstart.output_dir(load("conf/smoke.yaml"))
+
+
+def test_other_worked_solutions_are_another_folder(monkeypatch):
+    """What an earlier release had trained on its own wording is not taken for this one's."""
+    cfg = config("num_steps=9")
+    before = coldstart.output_dir(cfg)
+    assert before == coldstart.output_dir(config())  # RL is not part of it
+    monkeypatch.setattr(solutions, "version", lambda: "another")
+    assert coldstart.output_dir(cfg) != before

@@ -1,0 +1,37 @@
+"""Start model and data folder."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.load import load
+from conf.model import RandomModel
+from tlt_core.model.load import load_decoder, load_tokenizer
+from tlt_core.run import inputs
+
+
+def _folder(*overrides: str) -> Path:
+    return inputs.data_dir(load("conf/smoke.yaml", overrides))
+
+
+def test_the_data_folder_changes_with_what_decides_its_content_and_with_nothing_else() -> None:
+    assert _folder() == _folder("seed=3", "rollout.num_samples=8", "name=other")
+    changed = [_folder("data.num_train=33"), _folder("rollout.max_prompt_tokens=64"), _folder("model.num_layers=3")]
+    assert len({_folder(), *changed}) == 4
+
+
+def test_a_random_model_is_made_once_and_loads(
+    embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TLT_HOME", str(tmp_path))
+    monkeypatch.setattr(inputs, "embedded_model_dir", lambda: embedded_model)
+    cfg = RandomModel(kind="random", hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=48)
+    folder = inputs.start_model(cfg, seed=5)
+    decoder = load_decoder(folder, dtype=torch.float32)
+    assert len(load_tokenizer(folder)) <= decoder.head_weight.shape[0]
+    written_ns = (folder / "model.safetensors").stat().st_mtime_ns
+    assert inputs.start_model(cfg, seed=5) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == written_ns
+    other = load_decoder(inputs.start_model(cfg, seed=6), dtype=torch.float32)
+    assert not torch.equal(decoder.head_weight, other.head_weight)

@@ -1,0 +1,281 @@
+"""The order of the steps: advantages, dynamic sampling and resuming, with stubs for workers and scoring processes."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.load import load
+from conf.run import RunConfig
+from tlt_core.cluster.dispatcher import Drained
+from tlt_core.cluster.group import Generated
+from tlt_core.cluster.messages import GenerateReport, UpdateReport
+from tlt_core.data.prompt_order import PromptOrder
+from tlt_core.grpo.reward import Score
+from tlt_core.items.checkpoint import CheckpointError
+from tlt_core.items.types import FinishReason, GenerationRequest, Prompt, Rollout, ScoredBatch, ScoreStatus
+from tlt_core.run import session as module
+from tlt_core.run.progress import Progress
+from tlt_core.run.prompts import Prompts
+from tlt_core.run.session import Session
+from tlt_core.spot.coordinator import PhaseReport
+
+Scores = Mapping[int, Sequence[float]]  # by prompt: of each sample
+
+PROMPTS = [Prompt(i, torch.tensor([1, i], dtype=torch.int32), f"question {i}", "7", "sums") for i in range(8)]
+VALIDATION = [Prompt(8, torch.tensor([1], dtype=torch.int32), "held out", "7", "sums")]
+
+
+class _Tokenizer:
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        return " ".join(map(str, tokens))
+
+
+class _Group:
+    """Every response is two tokens: the sample's number, and 2, which ends it."""
+
+    num_workers = 1
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.loaded: tuple[Path | None, int] | None = None
+        self.updates: list[Any] = []
+        self.published: list[int] = []
+
+    def load(self, folder: Path | None, policy_version: int) -> None:
+        self.loaded = folder, policy_version
+
+    def run_phase(
+        self,
+        groups: Sequence[Sequence[GenerationRequest]],
+        params: Any,
+        *,
+        on_progress: Callable[[Drained], None],
+        **_: Any,
+    ) -> Generated:
+        finished = tuple(_answer(request) for group in groups for request in group)
+        on_progress(Drained(finished, (0,), len(finished)))
+        return Generated([GenerateReport((), {}, 0)], PhaseReport((), 0.0, (), 0, {}))
+
+    def update(self, shares: Any) -> list[UpdateReport]:
+        self.updates.append(shares)
+        return [UpdateReport((), {"actor/pg_loss": 0.5})]
+
+    def publish(self, policy_version: int) -> None:
+        self.published.append(policy_version)
+
+    def save(self, folder: Path) -> None:
+        (folder / "rank_0").mkdir()
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _answer(request: GenerationRequest) -> Rollout:
+    tokens = torch.cat([request.prompt_tokens, torch.tensor([request.key.sample, 2], dtype=torch.int32)])
+    return Rollout(request.key, tokens, len(request.prompt_tokens), torch.zeros(2), FinishReason.STOP, 0)
+
+
+class _Scorer:
+    """Gives the planned scores, 0 where nothing is planned."""
+
+    def __init__(self, plan: Scores) -> None:
+        self._plan = plan
+        self.submitted: dict[tuple[int, int], str] = {}
+
+    def submit(self, key: tuple[int, int], prompt: Prompt, response: str) -> None:
+        assert key[0] == prompt.id
+        self.submitted[key] = response
+
+    def collect(self, keys: Sequence[tuple[int, int]]) -> list[Score]:
+        assert set(keys) <= self.submitted.keys()
+        values = [self._plan[prompt][sample] if prompt in self._plan else 0.0 for prompt, sample in keys]
+        return [Score((value,), value, ScoreStatus.OK, 0.25) for value in values]
+
+    def close(self) -> None:
+        pass
+
+
+def _config(folder: Path, *changes: str) -> RunConfig:
+    settings = [
+        f"output_dir={folder}",
+        "rollout.num_samples=2",
+        "cluster.num_workers=1",
+        "reward.functions=[{kind: exact}]",
+        "algorithm.advantage=dr_grpo",
+        *changes,
+    ]
+    return load("conf/smoke.yaml", settings).with_dtypes(rollout="float32", update="float32", coldstart="float32")
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Session]:
+    """`begin(*settings, scores=...)`: the session as a run starts it, or goes on with it."""
+    prompts = Prompts(PROMPTS, VALIDATION, _Tokenizer(), (2,))
+    monkeypatch.setattr(module.Prompts, "load", lambda *_, **__: prompts)
+    monkeypatch.setattr(module, "WorkerGroup", _Group)
+    shown: list[Progress] = []
+
+    def make(*changes: str, scores: Scores | None = None) -> Session:
+        monkeypatch.setattr(module, "Scorer", lambda _: _Scorer(scores or {}))
+        cfg = _config(tmp_path, *changes)
+        return Session.resume_or_init(cfg, data_dir=tmp_path, start_model=tmp_path, on_progress=shown.append)
+
+    return make
+
+
+def _next_ids(count: int, *, seed: int = 0) -> list[int]:
+    return [p.id for p in PromptOrder(PROMPTS, seed=seed).take(count)]
+
+
+def _step(session: Session, step: int) -> ScoredBatch:
+    session.begin_step(step)
+    scored = session.score(step, session.sample_step(step))
+    session.update(step, scored)
+    session.publish(step)
+    return scored
+
+
+def _by_prompt(scored: ScoredBatch) -> dict[int, list[float]]:
+    ids = scored.rollouts.prompt_ids_R.tolist()
+    return {i: [a for j, a in zip(ids, scored.advantages_R.tolist(), strict=True) if j == i] for i in ids}
+
+
+def test_advantages_compare_the_responses_of_one_prompt(begin: Callable[..., Session]) -> None:
+    first, second = _next_ids(2)
+    session = begin(scores={first: (1.0, 0.0), second: (3.0, 5.0)})
+    session.begin_step(1)
+    scored = session.score(1, session.sample_step(1))
+    assert _by_prompt(scored) == {first: [0.5, -0.5], second: [-1.0, 1.0]}
+    metrics = session.metrics.values()
+    assert (metrics["critic/rewards/mean"], metrics["training/frac_reward_zero_std"]) == (2.25, 0.0)
+
+
+def test_every_response_is_scored_as_text_under_its_prompt(begin: Callable[..., Session]) -> None:
+    session = begin()
+    session.begin_step(1)
+    session.sample_step(1)
+    scorer: Any = session._scorer
+    assert scorer.submitted == {(prompt, sample): f"{sample} 2" for prompt in _next_ids(2) for sample in (0, 1)}
+
+
+def test_sampled_texts_are_spread_over_the_batch(begin: Callable[..., Session]) -> None:
+    first, second = sorted(_next_ids(2))
+    session = begin(scores={first: (1.0, 0.0), second: (0.0, 1.0)})
+    session.begin_step(1)
+    rows = session.scoring.sample_texts(session.score(1, session.sample_step(1)), 2)
+    assert [(row["prompt_id"], row["sample"], row["response"]) for row in rows] == [
+        (first, 0, "0 2"),
+        (second, 1, "1 2"),
+    ]
+    assert rows[0] | {"reward": 1.0, "advantage": 0.5, "num_tokens": 2, "finish": "STOP", "status": "OK"} == rows[0]
+    assert len(session.scoring.sample_texts(session.score(1, session.sample_step(1)), 99)) == 4
+
+
+def test_a_step_updates_publishes_and_counts(begin: Callable[..., Session]) -> None:
+    session = begin()
+    _step(session, 1)
+    group: Any = session.group
+    assert (len(group.updates), group.published) == (1, [1])
+    metrics = session.metrics.values()
+    assert (metrics["actor/pg_loss"], metrics["training/policy_version"], metrics["training/epoch"]) == (0.5, 1, 0)
+    _step(session, 2)
+    assert session.metrics.values()["training/epoch"] == 2 / 8
+    assert group.published == [1, 2]
+
+
+def test_overlong_responses_lose_reward_before_the_advantages(begin: Callable[..., Session]) -> None:
+    first, second = _next_ids(2)
+    shaping = ("rollout.max_new_tokens=3", "algorithm.overlong_buffer_tokens=2", "algorithm.overlong_penalty=0.5")
+    session = begin(*shaping, scores={first: (1.0, 0.0)})
+    session.begin_step(1)
+    scored = session.score(1, session.sample_step(1))  # two tokens: halfway into the buffer, the last two of three
+    assert torch.equal(scored.rewards_R, scored.scores_R - 0.25)
+    assert _by_prompt(scored) == {first: [0.5, -0.5], second: [0.0, 0.0]}
+
+
+def test_dynamic_sampling_keeps_the_informative_groups(begin: Callable[..., Session]) -> None:
+    first, second, third = _next_ids(3)
+    session = begin(
+        "algorithm.dynamic_sampling=true",
+        "algorithm.max_resample_rounds=2",
+        scores={first: (1.0, 0.0), second: (1.0, 1.0), third: (0.0, 1.0)},
+    )
+    session.begin_step(1)
+    scored = session.score(1, session.sample_step(1))
+    assert session.needs_more_groups(scored)
+    scored = session.resample(1, scored)
+    assert _by_prompt(scored) == {first: [0.5, -0.5], third: [-0.5, 0.5]}
+    assert not session.needs_more_groups(scored)
+    assert session.order.cursor == 3  # as many prompts as were missing
+    metrics = session.metrics.values()
+    assert (metrics["training/resample_rounds"], metrics["training/informative_groups"]) == (1, 2)
+
+
+def test_dynamic_sampling_ends_after_its_rounds(begin: Callable[..., Session]) -> None:
+    session = begin("algorithm.dynamic_sampling=true", "algorithm.max_resample_rounds=1")
+    session.begin_step(1)
+    scored = session.score(1, session.sample_step(1))
+    assert session.needs_more_groups(scored)
+    assert not session.needs_more_groups(session.resample(1, scored))
+    assert not begin().needs_more_groups(scored)  # dynamic sampling is off by default
+
+
+def test_a_resumed_run_goes_on_with_the_next_prompts(begin: Callable[..., Session]) -> None:
+    session = begin()
+    _step(session, 1)
+    session.tracker_run_id = "abc"
+    folder = session.save_checkpoint(1)
+    resumed = begin()
+    assert (resumed.completed_steps, resumed.resume_attempt, resumed.tracker_run_id) == (1, 1, "abc")
+    assert resumed.resumed_metrics.items() <= session.metrics.values().items()
+    assert resumed.resumed_metrics["critic/rewards/mean"] == 0.0
+    group: Any = resumed.group
+    assert group.loaded == (folder, 1)
+    scored = _step(resumed, 2)
+    assert set(scored.rollouts.prompt_ids_R.tolist()) == set(_next_ids(4)[2:])
+
+
+@pytest.mark.parametrize("change", ["algorithm.advantage=rloo", "seed=1", "rollout.temperature=0.5"])
+def test_another_algorithm_is_refused_on_resume(begin: Callable[..., Session], change: str) -> None:
+    session = begin()
+    _step(session, 1)
+    session.save_checkpoint(1)
+    with pytest.raises(CheckpointError, match="belongs to a run with another model"):
+        begin(change)
+
+
+@pytest.mark.parametrize("change", ["num_steps=9", "cluster.num_workers=3", "rollout.speculation.policy=off"])
+def test_what_changes_no_result_may_change_on_resume(begin: Callable[..., Session], change: str) -> None:
+    session = begin()
+    _step(session, 1)
+    session.save_checkpoint(1)
+    assert begin(change).completed_steps == 1
+
+
+def test_more_steps_remain_when_a_resumed_run_asks_for_more(begin: Callable[..., Session]) -> None:
+    session = begin("num_steps=2")
+    assert list(session.remaining_steps()) == [1, 2]
+    _step(session, 1)
+    session.save_checkpoint(1)
+    assert list(begin("num_steps=4").remaining_steps()) == [2, 3, 4]
+
+
+def test_the_first_attempt_loads_no_checkpoint(begin: Callable[..., Session]) -> None:
+    group: Any = begin().group
+    assert group.loaded == (None, 0)
+
+
+def test_a_killed_attempts_files_of_the_step_are_removed(begin: Callable[..., Session]) -> None:
+    session = begin()
+    left = session.step_dir(1)
+    left.mkdir(parents=True)
+    session.begin_step(1)
+    assert not left.exists()
+
+
+def test_nothing_is_published_where_no_drafter_is_trained(begin: Callable[..., Session]) -> None:
+    session = begin()
+    _step(session, 1)
+    assert session.drafter.publish(1) == "no drafter is trained"

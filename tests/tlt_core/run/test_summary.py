@@ -1,0 +1,49 @@
+"""A run's end, course and response lengths, from files written by hand."""
+
+import json
+from pathlib import Path
+
+from tests.tasks.scored_batches import scored_batch
+from tlt_core.items import store
+from tlt_core.run import summary as run_summary
+
+_ROWS = [
+    {"step": 0, "val-core/all/reward/greedy": 0.25, "timing_s/testing": 3.0},
+    {"step": 1, "critic/rewards/mean": 0.1, "rollout/spec_accept_length": 2.0, "timing_s/step": 9.0},
+    {"step": 2, "critic/rewards/mean": 0.3, "rollout/spec_accept_length": 3.0, "timing_s/step": 5.0},
+    {"step": 3, "critic/rewards/mean": 0.2, "timing_s/step": 1.0},
+]
+
+
+def test_summary_takes_the_latest_value_and_the_median() -> None:
+    summary = run_summary.summary(_ROWS)
+    assert summary == {
+        "steps": 3,
+        "last": {"reward": 0.2, "validation": 0.25, "accept_length": 3.0},
+        "median": {"accept_length": 2.5, "step_s": 5.0},
+    }
+    assert run_summary.summary([]) == {"steps": 0, "last": {}, "median": {}}
+
+
+def test_curves_have_a_row_a_training_step_and_gaps(tmp_path: Path) -> None:
+    run_summary.write_csv(tmp_path / "x.csv", run_summary.curves(_ROWS), ["step", *run_summary.CURVES])
+    head, *lines = (tmp_path / "x.csv").read_text().splitlines()
+    column = head.split(",").index("accept_length")
+    assert [(line.split(",")[0], line.split(",")[column]) for line in lines] == [("1", "2.0"), ("2", "3.0"), ("3", "")]
+
+
+def test_lengths_of_the_first_and_the_last_step(tmp_path: Path) -> None:
+    batch = scored_batch().rollouts  # responses of 3, 5, 7 and 40 tokens
+    store.save_rollouts(batch, tmp_path / "steps" / "000001" / "rollouts.safetensors")
+    rows = run_summary.length_histogram(tmp_path, max_new_tokens=40)
+    assert [row["tokens"] for row in rows] == list(range(2, 41, 2))
+    assert {row["tokens"]: row["last"] for row in rows if row["last"]} == {4: 1, 6: 1, 8: 1, 40: 1}
+    wide = run_summary.length_histogram(tmp_path, max_new_tokens=50)  # 3 tokens a bin, 17 bins
+    assert {row["tokens"]: row["first"] for row in wide if row["first"]} == {3: 1, 6: 1, 9: 1, 42: 1}
+    assert run_summary.length_histogram(tmp_path / "nothing", max_new_tokens=40) == []
+
+
+def test_last_step(tmp_path: Path) -> None:
+    assert run_summary.last_step(tmp_path) is None
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _ROWS))
+    assert run_summary.last_step(tmp_path) == 3

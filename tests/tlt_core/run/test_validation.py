@@ -1,0 +1,54 @@
+"""When the policy is validated, and what is said of it."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from conf.load import load
+from conf.reward import RewardConfig, RewardFunction
+from tlt_core.grpo.reward import Score
+from tlt_core.items.types import SamplingParams, ScoreStatus
+from tlt_core.run.step_metrics import StepMetrics, greedy_metrics, sampled_metrics
+from tlt_core.run.validation import Validation, passes
+
+
+def _validation(*settings: str) -> Validation:
+    nobody: Any = None
+    return Validation(load("conf/smoke.yaml", settings), [], nobody, nobody, SamplingParams(), StepMetrics())
+
+
+@pytest.mark.parametrize(("every", "due"), [(0, []), (2, [0, 2, 4, 5]), (3, [0, 3, 5])])
+def test_validation_is_due_before_the_first_step_every_n_steps_and_after_the_last(every: int, due: list[int]) -> None:
+    validation = _validation("num_steps=5", f"evaluation.every_steps={every}")
+    assert [step for step in range(6) if validation.is_due(step)] == due
+
+
+def test_a_response_passes_when_its_main_reward_is_full() -> None:
+    cfg = RewardConfig(functions=(RewardFunction(kind="format", weight=0.1), RewardFunction(kind="exact")))
+    scores = [
+        Score((1.0, 0.0), 0.1, ScoreStatus.OK, 0.0),  # wrong, in the right format
+        Score((0.0, 1.0), 1.0, ScoreStatus.OK, 0.0),
+        Score((1.0, 0.5), 0.6, ScoreStatus.OK, 0.0),
+    ]
+    assert passes(scores, cfg) == [False, True, False]
+
+
+def test_pass_at_k_counts_prompts_with_one_passing_sample_and_mean_at_k_all_samples() -> None:
+    scores_PS = torch.tensor([[0.1, 1.0], [0.1, 0.1], [1.0, 1.0]])
+    metrics = sampled_metrics(scores_PS, scores_PS >= 1, ["sums", "words", "sums"])
+    assert metrics == pytest.approx(
+        {
+            "val-core/all/reward/mean_at_2": 3.3 / 6,
+            "val-core/all/reward/pass_at_2": 2 / 3,
+            "val-core/sums/reward/mean_at_2": 3.1 / 4,
+            "val-core/sums/reward/pass_at_2": 1.0,
+            "val-core/words/reward/mean_at_2": 0.1,
+            "val-core/words/reward/pass_at_2": 0.0,
+        }
+    )
+    assert greedy_metrics(torch.tensor([1.0, 0.0, 0.5]), ["sums", "words", "sums"]) == {
+        "val-core/all/reward/greedy": 0.5,
+        "val-core/sums/reward/greedy": 0.75,
+        "val-core/words/reward/greedy": 0.0,
+    }

@@ -1,0 +1,460 @@
+"""A worker's training in idle time: it learns from what rollout left behind, measures itself, and survives restarts."""
+
+import logging
+
+import pytest
+import torch
+
+from conf.drafter import SpotConfig
+from tests.tlt_core.drafter.eagle3.training_texts import lively_decoder
+from tlt_core.drafter.eagle3.acceptance import measure_acceptance
+from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
+from tlt_core.drafter.eagle3.files import export_weights
+from tlt_core.drafter.eagle3.model import eagle3_from_target
+from tlt_core.drafter.eagle3.observe import draft_probs
+from tlt_core.items.speculation import Strategy
+from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
+from tlt_core.rollout.engine import RolloutEngine, Speculation
+from tlt_core.run.drafter_release import decide
+from tlt_core.spot.comparison import Comparison, Group
+from tlt_core.spot.training import SpotResult, SpotTraining
+from tlt_core.tuner.policies import make_tuner
+
+DEPTH, MAX_LEN = 3, 64
+MENU = [Strategy("eagle3", DEPTH, 1, DEPTH)]
+# Micro-steps of a fixed size: their number follows the clock otherwise.  Few and large optimizer steps.
+CFG = SpotConfig(
+    micro_step_s=1e6, rows_per_step=128, window_rows=64, learning_rate=5e-3, canary_tokens=1500, average_decay=0.9
+)
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_config):
+    return lively_decoder(tiny_config)
+
+
+def first_drafter(decoder):
+    return eagle3_from_target(decoder, torch.arange(64), scales=(1.0,) * 3, seed=1)
+
+
+def training(decoder, folder, *, resume=False, cfg=CFG, peers=(), compute_dtype=torch.float32):
+    return SpotTraining(
+        cfg,
+        model=first_drafter(decoder),
+        decoder=decoder,
+        depth=DEPTH,
+        temperature=1.0,
+        compute_dtype=compute_dtype,
+        folder=folder,
+        resume=resume,
+        peers=peers,
+    )
+
+
+def roll_out(decoder, spot, *, step, prompts=16):
+    """One rollout phase with capture; returns the engine's drafter."""
+    drafter = Eagle3Drafter(spot.candidate.used, decoder, max_live=4, max_len=MAX_LEN)
+    tuner = make_tuner("fixed", MENU)
+    speculation = Speculation({"eagle3": drafter}, tuner, MENU)
+    engine = RolloutEngine(decoder, max_live=4, max_len=MAX_LEN, speculation=speculation, capture_taps=drafter.taps)
+    generator = torch.Generator().manual_seed(3)
+    waiting = [
+        GenerationRequest(NoiseKey(0, step, p, s), torch.randint(3, 64, (1 + p % 7,), generator=generator).int())
+        for p in range(prompts)
+        for s in range(2)
+    ]
+    spot.begin(step, policy_version=step)
+
+    def pull(wanted):
+        taken, waiting[:] = waiting[:wanted], waiting[wanted:]
+        return taken
+
+    engine.decode(
+        pull, lambda _: None, SamplingParams(max_new_tokens=40), on_captured=spot.collect, policy_version=step
+    )
+    return drafter
+
+
+def train(spot, *, until):
+    for _ in range(2000):
+        if until(spot.result()):
+            return spot.result()
+        spot.micro_step()
+    raise AssertionError(f"it never came to that: {spot.result()}")
+
+
+def due(spot):
+    """The next candidate is due, whatever the clock says."""
+    spot.candidate._trained_s = 1e9
+
+
+def tried(spot):
+    """The trainer's steps when the latest candidate was taken whose trial is done."""
+    return -1 if spot.candidate.in_trial else spot.candidate._tried_steps
+
+
+def parameters(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def test_training_in_idle_time_raises_acceptance_and_says_by_how_much(decoder, tmp_path):
+    spot = training(decoder, tmp_path, cfg=CFG.model_copy(update={"learning_rate": 1.5e-3}))
+    drafter = roll_out(decoder, spot, step=1, prompts=64)
+    before = parameters(spot.candidate.used).clone()
+    train(spot, until=lambda r: r.steps >= 20)
+    due(spot)
+    result = train(spot, until=lambda _: tried(spot) >= 20)
+    assert result.trial.gain > max(0.1, 2 * result.trial.error)
+    assert result.rows >= 20 * 64
+    assert torch.equal(parameters(spot.candidate.used), before), "what is in use changes by a publish alone"
+    # The trial's figures are those of an independent measurement on the responses that were held back.
+    held = spot._buffer.held()
+    assert sum(s.rows for s in held) < CFG.canary_tokens, "whole, each in one window"
+    measured = measure_acceptance(spot.candidate.used, decoder.embed_tokens.weight, held, depth=DEPTH, temperature=1.0)
+    assert result.trial.used_length == pytest.approx(measured.accept_length)
+    assert result.trial.groups == len({(item.step, item.key.prompt_id) for item in held}) > 2
+    # Publish: what the engine's drafter then proposes is the candidate's.
+    candidate = spot.candidate.contribution(1.0)
+    adopted = spot.adopt(candidate, is_mine=True)
+    assert torch.equal(parameters(adopted), candidate)
+    assert not torch.equal(candidate, before)
+    del drafter
+    spot.close()
+
+
+def test_training_in_float32_beside_rollouts_in_bfloat16(tiny_config, tmp_path):
+    """As on a processor whose decoding kernels read bfloat16 and whose training would emulate it."""
+    half = lively_decoder(tiny_config, dtype=torch.bfloat16)
+    shared = half.embed_tokens.weight.detach().clone()
+    cfg = CFG.model_copy(update={"learning_rate": 1.5e-3})
+    spot = training(half, tmp_path, cfg=cfg, compute_dtype=torch.float32)
+    drafter = roll_out(half, spot, step=1, prompts=64)
+    assert {w.dtype for w in drafter._net.parameters()} == {torch.bfloat16}, "the engine drafts in the rollout's type"
+    item = spot._buffer.trainable()[0]
+    assert (item.taps_LE.dtype, item.last_PD.dtype) == (torch.bfloat16, torch.bfloat16)
+    head = spot._heads[item.policy_version]
+    assert head.dtype == torch.float32
+    probs_PJ = draft_probs(item, slice(None), head)
+    # The product is in float32, its logits are those of the rollout: of every rounding that may differ, 2^-8 of them.
+    logits_PJ = half.logits(item.last_PD).detach().float()[:, spot.candidate.used.draft_ids_J]
+    expected_PJ = (logits_PJ - item.lognorms_P[:, None]).exp()
+    torch.testing.assert_close(probs_PJ, expected_PJ, rtol=float(logits_PJ.abs().max()) * 2**-8, atol=1e-6)
+    torch.testing.assert_close(probs_PJ.sum(-1), torch.ones(len(item.last_PD)), rtol=0, atol=1e-2)
+    train(spot, until=lambda r: r.steps >= 20)
+    due(spot)
+    result = train(spot, until=lambda _: tried(spot) >= 20)
+    assert result.trial.gain > max(0.1, 2 * result.trial.error)
+    assert {p.dtype for p in spot._trainer.model.parameters()} == {torch.float32}
+    drafter.load_weights(export_weights(spot.adopt(spot.candidate.contribution(1.0), is_mine=True)))
+    assert {w.dtype for w in drafter._net.parameters()} == {torch.bfloat16}
+    assert torch.equal(half.embed_tokens.weight, shared)
+    spot.end()
+    spot.save()
+    spot.close()
+    # Resumed in the other type, as when a run goes on elsewhere: what it had learnt stays, heads are cast.
+    half = lively_decoder(tiny_config, dtype=torch.bfloat16)
+    again = training(half, tmp_path, resume=True, cfg=cfg, compute_dtype=torch.bfloat16)
+    assert again._trainer.steps == spot._trainer.steps
+    assert {head.dtype for head in again._heads.values()} == {torch.bfloat16}
+    again.begin(2, policy_version=2)
+    train(again, until=lambda r: r.steps >= 1)
+    again.close()
+
+
+def test_a_worker_learns_from_what_another_has_decoded(decoder, tmp_path):
+    cfg = CFG.model_copy(update={"learning_rate": 1.5e-3})
+    other = training(decoder, tmp_path / "worker_0", cfg=cfg)
+    roll_out(decoder, other, step=1, prompts=64)
+    other.end()
+    spot = training(decoder, tmp_path / "worker_1", cfg=cfg, peers=[tmp_path / "worker_0", tmp_path / "worker_2"])
+    spot.begin(1, policy_version=1)
+    other.close()
+    assert not spot.has_data  # of this step it has none, and of others' only what is finished
+    spot.end()
+    spot.begin(2, policy_version=2)
+    assert spot.has_data
+    seen = spot._curriculum.sequences()
+    assert seen.keys() == {item.id for item in other._buffer.trainable()}
+    for item in seen.values():
+        theirs = next(i for i in other._buffer.trainable() if i.id == item.id)
+        assert torch.equal(item.taps_LE, theirs.taps_LE)
+        own, expected = (draft_probs(item, slice(None), s._heads[item.policy_version]) for s in (spot, other))
+        assert torch.equal(own, expected)
+    train(spot, until=lambda r: r.steps >= 20)
+    held = other._buffer.held()
+    settings = {"depth": DEPTH, "temperature": 1.0}
+    before, after = (
+        measure_acceptance(model, decoder.embed_tokens.weight, held, **settings).accept_length
+        for model in (spot.candidate.used, spot._average)
+    )
+    assert after > before + 0.1
+    spot.close()
+
+
+def test_held_back_responses_are_not_trained_on(decoder, tmp_path):
+    spot = training(decoder, tmp_path)
+    roll_out(decoder, spot, step=1)
+    held = {s.id for s in spot._buffer.held()}
+    train(spot, until=lambda r: r.steps >= 20)
+    assert held
+    assert not held & set(spot._curriculum._sampler.state_dict()["flows"])
+    spot.close()
+
+
+@pytest.mark.parametrize(("micro_steps", "gives_up"), [(1, False), (4, False), (4, True), (9, False), (9, True)])
+def test_a_restart_goes_on_bit_by_bit(decoder, tmp_path, micro_steps, gives_up):
+    """fp32 on CPU.  Saved in the middle of a phase, between any two micro-steps of training, or after one was given up
+    in the middle of its pass."""
+    whole = training(decoder, tmp_path / "whole")
+    first = training(decoder, tmp_path / "first")
+    for spot in (whole, first):
+        roll_out(decoder, spot, step=1)
+        spot.end()
+        roll_out(decoder, spot, step=2)
+        spot.end()
+        spot.candidate._nothing_held = True  # no trial: its pieces are not training
+    for _ in range(micro_steps):
+        assert first.micro_step()
+    if gives_up:
+        while first._trainer.rows >= 96:  # an optimizer step is next, which is not given up
+            micro_steps += first.micro_step()
+        rows = first.result().rows
+        answers = iter([False] * 5 + [True])
+        assert not first.micro_step(lambda: next(answers))
+        assert first.result().rows == rows
+        assert first._curriculum._drawn
+    first.save()
+    first.close()
+    second = training(decoder, tmp_path / "first", resume=True)
+    second.begin(2, policy_version=2)
+    second.candidate._nothing_held = True
+    for _ in range(12 - micro_steps):
+        second.micro_step()
+    for _ in range(12):
+        whole.micro_step()
+    states = [spot._trainer.state_dict() for spot in (whole, second)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    assert states[0]["steps"] > 0
+    assert torch.equal(parameters(whole._average), parameters(second._average))
+    assert not torch.equal(parameters(whole._average), parameters(whole._trainer.model))
+    for spot in (whole, second):
+        spot.close()
+
+
+def test_windows_given_up_again_and_again_are_trained_on_in_part(decoder, tmp_path):
+    """A pass that never fits into idle time would be begun for ever."""
+    spot = training(decoder, tmp_path, cfg=CFG.model_copy(update={"window_rows": 16}))
+    roll_out(decoder, spot, step=1)
+    spot.end()
+    spot.candidate._nothing_held = True
+    spot._curriculum._wanted_rows = 128.0
+    assert not spot.micro_step(lambda: True)
+    drawn = list(spot._curriculum._drawn)
+    assert len(drawn) > 6
+    rows = [ref.end - ref.start for ref in drawn]
+
+    def tokens(refs):
+        return [(ref.id, row) for ref in refs for row in range(ref.start, ref.end)]
+
+    def taken_when_given_up(times: int) -> int:
+        spot._curriculum._given_up, spot._curriculum._drawn, spot._trainer.rows = times, list(drawn), 0
+        before = spot.result().rows
+        assert spot.micro_step()
+        taken = spot.result().rows - before
+        assert tokens(spot._curriculum._drawn) == tokens(drawn)[taken:], "the rest is next"
+        assert spot._curriculum._given_up == 0
+        return taken
+
+    assert taken_when_given_up(1) == sum(rows), "once: as it would have been"
+    assert taken_when_given_up(2) == sum(rows) // 2
+    assert taken_when_given_up(3) == sum(rows) // 4
+    assert taken_when_given_up(30) == 4, "a part of one window"
+    spot.close()
+
+
+def test_a_piece_may_be_shorter_where_nobody_ends_it(decoder, tmp_path):
+    spot = training(decoder, tmp_path, cfg=CFG.model_copy(update={"micro_step_s": 1.0, "window_rows": 16}))
+    roll_out(decoder, spot, step=1)
+    spot.end()
+    spot._curriculum._wanted_rows = 100.0
+    assert spot.micro_step(longest_s=0.5)
+    assert 34 < spot.result().rows <= 50
+    spot.close()
+
+
+def test_a_restart_does_not_bring_a_trial_forward(decoder, tmp_path):
+    spot = training(decoder, tmp_path)
+    roll_out(decoder, spot, step=1)
+    spot.end()
+    train(spot, until=lambda r: r.steps >= 4)
+    spot.candidate._trained_s, spot.candidate._trial_s = 10.0, 100.0
+    assert not spot.candidate.is_due(spot._trainer.steps)
+    spot.save()
+    spot.close()
+    again = training(decoder, tmp_path, resume=True)
+    again.begin(2, policy_version=2)
+    assert again._trainer.steps > again.candidate._tried_steps
+    assert not again.candidate.is_due(again._trainer.steps)
+    again.candidate._trained_s = 1000.0
+    assert again.candidate.is_due(again._trainer.steps)
+    again.close()
+
+
+def test_a_damaged_state_costs_the_training_not_the_run(decoder, tmp_path, caplog):
+    spot = training(decoder, tmp_path)
+    roll_out(decoder, spot, step=1)
+    spot.end()
+    train(spot, until=lambda r: r.steps >= 2)
+    spot.save()
+    spot.close()
+    tensors = tmp_path / "training.safetensors"
+    tensors.write_bytes(tensors.read_bytes()[:1000])
+    with caplog.at_level(logging.WARNING):
+        again = training(decoder, tmp_path, resume=True)
+    assert "training starts anew" in caplog.text
+    assert again.result().steps_total == 0
+    again.close()
+
+
+def test_candidates_that_are_refused_again_and_again_are_dropped(decoder, tmp_path):
+    spot = training(decoder, tmp_path, cfg=CFG.model_copy(update={"max_rejections": 2}))
+    roll_out(decoder, spot, step=1)
+    train(spot, until=lambda r: r.steps >= 3)
+    assert not spot.reject()
+    trained = parameters(spot._trainer.model).clone()
+    assert not torch.equal(trained, parameters(spot.candidate.used))
+    assert spot.reject()
+    assert torch.equal(parameters(spot._trainer.model), parameters(spot.candidate.used))
+    spot.micro_step()  # and goes on
+    spot.close()
+
+
+def test_two_workers_publish_their_average_after_measuring_it(decoder, tmp_path):
+    spots = [training(decoder, tmp_path / str(worker)) for worker in range(2)]
+    for worker, spot in enumerate(spots):
+        roll_out(decoder, spot, step=1 + worker)
+        train(spot, until=lambda r: r.rows >= 10 * 128)
+        due(spot)  # which one is tried would follow the clock
+        steps = spot._trainer.steps
+        train(spot, until=lambda _, spot=spot, least=steps: tried(spot) >= least)
+    decision = decide([spot.result() for spot in spots], errors=1.0)
+    assert decision.measured is None
+    assert sum(decision.shares) == pytest.approx(1.0)
+    averaged = sum(spot.candidate.contribution(share) for spot, share in zip(spots, decision.shares, strict=True))
+    for spot in spots:
+        assert spot.candidate.compare(averaged).starts == spot.result().trial.starts > 0
+        assert spot.candidate.compare(averaged).gain > 0
+        spot.adopt(averaged, is_mine=False)
+    assert spots[0].candidate.checksum == spots[1].candidate.checksum
+    assert torch.equal(parameters(spots[0]._trainer.model), parameters(spots[1]._trainer.model))
+    for spot in spots:
+        spot.close()
+
+
+def measured(*gains):
+    """A trial on two prompts, whose chains got so many drafts more accepted than those of the drafter in use."""
+    return Comparison.of(Group(50, 100, 100 + gain) for gain in gains)
+
+
+TRAINED = SpotResult(rows=100, steps=2, trial=measured(20, 30))
+WORSE = TRAINED._replace(trial=measured(-20, -30))
+
+
+@pytest.mark.parametrize(
+    ("results", "shares", "refused"),
+    [
+        ([SpotResult(), SpotResult()], (0, 0), False),
+        ([SpotResult(rows=9, steps=1), SpotResult()], (0, 0), False),  # no time to measure
+        ([TRAINED, SpotResult()], (1, 0), False),
+        ([WORSE, SpotResult()], (0, 0), True),
+        ([TRAINED, TRAINED._replace(rows=300)], (0.25, 0.75), False),
+        ([TRAINED, WORSE], (1, 0), False),
+        ([TRAINED._replace(trial=measured(0, 0))], (1,), False),  # as good: newer data
+        ([TRAINED._replace(trial=measured(-20, 18))], (1,), False),  # by chance, for all one can tell
+        ([TRAINED._replace(rows=0), SpotResult()], (1, 0), False),  # trained in the phase before
+    ],
+)
+def test_what_is_published(results, shares, refused):
+    decision = decide(results, errors=1.0)
+    assert (decision.shares, decision.refused) == (tuple(map(float, shares)), refused)
+    alone = [r.trial for r, share in zip(results, shares, strict=True) if share == 1]
+    assert decision.measured == (alone[0] if alone else None), "a sum is nobody's own, so nobody has measured it"
+    assert decision.reason
+    if refused:
+        assert "acceptance length 2.500 on 100 held-back tokens of 2 prompts, 3.000 in use" in decision.reason
+
+
+def test_what_was_not_measured_in_one_phase_is_in_the_next(decoder, tmp_path):
+    spot = training(decoder, tmp_path)
+    roll_out(decoder, spot, step=1)
+    train(spot, until=lambda r: r.steps >= 2)
+    due(spot)
+    trained = spot._trainer.steps
+    roll_out(decoder, spot, step=2)
+    assert spot.result().trial is None
+    result = train(spot, until=lambda r: r.trial is not None)
+    assert (result.steps, spot._trainer.steps) == (0, trained), "measured before it trains on"
+    assert spot.candidate._trained_s < 1e9
+    assert train(spot, until=lambda r: r.steps >= 1).rows > 0, "and goes on"
+    spot.close()
+
+
+def test_the_candidate_is_the_average_over_the_steps(decoder, tmp_path):
+    """average_decay d: (1 - d) sum_k d^k w_(n - k) + d^n w_0."""
+    spot = training(decoder, tmp_path)
+    roll_out(decoder, spot, step=1)
+    spot.candidate._nothing_held = True
+    expected = parameters(spot.candidate.used).double()
+    for step in range(1, 7):
+        train(spot, until=lambda r, step=step: r.steps >= step)
+        expected = 0.9 * expected + 0.1 * parameters(spot._trainer.model).double()
+    spot.candidate._nothing_held = False
+    due(spot)
+    spot.micro_step()
+    # float32 against float64: some 1e-7 a step
+    torch.testing.assert_close(parameters(spot.candidate._trial.candidate.model).double(), expected, atol=1e-6, rtol=0)
+    assert (expected - parameters(spot._trainer.model)).abs().max() > 1e-3
+    spot.close()
+
+
+def test_a_trial_goes_on_where_the_phase_before_has_left_it(decoder, tmp_path):
+    """Phases of one piece of work each would else never publish anything."""
+    spots = [training(decoder, tmp_path / name) for name in "ab"]
+    for spot in spots:
+        spot.candidate._settings = spot.candidate._settings._replace(pass_rows=16)
+        roll_out(decoder, spot, step=1)
+        train(spot, until=lambda r: r.steps >= 2)
+        due(spot)
+        spot.micro_step()  # the candidate is taken
+        assert spot.candidate.in_trial
+        spot.begin(2, policy_version=2)
+    whole, pieces = spots
+    expected = train(whole, until=lambda r: r.trial is not None).trial
+    taken = parameters(pieces.candidate._trial.candidate.model).clone()
+    for phase in range(100):
+        pieces.micro_step()
+        if pieces.result().trial is not None:
+            break
+        pieces.begin(3 + phase, policy_version=3 + phase)
+    assert phase >= 3, "several phases were needed"
+    assert pieces.result().trial == expected
+    assert torch.equal(pieces.candidate.contribution(1.0), taken)
+    pieces.adopt(taken, is_mine=True)
+    assert not pieces.candidate.in_trial
+    for spot in spots:
+        spot.close()
+
+
+def test_a_trial_beside_a_drafter_that_is_replaced_is_dropped(decoder, tmp_path):
+    spot = training(decoder, tmp_path)
+    roll_out(decoder, spot, step=1)
+    train(spot, until=lambda r: r.steps >= 2)
+    due(spot)
+    spot.micro_step()
+    assert spot.candidate.in_trial
+    others = parameters(spot.candidate.used) * 1.01
+    spot.adopt(others, is_mine=False)
+    assert not spot.candidate.in_trial
+    assert spot.candidate.compare(others).starts == 0, "nothing was measured beside this one"
+    spot.close()

@@ -1,0 +1,77 @@
+"""A trial's measurement: the same counts however it is cut, group by group."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.tlt_core.drafter.eagle3.training_texts import lively_decoder, texts
+from tlt_core.drafter.eagle3.acceptance import accepted_runs
+from tlt_core.drafter.eagle3.model import eagle3_from_target
+from tlt_core.drafter.eagle3.observe import observe
+from tlt_core.drafter.eagle3.windows import Window
+from tlt_core.items.types import NoiseKey, SamplingParams
+from tlt_core.spot.trial import Measurement, TrialSettings, compare, group_of, trial_windows
+
+PARAMS = SamplingParams(temperature=1.0)
+
+
+@pytest.fixture(scope="module")
+def held(tiny_config):
+    """Two prompts of step 3, with three responses and one; one of step 2.  And the decoder, and a drafter."""
+    decoder = lively_decoder(tiny_config)
+    model = eagle3_from_target(decoder, torch.arange(64), scales=(1.0,) * 3, seed=1)
+    sequences = observe(
+        decoder,
+        texts((30, 11, 18, 40, 25)),
+        model,
+        firsts=[4, 1, 9, 2, 3],
+        dtype=torch.float32,
+        streams=[1, 2, 3, 4, 5],
+    )
+    keys = [(3, 7), (3, 7), (3, 7), (3, 9), (2, 9)]
+    named = [replace(s, key=NoiseKey(0, *key, i)) for i, (key, s) in enumerate(zip(keys, sequences, strict=True))]
+    return decoder, model, named
+
+
+def groups(windows):
+    return [group_of(w.sequence) for w in windows]
+
+
+def test_one_window_of_each_response(held):
+    _, _, responses = held
+    whole = trial_windows(responses, rows=64, max_starts=1000)
+    assert [(w.start, w.end) for w in whole] == [(s.earliest, s.earliest + s.rows) for s in responses]
+    assert groups(whole) == [group_of(s) for s in responses] == [(3, 7), (3, 7), (3, 7), (3, 9), (2, 9)]
+    cut = trial_windows(responses, rows=10, max_starts=1000)
+    assert [w.end - w.start for w in cut] == [10, 9, 9, 10, 2]
+    # 26 rows are three windows, and stream 1 takes the second; 38 are four, and stream 4 takes the first; 22 are
+    # three, and stream 5 takes the last.
+    assert (cut[0].start, cut[3].start) == (2 + 10, 0)
+    assert groups(trial_windows(responses, rows=10, max_starts=20)) == [(3, 7), (3, 9)]
+    assert groups(trial_windows(responses, rows=10, max_starts=23)) == [(3, 7), (3, 7), (3, 9), (2, 9)]
+    assert trial_windows([], rows=10, max_starts=20) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pass_rows", [1, 24, 1000])
+def test_counts_by_group_are_those_of_the_runs(held, pass_rows, dtype):
+    """In bfloat16 the measurement casts the weights once; the runs here cast them in every product."""
+    decoder, model, responses = held
+    embedding = decoder.embed_tokens.weight
+    measurement = Measurement(model, trial_windows(responses, rows=64, max_starts=1000))
+    steps = 0
+    while not measurement.done:
+        measurement.step(TrialSettings(embedding, 3, PARAMS, dtype, pass_rows))
+        steps += 1
+    assert steps == {1: 5, 24: 4, 1000: 3}[pass_rows]
+    expected: dict[tuple[int, int], tuple[int, int]] = {}
+    for s in responses:
+        span = Window(s, s.earliest, s.earliest + s.rows)
+        (run_T,) = accepted_runs(model, embedding, [span], depth=3, params=PARAMS, compute_dtype=dtype)
+        starts, accepted = expected.get(group_of(s), (0, 0))
+        expected[group_of(s)] = starts + len(run_T), accepted + int(run_T.sum())
+    assert measurement.counts == expected
+    assert sum(accepted for _, accepted in expected.values()) > 0
+    assert compare(measurement, measurement).gain == 0
+    assert compare(measurement, measurement).groups == 3

@@ -1,0 +1,58 @@
+"""What goes between the driver and its workers: what a worker is built from, and what it reports after each phase."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from conf.drafter import DrafterConfig
+from conf.rollout import RolloutConfig
+from conf.update import AlgorithmConfig, UpdateConfig
+from tlt_core.items.types import WorkerSpan
+from tlt_core.rollout.engine import RoundTrace
+from tlt_core.rollout.replica import SpecCounters
+from tlt_core.rollout.vllm.replica import VllmSpec
+from tlt_core.spot.training import SpotResult
+from tlt_core.tuner.collapse import CollapseReport
+
+
+class TrainerSpec(NamedTuple):
+    """What a worker needs to know to train the policy."""
+
+    update: UpdateConfig
+    algorithm: AlgorithmConfig
+    total_steps: int
+    max_new_tokens: int
+    temperature: float
+
+
+class WorkerSpec(NamedTuple):
+    """What every worker of a group is built from."""
+
+    model_dir: Path
+    rollout: RolloutConfig
+    max_len: int  # positions of a KV slot
+    trainer: TrainerSpec | None  # None: generation only
+    threads: int
+    device: str
+    seed: int = 0  # of the tuner's explorations
+    drafter: DrafterConfig = DrafterConfig()
+    spot_dir: Path | None = None  # where hidden states and the drafter's training state are kept; None: no training
+    vllm: VllmSpec | None = None  # needed where `rollout.engine` is vllm
+    release_memory: bool = False  # of the rollout, while the policy is trained
+
+
+class GenerateReport(NamedTuple):
+    """What one worker did in a rollout phase."""
+
+    rounds: tuple[RoundTrace, ...]  # this, tuner, drafter_failures and chains: see `DecodeReport`
+    tuner: dict[str, Any]
+    drafter_failures: int
+    spot: SpotResult | None = None  # None: this worker trains no drafter
+    canary: CollapseReport = CollapseReport((), ())
+    chains: SpecCounters | None = None
+
+
+class UpdateReport(NamedTuple):
+    """What one worker did in an update."""
+
+    spans: tuple[WorkerSpan, ...]
+    metrics: dict[str, float]  # the same on every worker

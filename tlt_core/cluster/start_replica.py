@@ -1,0 +1,68 @@
+"""The one place that chooses a worker's rollout engine: ours, with drafters and a tuner, or vLLM."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from tlt_core.cluster.drafting import Drafting, newest_drafter
+from tlt_core.cluster.messages import WorkerSpec
+from tlt_core.machine.precision import as_torch
+from tlt_core.model.load import load_decoder
+from tlt_core.rollout import build
+from tlt_core.rollout.own import OwnReplica
+from tlt_core.rollout.replica import Replica
+from tlt_core.rollout.vllm.replica import start_vllm
+
+
+class Started(NamedTuple):
+    """A worker's replica, and what is drafted and trained in this process: nothing with vLLM."""
+
+    replica: Replica
+    drafting: Drafting
+
+
+def start_replica(
+    spec: WorkerSpec, *, checkpoint: Path | None, policy_version: int, rank: int, world_size: int
+) -> Started:
+    """A replica with the weights of `spec.model_dir`, and the newest drafter.
+
+    checkpoint: where tuner and drafter go on from.  Raises ModelError, VllmError, VllmUnusable.
+    """
+    if spec.rollout.engine == "own":
+        return _own(spec, checkpoint=checkpoint, policy_version=policy_version, rank=rank, world_size=world_size)
+    assert spec.vllm is not None, "the driver names vLLM's environment where the configuration asks for vLLM"
+    replica = start_vllm(
+        spec.vllm,
+        spec.rollout,
+        model_dir=spec.model_dir,
+        max_len=spec.max_len,
+        threads=spec.threads,
+        rank=rank,
+        seed=spec.seed,
+        policy_version=policy_version,
+    )
+    return Started(replica, Drafting(None, rank=rank, world_size=world_size))
+
+
+def _own(spec: WorkerSpec, *, checkpoint: Path | None, policy_version: int, rank: int, world_size: int) -> Started:
+    speculation = newest_drafter(spec.rollout.speculation, checkpoint)
+    engine = build.make_engine(
+        load_decoder(spec.model_dir, dtype=as_torch(spec.rollout.dtype), device=spec.device),
+        speculation,
+        max_live=spec.rollout.max_live_requests,
+        max_len=spec.max_len,
+        seed=spec.seed + rank,
+        capture=spec.spot_dir is not None,
+        kv_memory_fraction=spec.rollout.kv_memory_fraction,
+    )
+    drafting = Drafting(engine, rank=rank, world_size=world_size)
+    drafting.prepare(checkpoint)
+    if spec.spot_dir is not None:
+        drafting.train_in_idle_time(
+            spec.drafter,
+            speculation,
+            temperature=spec.rollout.temperature,
+            compute_dtype=as_torch(spec.rollout.dtype if spec.trainer is None else spec.trainer.update.dtype),
+            folder=spec.spot_dir,
+            resume=checkpoint is not None,
+        )
+    return Started(OwnReplica(engine, policy_version=policy_version), drafting)

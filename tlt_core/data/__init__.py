@@ -1,0 +1,1 @@
+"""Data sets of prompts, and the order in which steps take them."""

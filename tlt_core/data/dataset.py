@@ -1,0 +1,150 @@
+"""Data sets of prompts with verifiable answers.
+
+    reasoning-gym mixture, or a JSONL/Parquet file  ->  train.jsonl, validation.jsonl, manifest.json
+
+The same `data` section of the configuration gives the same bytes.  No question is in both splits, and ids are unique
+over both.  Prompts are stored as text and tokenised when they are loaded.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from conf.data import DataConfig, FileData, GymData
+from tlt_core.data import file_questions, gym_questions
+from tlt_core.data.question import DataError, Item
+from tlt_core.items.store import sha256_of, write_folder_atomically
+from tlt_core.items.types import Prompt
+
+__all__ = ["DataError", "DataManifest", "encode_prompt", "load", "prepare"]
+
+
+@dataclass(frozen=True, slots=True)
+class DataManifest:
+    """What a data set holds and where it came from: `manifest.json`."""
+
+    digest: str  # sha256 over the configuration section and both files
+    config: dict[str, Any]  # the `data` section
+    generator: str  # e.g. "reasoning-gym 0.1.25", or the source files with their sha256
+    max_prompt_tokens: int
+    counts: dict[str, int]  # per split
+    tasks: dict[str, int]  # training prompts per task
+    dropped_long: int  # prompts with more than max_prompt_tokens tokens
+    sha256: dict[str, str]  # per file
+
+
+def prepare(cfg: DataConfig, *, tokenizer: Any, max_prompt_tokens: int, out_dir: Path) -> DataManifest:
+    """Make the data set, unless it is there already.  Raises DataError, and StoreError where the disk refuses."""
+    existing = _read_manifest(out_dir)
+    if existing is not None and _matches(existing, cfg, max_prompt_tokens, out_dir):
+        return existing
+    train, validation = gym_questions.splits(cfg) if isinstance(cfg, GymData) else file_questions.splits(cfg)
+    kept = [[i for i in split if len(_encode(tokenizer, i, cfg)) <= max_prompt_tokens] for split in (validation, train)]
+    if not all(kept):
+        raise DataError(
+            f"all prompts of a split are longer than rollout.max_prompt_tokens={max_prompt_tokens}; raise it or use "
+            "shorter prompts"
+        )
+    dropped = len(validation) + len(train) - sum(len(split) for split in kept)
+
+    def write(folder: Path) -> None:
+        _write(folder, cfg, *kept, dropped_long=dropped, max_prompt_tokens=max_prompt_tokens)
+
+    write_folder_atomically(out_dir, write)
+    made = _read_manifest(out_dir)
+    assert made is not None, "it has just been written"
+    return made
+
+
+def load(out_dir: Path, split: Literal["train", "validation"], tokenizer: Any) -> list[Prompt]:
+    """Read one split, tokenised with the chat template.  Raises DataError."""
+    manifest = _read_manifest(out_dir)
+    path = out_dir / f"{split}.jsonl"
+    if manifest is None or not path.is_file():
+        raise DataError(f"{out_dir} holds no data set; run 'tlt prepare CONFIG' first")
+    prompts = []
+    for _, row in file_questions.jsonl_rows(path):
+        text = row["prompt"] + manifest.config["instruction"]
+        tokens = encode_prompt(tokenizer, text, system_prompt=manifest.config["system_prompt"])
+        prompts.append(
+            Prompt(
+                id=row["id"],
+                tokens=torch.tensor(tokens, dtype=torch.int32),
+                text=row["prompt"],
+                answer=row["answer"],
+                task=row["task"],
+                metadata=row["metadata"],
+            )
+        )
+    return prompts
+
+
+def encode_prompt(tokenizer: Any, text: str, *, system_prompt: str) -> list[int]:
+    """Token ids of one user message, ready for the answer.
+
+    The system message is always given, even when empty, because some chat templates would add a default one.  Without a
+    chat template the text is encoded as it is.
+    """
+    if not tokenizer.chat_template:
+        return tokenizer.encode(f"{system_prompt}\n{text}\n" if system_prompt else f"{text}\n")
+    messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": text}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def _encode(tokenizer: Any, item: Item, cfg: DataConfig) -> list[int]:
+    return encode_prompt(tokenizer, item.question + cfg.instruction, system_prompt=cfg.system_prompt)
+
+
+def _write(
+    folder: Path,
+    cfg: DataConfig,
+    validation: list[Item],
+    train: list[Item],
+    *,
+    dropped_long: int,
+    max_prompt_tokens: int,
+) -> None:
+    _write_rows(folder / "validation.jsonl", validation, first_id=0)
+    _write_rows(folder / "train.jsonl", train, first_id=len(validation))
+    sha256 = {p.name: sha256_of(p) for p in sorted(folder.iterdir())}
+    config = cfg.model_dump(mode="json")
+    manifest = DataManifest(
+        digest=hashlib.sha256(json.dumps([config, sha256], sort_keys=True).encode()).hexdigest(),
+        config=config,
+        generator=gym_questions.generator() if isinstance(cfg, GymData) else file_questions.source(cfg),
+        max_prompt_tokens=max_prompt_tokens,
+        counts={"train": len(train), "validation": len(validation)},
+        tasks=dict(sorted(Counter(i.task for i in train).items())),
+        dropped_long=dropped_long,
+        sha256=sha256,
+    )
+    (folder / "manifest.json").write_text(json.dumps(asdict(manifest), indent=1, sort_keys=True))
+
+
+def _write_rows(path: Path, items: list[Item], *, first_id: int) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        for number, item in enumerate(items, start=first_id):
+            row = {"id": number, "task": item.task, "prompt": item.question, "answer": item.answer}
+            file.write(json.dumps(row | {"metadata": item.metadata}, ensure_ascii=False, default=str) + "\n")
+
+
+def _read_manifest(out_dir: Path) -> DataManifest | None:
+    try:
+        return DataManifest(**json.loads((out_dir / "manifest.json").read_text()))
+    except (OSError, json.JSONDecodeError, TypeError):
+        return None
+
+
+def _matches(manifest: DataManifest, cfg: DataConfig, max_prompt_tokens: int, out_dir: Path) -> bool:
+    """Whether it was made from this configuration and has not changed since."""
+    if manifest.config != cfg.model_dump(mode="json") or manifest.max_prompt_tokens != max_prompt_tokens:
+        return False
+    if isinstance(cfg, FileData) and manifest.generator != file_questions.source(cfg):
+        return False
+    paths = {out_dir / name: digest for name, digest in manifest.sha256.items()}
+    return all(path.is_file() and sha256_of(path) == digest for path, digest in paths.items())

@@ -1,0 +1,105 @@
+"""Questions from your own JSONL or Parquet files.  A bad row is named by file and line."""
+
+import json
+import math
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from conf.data import FileData
+from tlt_core.data.question import DataError, Item
+from tlt_core.items.store import sha256_of
+
+
+def splits(cfg: FileData) -> tuple[list[Item], list[Item]]:
+    """Training and validation questions; no question is in both.  Raises DataError."""
+    train = _read(Path(cfg.train_path), cfg, setting="data.train_path")
+    if cfg.validation_path:
+        validation = _read(Path(cfg.validation_path), cfg, setting="data.validation_path")
+        held = {i.question for i in validation}
+        apart = [i for i in train if i.question not in held]
+        if not apart:
+            raise DataError(
+                f"every prompt of {cfg.train_path} is also in {cfg.validation_path}; give data.validation_path other "
+                "prompts, or leave it empty to hold some training rows back"
+            )
+        return apart, validation
+    questions = sorted({i.question for i in train})
+    if len(questions) < 2:
+        raise DataError(f"{cfg.train_path} has fewer than two distinct prompts: nothing can be held back")
+    random.Random(cfg.seed).shuffle(questions)
+    held = set(questions[: max(1, round(len(questions) * cfg.validation_fraction))])
+    return [i for i in train if i.question not in held], [i for i in train if i.question in held]
+
+
+def source(cfg: FileData) -> str:
+    """The files with their checksums, so that it changes with their content."""
+    paths = [Path(p) for p in (cfg.train_path, cfg.validation_path) if p]
+    return ", ".join(f"{p} sha256 {sha256_of(p) if p.is_file() else 'missing'}" for p in paths)
+
+
+def jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """(where, value) of each line that is not blank.  Raises DataError naming file and line."""
+    # Read bytes, where only a line feed ends a line: text mode splits at other characters too, which JSON may contain.
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            where = f"{path}, line {number}"
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                if text:
+                    yield where, json.loads(text)
+            except json.JSONDecodeError as error:
+                raise DataError(
+                    f"{where}: not JSON ({error.msg} at column {error.colno}); each line must be one JSON object"
+                ) from None
+            except UnicodeDecodeError as error:
+                raise DataError(f"{where}: not UTF-8 ({error.reason}); convert the file to UTF-8") from None
+            except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+                raise DataError(f"{where}: cannot be read as JSON ({error}); remove or mend the line") from None
+
+
+def _read(path: Path, cfg: FileData, *, setting: str) -> list[Item]:
+    if not path.is_file():
+        raise DataError(f"data file {path} does not exist; {setting} wants a .jsonl or .parquet file")
+    if path.suffix == ".jsonl":
+        rows = jsonl_rows(path)
+    elif path.suffix == ".parquet":
+        rows = _parquet_rows(path)
+    else:
+        raise DataError(f"data file {path} is neither .jsonl nor .parquet; convert it")
+    items = []
+    for where, row in rows:
+        prompt, answer = (_text(where, row, key) for key in (cfg.prompt_key, cfg.answer_key))
+        metadata = {k: v for k, v in row.items() if k not in (cfg.prompt_key, cfg.answer_key)}
+        items.append(Item("file", prompt, answer, metadata))
+    if not items:
+        raise DataError(f"data file {path} has no rows")
+    return items
+
+
+def _text(where: str, row: Any, key: str) -> str:
+    """A row's prompt or answer: a text or a number.  Raises DataError naming the row."""
+    value = row.get(key) if isinstance(row, dict) else None
+    if value is None or value == "":
+        raise DataError(f"{where}: no {key!r}; set data.prompt_key and data.answer_key to its columns")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise DataError(f"{where}: {key!r} is {value}; give a finite number or a text")
+    if not isinstance(value, str | int | float):
+        raise DataError(f"{where}: {key!r} is a {type(value).__name__}; give a text or a number")
+    text = str(value)
+    if not text.strip() or re.search("[\ud800-\udfff]", text):
+        raise DataError(f"{where}: {key!r} is blank or holds half of a surrogate pair; mend or remove the row")
+    return text
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet ({error})") from None
+    return ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))

@@ -1,0 +1,45 @@
+"""Which training prompts come next: a new permutation every epoch, keyed by the run seed.
+
+The entries of the mixture are spread evenly, so every RL step sees the mixture in its proportions, and rewards of
+different steps can be compared.  The position is one integer, so a resumed run goes on with the next prompt.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from tlt_core.items.types import Prompt
+
+
+class PromptOrder:
+    """Endless pass over the training prompts."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, cursor: int = 0) -> None:
+        self._prompts = prompts
+        self._seed = seed
+        self.cursor = cursor  # prompts consumed so far
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self.cursor / len(self._prompts)
+
+    def take(self, count: int) -> list[Prompt]:
+        """The next `count` prompts; distinct unless they cross the end of an epoch."""
+        chosen: list[Prompt] = []
+        while len(chosen) < count:
+            epoch, offset = divmod(self.cursor, len(self._prompts))
+            taken = self._epoch_order(epoch)[offset : offset + count - len(chosen)]
+            chosen.extend(self._prompts[i] for i in taken)
+            self.cursor += len(taken)
+        return chosen
+
+    def _epoch_order(self, epoch: int) -> list[int]:
+        """Indexes of all prompts.  The r-th of n prompts of a mixture entry is placed at the fraction (r + 1/2) / n."""
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+        entries: dict[object, list[int]] = {}
+        for index in torch.randperm(len(self._prompts), generator=generator).tolist():
+            prompt = self._prompts[index]
+            entries.setdefault((prompt.task, prompt.metadata.get("mixture")), []).append(index)
+        placed = [((rank + 0.5) / len(entry), index) for entry in entries.values() for rank, index in enumerate(entry)]
+        return [index for _, index in sorted(placed)]

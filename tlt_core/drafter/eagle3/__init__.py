@@ -1,0 +1,1 @@
+"""The EAGLE-3 drafter: a network that reads the policy's hidden states."""

@@ -1,0 +1,180 @@
+"""How many tokens of a drafter's chains are accepted, measured exactly on recorded responses, without a target.
+
+A chain begun after n known tokens drafts token n + k from the accepted path so far, which is the response itself, and
+with the noise of position n + k, which is the response's own (see `tree`).  So draft k is right exactly when
+
+    arg-max_v (log q_v / T + g_v(n + k)) = token n + k        q: depth k + 1 of `depths` at row n + k - 2
+
+(T = 0: arg-max log q).  Accepted are the drafts before the first wrong one.  Every row is a start, and all rows take
+one pass of the layer per depth.  A test shows that the engine accepts the same numbers, token for token.
+
+Shapes: T query rows of a pass, N rows whose chains are right so far, R rows of the pack, D hidden size, J draft
+vocabulary.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.sampling.coupled_sample import gumbel_noise
+from tlt_core.drafter.eagle3.depths import drafted_depths
+from tlt_core.drafter.eagle3.model import Eagle3Model
+from tlt_core.drafter.eagle3.tree import perturbed_scores
+from tlt_core.drafter.eagle3.windows import Pack, Window
+from tlt_core.items.train_sequence import TrainSequence
+from tlt_core.items.types import SamplingParams
+from tlt_core.model.sampling import row_keys
+
+_PASS_ROWS = 512  # starts of one pass
+
+
+class AcceptanceMeasure(NamedTuple):
+    """Sums over starts, so measures of parts can be added up."""
+
+    starts: int
+    accepted_by_depth: tuple[int, ...]  # entry k: starts whose first k + 1 drafts were right
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens that a round emits on average, the target's own among them; 1: nothing was accepted."""
+        return 1 + sum(self.accepted_by_depth) / self.starts
+
+
+def measure_acceptance(
+    model: Eagle3Model,
+    embedding_VD: Tensor,
+    sequences: Sequence[TrainSequence],
+    *,
+    depth: int,
+    temperature: float,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    max_rows: int | None = None,
+    compute_dtype: torch.dtype = torch.float32,
+) -> AcceptanceMeasure:
+    """Chains of `depth` drafts from every trained row of the sequences, sampled as the sequences were.
+
+    A chain ends with its response: the last start has one draft.  max_rows: most starts, shared evenly among the
+    sequences; each gives its latest starts whose whole chain is recorded.  Exact where the drafter computes in the same
+    precision (bfloat16 against float32: near-ties differ).  Raises ValueError when there is no start.
+    """
+    params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
+    starts = _choose_starts(sequences, depth=depth, max_rows=max_rows)
+    if not starts:
+        raise ValueError(f"no row of {len(sequences)} sequences to start a draft from: they need three tokens each")
+    total, reached = 0, torch.zeros(depth, dtype=torch.int64)
+    for part in passes(starts):
+        measure = measure_starts(model, embedding_VD, part, depth=depth, params=params, compute_dtype=compute_dtype)
+        total += measure.starts
+        reached += torch.tensor(measure.accepted_by_depth)
+    return AcceptanceMeasure(total, tuple(reached.tolist()))
+
+
+def measure_starts(
+    model: Eagle3Model,
+    embedding_VD: Tensor,
+    starts: Sequence[Window],
+    *,
+    depth: int,
+    params: SamplingParams,
+    compute_dtype: torch.dtype = torch.float32,
+) -> AcceptanceMeasure:
+    """The same from the rows of these windows, which must be trained ones, in one pass."""
+    runs = start_runs(model, embedding_VD, starts, depth=depth, params=params, compute_dtype=compute_dtype)
+    accepted_N = torch.cat(runs)
+    reached = (accepted_N[:, None] > torch.arange(depth)).sum(0)
+    return AcceptanceMeasure(len(accepted_N), tuple(reached.tolist()))
+
+
+def start_runs(
+    model: Eagle3Model,
+    embedding_VD: Tensor,
+    starts: Sequence[Window],
+    *,
+    depth: int,
+    params: SamplingParams,
+    compute_dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """Accepted drafts of a chain begun at each row of these windows, which must be trained ones: [rows of the window]
+    int64 for each, on the CPU, in one pass.  A chain ends with its response."""
+    ends = [min(s.end + depth - 1, len(s.sequence.tokens_L) - 2) for s in starts]
+    chains = [Window(s.sequence, s.start, end) for s, end in zip(starts, ends, strict=True)]
+    runs = accepted_runs(model, embedding_VD, chains, depth=depth, params=params, compute_dtype=compute_dtype)
+    return [run_T[: s.end - s.start].cpu() for s, run_T in zip(starts, runs, strict=True)]
+
+
+@torch.inference_mode()
+def accepted_runs(
+    model: Eagle3Model,
+    embedding_VD: Tensor,
+    windows: Sequence[Window],
+    *,
+    depth: int,
+    params: SamplingParams,
+    compute_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, ...]:
+    """Accepted drafts of a chain begun at each query row, [rows of the window] int64 for each window, in one pass.
+
+    A chain begun at row p, that is after p + 2 tokens, ends with its window.
+    """
+    pack = Pack.of(windows, model.fc.weight.device)
+    first = sum(pack.context)
+    positions_T, targets_T, streams_T = pack.positions_R[first:] + 2, pack.targets_T(), pack.streams_T()
+    ends_T = torch.tensor([window.end for window in windows]).repeat_interleave(torch.tensor(pack.queries)) + 2
+    ends_T = ends_T.to(pack.device)
+    ids_J = model.draft_ids_J.to(torch.int32)
+    runs_T = torch.zeros_like(positions_T)
+    alive_N = torch.arange(len(runs_T), device=pack.device)  # starts whose chain is right so far
+    half = compute_dtype == torch.bfloat16
+    with torch.autocast(pack.device.type, torch.bfloat16, enabled=half):
+        embeds_RD = F.embedding(pack.tokens_R, embedding_VD).float()
+        for k, y_TD in enumerate(drafted_depths(model, embeds_RD, pack, depth=depth)):
+            alive_N = alive_N[positions_T[alive_N] + k < ends_T[alive_N]]
+            if not len(alive_N):  # all chains that were right so far ended with their responses
+                break
+            rows_N = alive_N + k
+            noise_NJ = None
+            if params.temperature:
+                noise_NJ = gumbel_noise(row_keys(streams_T[rows_N], positions_T[rows_N]), ids_J)
+            columns_N = perturbed_scores(model.logits(y_TD[rows_N]), noise_NJ, params)[:, 0].argmax(-1)
+            alive_N = alive_N[model.draft_ids_J[columns_N] == targets_T[rows_N]]
+            runs_T[alive_N] += 1
+            if not len(alive_N):
+                break
+    return runs_T.split(pack.queries)
+
+
+def _choose_starts(sequences: Sequence[TrainSequence], *, depth: int, max_rows: int | None) -> list[Window]:
+    """The rows to start from, of each sequence that has one."""
+    order = sorted((s for s in sequences if s.rows), key=lambda s: s.rows)
+    left = sum(s.rows for s in order) if max_rows is None else max_rows
+    starts = []
+    for index, sequence in enumerate(order):  # the shortest first: what one leaves over, the others share
+        count = min(sequence.rows, left // (len(order) - index))
+        left -= count
+        whole_chains_end = sequence.earliest + sequence.rows - (depth - 1)
+        first = max(whole_chains_end - count, sequence.earliest)
+        if count:
+            starts.append(Window(sequence, first, first + count))
+    return starts
+
+
+def passes(starts: Sequence[Window]) -> Iterator[list[Window]]:
+    """The same starts, cut and gathered into passes of bounded size."""
+    part: list[Window] = []
+    room = _PASS_ROWS
+    for window in starts:
+        first = window.start
+        while first < window.end:
+            cut = min(window.end, first + room)
+            part.append(Window(window.sequence, first, cut))
+            room -= cut - first
+            first = cut
+            if not room:
+                yield part
+                part, room = [], _PASS_ROWS
+    if part:
+        yield part

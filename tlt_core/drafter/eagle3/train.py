@@ -1,0 +1,257 @@
+"""Training of the EAGLE-3 drafter with its own outputs as inputs ("training-time test", see `depths`).
+
+    TrainSequence -> windows --accumulate--> drafted_depths: y of depth 1, 2, ... -> draft_loss -> gradients
+                                  --apply--> AdamW
+
+Row p of a sequence reads token p + 1 and predicts token p + 2.  Depth k + 1 is trained on the rows p whose draft began
+k rows earlier, at a row where drafting can begin: p - k >= max(first - 2, 0), with `first` the index of the first
+sampled token.  With N rows trained at depth 1, all losses are sums over rows:
+
+    loss = sum_k decay^k L_k / (N sum_k decay^k)
+
+so micro-steps add up to the step, however sequences are cut into windows and windows into passes.
+
+Methods, all for the same network and compared by what they get accepted (`acceptance`):
+
+eagle3   (Li et al., arXiv 2503.01840)  L_k is the token loss alone, and its gradient runs through the y of the depths
+         before.
+hass     (Zhang et al., arXiv 2408.15766)  The same depths and the same attention; a depth's input is taken as a
+         constant, and L_k = smooth L1 of the feature + 0.1 soft CE + soft CE of the target's ten likeliest tokens.
+         HASS weighs all depths alike: set depth_decay to 1.
+eagle    (Li et al., arXiv 2401.15077; weights as in TLT's release)  Depth 1 alone: L = smooth L1 + 0.1 soft CE.
+
+In both papers the feature is the target's last hidden state, and the head is the target's.  Here the feature is y,
+regressed on the fused state g of the next position, and the head is the drafter's own, over the draft vocabulary.  No
+noise is added to features.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt_core.drafter.eagle3.depths import drafted_depths, pad_rows
+from tlt_core.drafter.eagle3.gradients import LateGradients
+from tlt_core.drafter.eagle3.loss import DraftLoss, LossKind, draft_loss, feature_loss
+from tlt_core.drafter.eagle3.model import Eagle3Model
+from tlt_core.drafter.eagle3.windows import Pack, TrainPack, Window, whole
+from tlt_core.items.train_sequence import TrainSequence
+from tlt_core.model.decoder import Decoder
+
+_MOMENTS = ("step", "exp_avg", "exp_avg_sq")
+_TOKEN_WEIGHT = 0.1  # of soft CE beside feature regression
+_HASS_TOP = 10
+_HASS_TOP_WEIGHT = 10.0  # relative to soft CE: 1 beside feature regression
+
+Method = Literal["eagle3", "hass", "eagle"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """Eagle3Trainer's settings."""
+
+    learning_rate: float = 5e-4
+    warmup_steps: int = 20
+    total_steps: int = 0  # the rate then decays linearly to a tenth of its peak; 0: constant
+    weight_decay: float = 0.0  # of matrices
+    max_grad_norm: float = 1.0
+    depth: int = 3  # steps of the training-time test
+    depth_decay: float = 0.8  # weight of depth k + 1 relative to depth k
+    compute_dtype: torch.dtype = torch.float32  # bfloat16: matrix products alone, weights stay float32
+    method: Method = "eagle3"  # see the module docstring
+    loss: LossKind = "soft_ce"  # see `loss`; the other methods have their own
+
+    def __post_init__(self) -> None:
+        if self.method != "eagle3" and self.loss != "soft_ce":
+            raise ValueError(f"method {self.method} has a loss of its own: {self.loss} is an option of eagle3")
+
+    @property
+    def levels(self) -> int:
+        """Depths that are trained."""
+        return 1 if self.method == "eagle" else self.depth
+
+
+class GivenUp(Exception):
+    """A pass was interrupted; nothing of it is kept."""
+
+
+class TrainMetrics(NamedTuple):
+    """Of the rows of some windows, with the weights before any update on them."""
+
+    loss: float  # of a row at depth 1, all depths weighted
+    overlaps: tuple[float, ...]  # mean acceptance probability at depth 1, 2, ...
+    rows: int  # positions trained at depth 1
+    top1: float  # share of them where drafter and policy have the same likeliest token of the draft vocabulary
+
+
+class Eagle3Trainer:
+    """Trains a float32 drafter in place; the target's embedding is read only.
+
+    trainer = Eagle3Trainer(model, decoder, TrainSettings());  trainer.step(sequences)
+    or, one micro-step at a time:  trainer.accumulate(windows);  trainer.accumulate(others);  trainer.apply()
+    """
+
+    def __init__(
+        self,
+        model: Eagle3Model,
+        target: Decoder,
+        settings: TrainSettings,
+        *,
+        heads: Mapping[int, Tensor] | None = None,
+    ) -> None:
+        """heads: the draft vocabulary's rows of the LM head, by the policy version that sampled a sequence; None: the
+        target's as they are, for sequences that it has observed."""
+        self.model, self.settings, self.steps = model, settings, 0
+        self.rows = 0  # accumulated since the latest update
+        self.embedding_VD = target.embed_tokens.weight.detach()  # the same memory
+        self._heads = {0: target.head_weight.detach()[model.draft_ids_J]} if heads is None else heads
+        parameters = list(model.parameters())
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
+            {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
+        ]
+        # Fused: one pass over memory; as far from float64 arithmetic as the unfused update (1e-5 after 50 steps).
+        self._optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
+
+    def step(self, sequences: Sequence[TrainSequence]) -> TrainMetrics:
+        """One update on whole sequences together.  Raises ValueError when none of their rows is trained, or when
+        gradients were accumulated that are not theirs."""
+        if self.rows:
+            raise ValueError(f"{self.rows} rows were accumulated before this step: apply them first")
+        metrics = self.accumulate([w for s in sequences for w in whole(s)])
+        self.apply()
+        return metrics
+
+    def accumulate(self, windows: Sequence[Window], *, given_up: Callable[[], bool] = lambda: False) -> TrainMetrics:
+        """Add the gradient of these windows' summed loss, in one pass.  Raises ValueError when nothing in them is
+        trained.
+
+        given_up: asked before every depth, and before every layer of it on the way back.  When it says yes GivenUp is
+        raised, and the trainer is as it was.
+        """
+
+        def ask() -> None:
+            if given_up():
+                raise GivenUp
+
+        parameters = list(self.model.parameters())
+        with LateGradients(self.model, before_each=ask) as late:
+            loss, metrics = self._losses(windows, before_each=ask)
+            # Not `backward`, which would add the first of them before it is known that the pass ends.
+            others = torch.autograd.grad(loss, parameters, allow_unused=True)
+            for parameter, gradient in zip(parameters, others, strict=True):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            late.add()
+        self.rows += metrics.rows
+        return metrics
+
+    def apply(self) -> float:
+        """Update with the mean gradient of the rows accumulated; returns its norm before clipping.
+
+        Raises ValueError when there is none.
+        """
+        if not self.rows:
+            raise ValueError("no gradient was accumulated: call accumulate first")
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients)) / self.rows
+        torch._foreach_mul_(gradients, min(1.0, self.settings.max_grad_norm / (norm + 1e-6)) / self.rows)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self.rows = 0
+        self.steps += 1
+        return norm
+
+    @torch.no_grad()
+    def measure(self, sequences: Sequence[TrainSequence]) -> TrainMetrics:
+        """Loss and overlaps without a gradient, e.g. on held-out sequences; by the same kernels as `step`."""
+        return self._losses([w for s in sequences for w in whole(s)])[1]
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update."""
+        settings, step = self.settings, self.steps
+        if step < settings.warmup_steps:
+            return settings.learning_rate * (step + 1) / settings.warmup_steps
+        if not settings.total_steps:
+            return settings.learning_rate
+        progress = (step - settings.warmup_steps) / max(1, settings.total_steps - settings.warmup_steps)
+        return settings.learning_rate * (1 - 0.9 * min(1.0, progress))
+
+    def _losses(
+        self, windows: Sequence[Window], *, before_each: Callable[[], None] = lambda: None
+    ) -> tuple[Tensor, TrainMetrics]:
+        """Summed loss, and metrics.  before_each: depth."""
+        settings = self.settings
+        train = TrainPack.of(windows, depth=settings.levels, device=self.model.fc.weight.device)
+        pack, probs_TJ, detached = train.pack, train.pack.probs_TJ(self._heads), settings.method == "hass"
+        losses, overlaps, counts, top1 = [], [], [], 0.0
+        half = settings.compute_dtype == torch.bfloat16
+        with torch.autocast(pack.device.type, torch.bfloat16, enabled=half):
+            embeds_RD = F.embedding(pack.tokens_R, self.embedding_VD).float()
+            features_TD = None if settings.method == "eagle3" else self._next_features(pack)
+            depths = drafted_depths(self.model, embeds_RD, pack, depth=settings.levels, detached=detached)
+            for k, y_TD in enumerate(depths):
+                before_each()
+                rows_N = train.counted_N(k)
+                y_ND = y_TD.index_select(0, rows_N)
+                probs_NJ = probs_TJ[rows_N]
+                logits_NJ = self.model.logits(pad_rows(y_ND))[: len(rows_N)]
+                if k == 0:
+                    agreed_N = logits_NJ.detach().argmax(-1) == probs_NJ.argmax(-1)
+                    top1 = float(agreed_N.sum()) / max(1, len(rows_N))
+                result = self._token_loss(logits_NJ, probs_NJ)
+                loss = result.loss
+                if features_TD is not None:
+                    loss = _TOKEN_WEIGHT * loss + feature_loss(y_ND, features_TD[rows_N])
+                losses.append(settings.depth_decay**k * loss)
+                overlaps.append(float(result.overlap) / max(1, len(rows_N)))
+                counts.append(len(rows_N))
+        loss = torch.stack(losses).sum() / sum(settings.depth_decay**k for k in range(settings.levels))
+        return loss, TrainMetrics(float(loss.detach()) / counts[0], tuple(overlaps), counts[0], top1)
+
+    def _token_loss(self, logits_NJ: Tensor, probs_NJ: Tensor) -> DraftLoss:
+        kind = self.settings.loss
+        if self.settings.method == "hass":
+            return draft_loss(logits_NJ, probs_NJ, kind=kind, top=_HASS_TOP, top_weight=_HASS_TOP_WEIGHT)
+        return draft_loss(logits_NJ, probs_NJ, kind=kind)
+
+    @torch.no_grad()
+    def _next_features(self, pack: Pack) -> Tensor:
+        """The fused state of the position after each query row's, [T, D]."""
+        return self.model.fuse(pack.next_taps_TE().to(self.model.fc.weight.dtype))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything a resume needs besides the settings, as tensors by name: fit for one safetensors file.
+
+        Gradients accumulated but not applied are part of it.
+        """
+        state = {f"model.{name}": value.detach().clone() for name, value in self.model.state_dict().items()}
+        state["tap_scales"] = torch.tensor(self.model.tap_scales)
+        state["steps"], state["rows"] = torch.tensor(self.steps), torch.tensor(self.rows)
+        for name, parameter in self.model.named_parameters():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                state[f"{key}.{name}"] = value.detach().clone()
+            if parameter.grad is not None:
+                state[f"grad.{name}"] = parameter.grad.clone()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on as the trainer would have that returned this from `state_dict`."""
+        model_state = {name.removeprefix("model."): v for name, v in state.items() if name.startswith("model.")}
+        self.model.load_state_dict(model_state)
+        self.model.tap_scales = tuple(state["tap_scales"].tolist())
+        self.steps, self.rows = int(state["steps"]), int(state["rows"])
+        self._optimizer.state.clear()
+        for name, parameter in self.model.named_parameters():
+            device = parameter.device
+            if f"step.{name}" in state:
+                moments = {key: state[f"{key}.{name}"].to(device, copy=True) for key in _MOMENTS}
+                self._optimizer.state[parameter] = moments
+            gradient = state.get(f"grad.{name}")
+            parameter.grad = None if gradient is None else gradient.to(device, copy=True)

@@ -1,0 +1,1 @@
+"""The n-gram drafter: an index over the responses to the same prompt."""

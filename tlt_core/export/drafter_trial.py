@@ -1,0 +1,126 @@
+"""A trial of drafters on held-out prompts: acceptance length, speed, and proof that no token changes.
+
+    once in fp32       plain decoding, then each drafter, with the same noise: acceptance length, tokens compared
+    `repeats` times    plain decoding and each drafter in turn, in the rollout's precision: tokens per second
+
+Each drafter drafts the same chain in every round, so acceptance depends only on drafter, policy and prompts.
+"""
+
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from conf.rollout import SpeculationConfig, StrategyConfig
+from conf.run import RunConfig
+from kernels.sampling.coupled_sample import gumbel_noise
+from tlt_core.data import dataset
+from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
+from tlt_core.machine.precision import as_torch
+from tlt_core.model.decoder import Decoder
+from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
+from tlt_core.model.sampling import policy_scores, row_keys, stream_key
+from tlt_core.rollout import side_by_side
+from tlt_core.rollout.side_by_side import Workload
+
+_NOISE_STEP = -(1 << 28)  # RL steps count up from 1; validation, warm-up and export use other values below 0
+_NEAR_TIE = 1e-3  # the fp32 scores of one context differ by less between two batch shapes
+_PLAIN = SpeculationConfig(policy="off")
+
+
+class Trial(NamedTuple):
+    """Figures of one drafter; plain decoding has acceptance length 1 and no changed responses."""
+
+    accept_length: float  # tokens per request and round, the target's own included
+    tokens_per_s: float  # median over the repeats
+    changed: int  # responses that differ from plain decoding's, not counting near-ties
+    near_ties: int  # responses that first differ from plain decoding's where two tokens score equally up to rounding
+
+
+def run(cfg: RunConfig, *, policy: Path, data_dir: Path, drafters: Mapping[str, Path]) -> dict[str, Trial]:
+    """Figures by name, plain decoding as `plain`.  Raises ModelError when a drafter does not fit the policy."""
+    torch.set_num_threads(cfg.cluster.num_workers * cfg.cluster.threads_per_worker)
+    exact = _workload(cfg, policy, data_dir, dtype=torch.float32)
+    drafting = {"plain": _PLAIN} | {name: _chain(cfg, folder) for name, folder in drafters.items()}
+    once = {name: side_by_side.run(exact, speculation, seed=cfg.seed) for name, speculation in drafting.items()}
+    timed = exact
+    if cfg.rollout.dtype != "float32":
+        timed = _workload(cfg, policy, data_dir, dtype=as_torch(cfg.rollout.dtype))
+    measured = side_by_side.compare(timed, drafting, repeats=cfg.retrain.repeats, seed=cfg.seed)
+    trials = {}
+    for name, done in once.items():
+        changed, near_ties = _differences(exact, once["plain"].rollouts, done.rollouts)
+        speed = statistics.median(m.figures["tokens_per_s"] for m in measured[name])
+        trials[name] = Trial(done.figures["accept_length"], speed, changed, near_ties)
+    return trials
+
+
+def _workload(cfg: RunConfig, policy: Path, data_dir: Path, *, dtype: torch.dtype) -> Workload:
+    """The first validation prompts, on which no drafter has been trained."""
+    tokenizer, own = load_tokenizer(policy), cfg.retrain
+    prompts = dataset.load(data_dir, "validation", tokenizer)[: own.num_prompts]
+    requests = [
+        GenerationRequest(NoiseKey(cfg.seed, _NOISE_STEP, p.id, s), p.tokens)
+        for p in prompts
+        for s in range(own.num_samples)
+    ]
+    params = SamplingParams(
+        temperature=cfg.rollout.temperature,
+        top_p=cfg.rollout.top_p,
+        top_k=cfg.rollout.top_k,
+        max_new_tokens=min(own.max_new_tokens or cfg.rollout.max_new_tokens, cfg.rollout.max_new_tokens),
+        stop_token_ids=stop_token_ids(policy, tokenizer),
+    )
+    decoder = load_decoder(policy, dtype=dtype, device="cpu")
+    return Workload("held-out", decoder, requests, params, own.max_live_requests)
+
+
+def _chain(cfg: RunConfig, folder: Path) -> SpeculationConfig:
+    depth = cfg.drafter.depth
+    menu = (StrategyConfig(drafter="eagle3", depth=depth, width=1, tokens=depth),)
+    return SpeculationConfig(policy="fixed", menu=menu, drafter_path=str(folder))
+
+
+def _differences(
+    workload: Workload, plain: Mapping[NoiseKey, Rollout], other: Mapping[NoiseKey, Rollout]
+) -> tuple[int, int]:
+    """Numbers of responses that differ: without a near-tie, and from a near-tie on."""
+    changed = near_ties = 0
+    for key, reference in plain.items():
+        ours, theirs = other[key].tokens, reference.tokens
+        if torch.equal(ours, theirs):
+            continue
+        shorter = min(len(ours), len(theirs))
+        parted = (ours[:shorter] != theirs[:shorter]).nonzero()
+        if len(parted) and _gap(workload, key, theirs, at=int(parted[0]), other=int(ours[parted[0]])) < _NEAR_TIE:
+            near_ties += 1
+        else:
+            changed += 1
+    return changed, near_ties
+
+
+@torch.inference_mode()
+def _gap(workload: Workload, key: NoiseKey, tokens: Tensor, *, at: int, other: int) -> float:
+    """Distance between the scores, noise included, of plain decoding's token at position `at` and of the other one."""
+    decoder, pair = workload.decoder, [int(tokens[at]), other]
+    scores_V = policy_scores(_logits(decoder, tokens[:at]), workload.params)[0]
+    scores = scores_V[pair]
+    if workload.params.temperature:
+        keys = row_keys(torch.tensor([stream_key(key)]), torch.tensor([at]))
+        scores = scores + gumbel_noise(keys, torch.tensor(pair, dtype=torch.int32))[0]
+    return float((scores[0] - scores[1]).abs())
+
+
+def _logits(decoder: Decoder, prefix_L: Tensor) -> Tensor:
+    """Logits of the token after the prefix, [1, V], in one causal pass."""
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+    hidden = decoder(prefix_L.long(), torch.arange(len(prefix_L)), attend)
+    return decoder.logits(hidden.last_TD[-1:])

@@ -1,0 +1,100 @@
+"""What a policy or a drafter was made from: tags and card of its version in the registry.
+
+    data set (data_digest) -> run (run_name, git_commit) -> checkpoint, policy_version -> policy_digest -> drafter
+
+Values are strings of at most some hundred characters.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from conf.run import RunConfig
+from tlt_core.export.record import tokenizer_digest, weights_digest
+from tlt_core.items import checkpoint
+from tlt_core.items.store import Ref
+from tlt_core.machine import provenance
+from tlt_core.machine.precision import Precision
+
+
+def policy_tags(cfg: RunConfig, folder: Path, *, dataset: Ref) -> dict[str, str]:
+    """Tags of a policy that was exported to `folder`.  Raises ModelError."""
+    return {
+        "kind": "policy",
+        "run_name": cfg.name,
+        "run_dir": str(cfg.run_dir.absolute()),
+        "export": str(folder.absolute()),
+        "git_commit": provenance.commit(),
+        "precision": str(Precision.of(cfg)),
+        "data_digest": dataset.sha256,
+        "policy_digest": weights_digest(folder),
+        "tokenizer_digest": tokenizer_digest(folder),
+        **_made_by(cfg, folder),
+    }
+
+
+def newest_is_exported(cfg: RunConfig) -> bool:
+    """Whether the run's `policy` folder exists and is as new as its newest checkpoint, if there is one."""
+    exported = cfg.run_dir / "policy" / "config.json"
+    newest = checkpoint.newest_valid(cfg.run_dir / "checkpoints")
+    if newest is None or not exported.is_file():
+        return exported.is_file()
+    return exported.stat().st_mtime >= (newest / "COMPLETE").stat().st_mtime
+
+
+def _made_by(cfg: RunConfig, folder: Path) -> dict[str, str]:
+    """Checkpoint and version of the policy in this folder; version 0 is the start model."""
+    newest = checkpoint.newest_valid(cfg.run_dir / "checkpoints")
+    own = folder == cfg.run_dir / "policy"
+    if newest is not None and own and newest_is_exported(cfg):
+        return {"checkpoint": newest.name, "policy_version": str(checkpoint.load_state(newest).policy_version)}
+    return {"policy_version": "unknown" if own else "0"}
+
+
+def drafter_tags(cfg: RunConfig, policy: Path, *, dataset: Ref) -> dict[str, str]:
+    """Tags of a drafter that was trained for the policy in this folder.  Raises ModelError."""
+    return policy_tags(cfg, policy, dataset=dataset) | {"kind": "drafter", "policy": str(policy.absolute())}
+
+
+def policy_card(cfg: RunConfig, tags: Mapping[str, str]) -> str:
+    """Markdown."""
+    return "\n".join(
+        [
+            f"# Policy of run {cfg.name}",
+            "",
+            f"Reinforcement learning ({cfg.algorithm.advantage}) from {_start(cfg)}, on {_tasks(cfg)}; sampled at "
+            f"temperature {cfg.rollout.temperature:g}, at most {cfg.rollout.max_new_tokens} tokens.  A Hugging Face "
+            "folder of safetensors.",
+            "",
+            *_table(tags),
+        ]
+    )
+
+
+def drafter_card(cfg: RunConfig, tags: Mapping[str, str]) -> str:
+    """Markdown."""
+    return "\n".join(
+        [
+            f"# EAGLE-3 drafter of run {cfg.name}",
+            "",
+            "One layer that guesses the next tokens of its target.  It fits only the policy with this policy_digest "
+            "and tokenizer_digest.  The target checks every guess, so the drafter makes decoding faster and does not "
+            "change the text.  "
+            f"Trained on {cfg.drafter.num_prompts} x {cfg.drafter.num_samples} rollouts of {_tasks(cfg)}.",
+            "",
+            *_table(tags),
+        ]
+    )
+
+
+def _start(cfg: RunConfig) -> str:
+    return cfg.model.path if cfg.model.kind == "pretrained" else "random weights"
+
+
+def _tasks(cfg: RunConfig) -> str:
+    if cfg.data.kind == "file":
+        return Path(cfg.data.train_path).name
+    return ", ".join(dict.fromkeys(task.name for task in cfg.data.tasks))
+
+
+def _table(tags: Mapping[str, str]) -> list[str]:
+    return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in sorted(tags.items()))]

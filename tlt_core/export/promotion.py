@@ -1,0 +1,39 @@
+"""Whether a candidate drafter replaces the champion, and why.  It does if
+
+    it changes no token,
+    its acceptance length is at least (1 + min_gain) times the rival's,
+    and it decodes at least `min_speed` times as fast as the rival.
+
+The rival is the champion, or plain decoding where no champion fits the policy.
+"""
+
+from typing import Literal, NamedTuple
+
+from conf.drafter import RetrainConfig
+from tlt_core.export.drafter_trial import Trial
+
+
+class Decision(NamedTuple):
+    """What `retrain` did, and why.  Decision("refused", "acceptance length 2.10 is below ...")"""
+
+    outcome: Literal["promoted", "refused", "unchanged", "nothing", "busy"]
+    reason: str
+
+
+def decide(candidate: Trial, rival: Trial, *, rival_name: str, cfg: RetrainConfig) -> Decision:
+    """Promoted or refused."""
+    if candidate.changed:
+        return Decision(
+            "refused",
+            f"{candidate.changed} responses differ from plain decoding's in fp32: a fault of the engine, not a matter "
+            "of quality",
+        )
+    wanted = rival.accept_length * (1.0 + cfg.min_gain)
+    gain = f"acceptance length {candidate.accept_length:.3f} against {rival.accept_length:.3f} of {rival_name}"
+    if candidate.accept_length < wanted:
+        return Decision("refused", f"{gain}; {wanted:.3f} would be needed (retrain.min_gain={cfg.min_gain:g})")
+    ratio = candidate.tokens_per_s / rival.tokens_per_s
+    speed = f"{candidate.tokens_per_s:.0f} tokens/s against {rival.tokens_per_s:.0f}"
+    if ratio < cfg.min_speed:
+        return Decision("refused", f"{gain}, but {speed} (retrain.min_speed={cfg.min_speed:g})")
+    return Decision("promoted", f"{gain}, {speed}")

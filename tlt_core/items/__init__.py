@@ -1,0 +1,1 @@
+"""What travels between the parts, and how it is saved."""

@@ -1,0 +1,150 @@
+"""Checkpoints that survive a kill at any moment and show later damage.
+
+A checkpoint is a folder `step_000012/` with `state.json` (driver), the workers' files, and `COMPLETE`, written last,
+which lists size and SHA-256 of every file.  The folder is built under a temporary name and renamed when it is whole.
+`newest_valid` compares every file with its digest, skips damaged checkpoints and says so.
+"""
+
+import functools
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable, Container
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tlt_core.items.store import sha256_of
+
+log = logging.getLogger(__name__)
+
+_COMPLETE, _STATE = "COMPLETE", "state.json"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used.  The text names it and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriverState:
+    """What the driver needs to go on.  All sampling noise is keyed by step, so there is no generator state."""
+
+    step: int  # completed steps
+    data_cursor: int  # prompts consumed
+    policy_version: int
+    tracker_run_id: str
+    resume_attempt: int
+    fingerprint: str  # of the parts of the configuration that may not change between attempts
+    best_metric: float | None  # value that ranks this checkpoint
+    precision: dict[str, str] = field(default_factory=dict)  # see `machine/precision`; empty in older states
+    drafter_version: int = 0  # publishes so far
+    drafter_policy_version: int = 0  # of the newest responses that the drafter in use was trained on
+    payoff: dict[str, Any] = field(default_factory=dict)  # of drafter training, see `spot/payoff`
+    metrics: dict[str, float] = field(default_factory=dict)  # the step's, should the attempt end before logging them
+
+
+def save(root: Path, state: DriverState, write_parts: Callable[[Path], None]) -> Path:
+    """Write one checkpoint: `write_parts` fills a temporary folder with the workers' parts.  Returns the final folder.
+
+    When that fails (a full disk, a dead worker) nothing is left behind and older checkpoints are untouched.
+    """
+    final = root / f"step_{state.step:06d}"
+    partial = root / f".partial-{final.name}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        write_parts(partial)
+        (partial / _STATE).write_text(json.dumps(asdict(state), indent=1))
+        _sync_tree(partial)
+        files = {
+            str(path.relative_to(partial)): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
+            for path in sorted(partial.rglob("*"))
+            if path.is_file()
+        }
+        (partial / _COMPLETE).write_text(json.dumps({"files": files}))
+        _sync_file(partial / _COMPLETE)
+        _sync_folder(partial)
+        if final.exists():
+            shutil.rmtree(final)
+        partial.rename(final)
+        _sync_folder(root)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return final
+
+
+def load_state(folder: Path) -> DriverState:
+    """The driver's part.  Raises CheckpointError."""
+    try:
+        return DriverState(**json.loads((folder / _STATE).read_text()))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"checkpoint {folder} cannot be read ({error}); remove it to resume from an older one"
+        ) from None
+
+
+def newest_valid(root: Path) -> Path | None:
+    """The newest checkpoint whose files are all as they were written; others are skipped with a warning."""
+    for folder in sorted(root.glob("step_*"), reverse=True):
+        problem = _damage(folder)
+        if problem is None:
+            return folder
+        log.warning("skipping checkpoint %s: %s", folder, problem)
+    return None
+
+
+def prune(root: Path, *, keep_last: int, keep_best: int) -> None:
+    """Remove all valid checkpoints but the newest `keep_last` and the `keep_best` with the highest metric.
+
+    Of the files other than `state.json` only the sizes are compared, so pruning does not read them.
+    """
+    folders = sorted(p for p in root.glob("step_*") if _damage(p, digests_of=(_STATE,)) is None)
+    metrics = {p: load_state(p).best_metric for p in folders}
+    ranked = sorted((m, p) for p, m in metrics.items() if m is not None and math.isfinite(m))
+    best = [p for _, p in reversed(ranked)][:keep_best]
+    for folder in set(folders) - {*folders[-keep_last:], *best}:
+        shutil.rmtree(folder)
+
+
+def _damage(folder: Path, *, digests_of: Container[str] | None = None) -> str | None:
+    """What is wrong with a checkpoint.  digests_of: the files to be read and compared; None: all of them."""
+    try:
+        files = json.loads((folder / _COMPLETE).read_text())["files"]
+        expected = {name: (entry["bytes"], entry["sha256"]) for name, entry in files.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return f"it has no valid {_COMPLETE} marker"
+    if _STATE not in expected:
+        return f"its {_COMPLETE} marker does not list {_STATE}"
+    for name, (size, digest) in expected.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            return f"{name} is missing or truncated"
+        if (digests_of is None or name in digests_of) and _digest(path, path.stat().st_mtime_ns) != digest:
+            return f"{name} has changed since it was written (its SHA-256 differs)"
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _digest(path: Path, mtime_ns: int) -> str:
+    """A process that asks twice reads a file once; `mtime_ns` makes it read a file again that was written since."""
+    return sha256_of(path)
+
+
+def _sync_tree(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        (_sync_file if path.is_file() else _sync_folder)(path)
+
+
+def _sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,129 @@
+"""Files between the tasks: packed safetensors, written atomically, named by a `Ref`.
+
+A task returns a `Ref`, never the data, so each intermediate result can be inspected and replayed.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Collection
+from dataclasses import fields
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tlt_core.items.types import RolloutBatch, ScoredBatch
+
+
+class Ref(NamedTuple):
+    """A saved item.  Ref(path="runs/demo/steps/000003/rollouts.safetensors", count=64, sha256="9f...")"""
+
+    path: str
+    count: int  # type: ignore[assignment]  # responses; hides tuple.count
+    sha256: str
+
+
+class StoreError(ValueError):
+    """A file that cannot be read or written.  The text names it and the remedy."""
+
+
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
+    """Call `write` with a temporary name beside `path`, flush it to disk, rename it.  Readers see all or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+    try:
+        write(partial)
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_folder_atomically(out_dir: Path, write: Callable[[Path], None], *, keep: Collection[str] = ()) -> None:
+    """Call `write` with a temporary folder beside `out_dir`, flush its files to disk, rename it.
+
+    An existing folder is replaced, apart from its files named in `keep`; it comes back when the renaming fails.  Raises
+    StoreError where the disk refuses; nothing half-written is left then.
+    """
+    partial = out_dir.with_name(f".{out_dir.name}.partial-{os.getpid()}")
+    former = out_dir.with_name(f".{out_dir.name}.former-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        write(partial)
+        for path in (p for p in partial.rglob("*") if p.is_file()):
+            path.chmod(0o644)  # safetensors lets only the owner read its files
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        if out_dir.exists():
+            for name in (n for n in keep if (out_dir / n).is_file()):
+                shutil.copyfile(out_dir / name, partial / name)
+            out_dir.rename(former)
+        try:
+            partial.rename(out_dir)
+        except OSError:
+            if former.exists():
+                former.rename(out_dir)
+            raise
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{out_dir} cannot be written ({error}); free some space or choose another folder") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def sha256_of(path: Path) -> str:
+    """Hex digest of a file's content."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether there is no NaN and no infinity in a tensor.  One pass over it: both survive in its sum."""
+    return not tensor.is_floating_point() or bool(tensor.detach().sum().isfinite())
+
+
+def save_rollouts(batch: RolloutBatch, path: Path) -> Ref:
+    """Write packed rollouts."""
+    return _save(_tensors(batch), path, count=len(batch))
+
+
+def load_rollouts(path: str | Path) -> RolloutBatch:
+    """Read packed rollouts back.  Raises StoreError."""
+    return RolloutBatch(**_load(path))
+
+
+def save_scored(batch: ScoredBatch, path: Path) -> Ref:
+    """Write scored rollouts (the rollouts are included, so the file is enough for an update)."""
+    own = {k: v for k, v in _tensors(batch).items() if k != "rollouts"}
+    nested = {f"rollouts.{k}": v for k, v in _tensors(batch.rollouts).items()}
+    return _save({**own, **nested}, path, count=len(batch.rollouts))
+
+
+def load_scored(path: str | Path) -> ScoredBatch:
+    """Read scored rollouts back.  Raises StoreError."""
+    tensors = _load(path)
+    prefix = "rollouts."
+    rollouts = RolloutBatch(**{k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+    return ScoredBatch(rollouts=rollouts, **{k: v for k, v in tensors.items() if not k.startswith(prefix)})
+
+
+def _tensors(item: RolloutBatch | ScoredBatch) -> dict[str, Tensor]:
+    return {f.name: getattr(item, f.name) for f in fields(item)}
+
+
+def _save(tensors: dict[str, Tensor], path: Path, *, count: int) -> Ref:
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write_atomically(path, lambda partial: save_file(contiguous, partial))
+    return Ref(path=str(path), count=count, sha256=sha256_of(path))
+
+
+def _load(path: str | Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (SafetensorError, FileNotFoundError) as error:
+        raise StoreError(f"{path} cannot be read ({error}); remove it and run the task that writes it again") from None

@@ -1,0 +1,261 @@
+"""The items that travel through one RL iteration, one type per station.
+
+    Prompt -> GenerationRequest -> Rollout -> RolloutBatch -> ScoredBatch -> (tlt_core/grpo) TrainBatch
+
+Single items are small and frozen.  Batches are packed tensors with offsets; these are saved (`items/store`).
+Invariants are checked once, when an item is made; other code relies on them.
+
+Shape suffixes: R responses, T tokens of all responses back to back, P prompt tokens, L tokens of one response.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class FinishReason(IntEnum):
+    """Why a response ended."""
+
+    STOP = 0  # end-of-sequence or stop token; it is the last token of the response
+    LENGTH = 1  # max_new_tokens or the model's context length reached
+
+
+class NoiseKey(NamedTuple):
+    """Names the noise of one response.  Together with a position it fixes the noise of one sampled token."""
+
+    seed: int  # run seed
+    step: int  # RL step; below 1 for validation, warm-up, export and generation without training
+    prompt_id: int
+    sample: int  # index in the group
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question.  Prompt(id=3, tokens=[1, 9, 2], text="2 + 3 = ?", answer="5", task="chain_sum", metadata={})"""
+
+    id: int  # unique in the data set (train and validation together)
+    tokens: Tensor  # [P] int32, chat template applied, generation prompt included
+    text: str  # the question alone
+    answer: str
+    task: str  # reasoning-gym name, or "file"
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # what the task's scorer needs
+
+    def __post_init__(self) -> None:
+        _require(self.tokens.dtype == torch.int32 and self.tokens.ndim == 1, "prompt tokens must be [P] int32")
+        _require(self.tokens.numel() > 0, f"prompt {self.id} is empty")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen.  SamplingParams(temperature=1.0, max_new_tokens=512, stop_token_ids=(2,))"""
+
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    max_new_tokens: int = 512
+    stop_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        found = f"temperature is {self.temperature}: give 0 (greedy) or a positive number"
+        _require(0 <= self.temperature < math.inf, found)
+        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}: give a number above 0 and at most 1 (1: off)")
+        _require(self.top_k >= 0, f"top_k is {self.top_k}: give 0 (off) or a positive number")
+        _require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}: give at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One response to be sampled: a prompt, and the key of the noise that decides it."""
+
+    key: NoiseKey
+    prompt_tokens: Tensor  # [P] int32
+    max_new_tokens: int | None = None  # lower than that of `SamplingParams`; None: the same
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One sampled answer.
+
+    Rollout(key=NoiseKey(0, 1, 3, 0), tokens=[5, 9, 2], prompt_len=1, logprobs=[-0.1, -1.2], finish=STOP, ...)
+    """
+
+    key: NoiseKey
+    tokens: Tensor  # [L] int32, prompt then completion
+    prompt_len: int
+    logprobs: Tensor  # [L - prompt_len] float32, log-probabilities of the sampling policy, after temperature
+    finish: FinishReason
+    policy_version: int
+    worker: int = 0
+    started_s: float = 0.0  # time.time() when the request got its slot
+    finished_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(self.tokens.dtype == torch.int32, "rollout tokens must be int32")
+        _require(0 < self.prompt_len < len(self.tokens), f"prompt_len {self.prompt_len} of {len(self.tokens)} tokens")
+        _require(len(self.logprobs) == len(self.tokens) - self.prompt_len, "one log-prob per completion token")
+
+    @property
+    def completion(self) -> Tensor:
+        """Sampled tokens, [L - prompt_len] int32, stop token included."""
+        return self.tokens[self.prompt_len :]
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """Responses packed back to back in the order of (prompt_id, sample), whatever the order in which they finished.
+
+    Two responses of 3 and 2 tokens: tokens_T=[5, 9, 2, 7, 2], offsets_R1=[0, 3, 5], prompt_lens_R=[1, 1].
+    """
+
+    tokens_T: Tensor  # int32
+    logprobs_T: Tensor  # float32, aligned with tokens_T: entry t is log p(tokens[t] | tokens[<t]); 0 on prompts
+    offsets_R1: Tensor  # [R + 1] int64
+    prompt_lens_R: Tensor  # int64
+    prompt_ids_R: Tensor  # int64
+    samples_R: Tensor  # int64, index in the group
+    finish_R: Tensor  # int64, FinishReason
+    policy_version_R: Tensor  # int64
+    worker_R: Tensor  # int64
+    started_s_R: Tensor  # float64
+    finished_s_R: Tensor  # float64
+
+    def __post_init__(self) -> None:
+        _require(self.tokens_T.dtype == torch.int32 and self.offsets_R1.dtype == torch.int64, "wrong dtypes")
+        _require(int(self.offsets_R1[-1]) == len(self.tokens_T) == len(self.logprobs_T), "offsets do not fit tokens")
+        _require(bool((self.lengths_R > self.prompt_lens_R).all()), "a response without completion tokens")
+
+    def __len__(self) -> int:
+        return len(self.prompt_lens_R)
+
+    @property
+    def lengths_R(self) -> Tensor:
+        """Prompt plus completion tokens, int64."""
+        return self.offsets_R1[1:] - self.offsets_R1[:-1]
+
+    @property
+    def response_lens_R(self) -> Tensor:
+        """Completion tokens, int64."""
+        return self.lengths_R - self.prompt_lens_R
+
+    def completion(self, index: int) -> Tensor:
+        """Sampled tokens of one response, int32."""
+        start, end = int(self.offsets_R1[index]), int(self.offsets_R1[index + 1])
+        return self.tokens_T[start + int(self.prompt_lens_R[index]) : end]
+
+    def take(self, responses: Sequence[int]) -> "RolloutBatch":
+        """The given responses, in the given order."""
+        starts, ends = self.offsets_R1[:-1], self.offsets_R1[1:]
+        spans = [slice(int(starts[r]), int(ends[r])) for r in responses]
+        index = torch.tensor(list(responses), dtype=torch.int64)
+        offsets = torch.zeros(len(spans) + 1, dtype=torch.int64)
+        torch.cumsum(self.lengths_R[index], 0, out=offsets[1:])
+        per_response = {f.name: getattr(self, f.name)[index] for f in fields(self) if f.name.endswith("_R")}
+        return RolloutBatch(
+            tokens_T=torch.cat([self.tokens_T[s] for s in spans]),
+            logprobs_T=torch.cat([self.logprobs_T[s] for s in spans]),
+            offsets_R1=offsets,
+            **per_response,
+        )
+
+    @classmethod
+    def join(cls, batches: Sequence["RolloutBatch"]) -> "RolloutBatch":
+        """All responses of several batches, one batch after the other."""
+        offsets = [b.offsets_R1[1:] + sum(len(a.tokens_T) for a in batches[:i]) for i, b in enumerate(batches)]
+        joined = {
+            f.name: torch.cat([getattr(b, f.name) for b in batches]) for f in fields(cls) if f.name != "offsets_R1"
+        }
+        return cls(offsets_R1=torch.cat([torch.zeros(1, dtype=torch.int64), *offsets]), **joined)
+
+    @classmethod
+    def pack(cls, rollouts: Sequence[Rollout]) -> "RolloutBatch":
+        """Sort into canonical order and pack."""
+        _require(len(rollouts) > 0, "no rollouts to pack")
+        ordered = sorted(rollouts, key=lambda r: (r.key.prompt_id, r.key.sample))
+        offsets = torch.zeros(len(ordered) + 1, dtype=torch.int64)
+        torch.cumsum(torch.tensor([len(r.tokens) for r in ordered]), 0, out=offsets[1:])
+        logprobs = torch.zeros(int(offsets[-1]))
+        for r, end in zip(ordered, offsets[1:].tolist(), strict=True):
+            logprobs[end - len(r.logprobs) : end] = r.logprobs
+        return cls(
+            tokens_T=torch.cat([r.tokens for r in ordered]),
+            logprobs_T=logprobs,
+            offsets_R1=offsets,
+            prompt_lens_R=torch.tensor([r.prompt_len for r in ordered]),
+            prompt_ids_R=torch.tensor([r.key.prompt_id for r in ordered]),
+            samples_R=torch.tensor([r.key.sample for r in ordered]),
+            finish_R=torch.tensor([int(r.finish) for r in ordered]),
+            policy_version_R=torch.tensor([r.policy_version for r in ordered]),
+            worker_R=torch.tensor([r.worker for r in ordered]),
+            started_s_R=torch.tensor([r.started_s for r in ordered], dtype=torch.float64),
+            finished_s_R=torch.tensor([r.finished_s for r in ordered], dtype=torch.float64),
+        )
+
+
+class ScoreStatus(IntEnum):
+    """How the scoring of one response ended."""
+
+    OK = 0
+    UNPARSEABLE = 1  # no answer could be extracted; counted apart from wrong answers
+    TIMEOUT = 2
+    ERROR = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredBatch:
+    """Rollouts with rewards and group-relative advantages."""
+
+    rollouts: RolloutBatch
+    rewards_R: Tensor  # float32, weighted sum of the reward functions, shaping and KL-in-reward included
+    scores_R: Tensor  # float32, the weighted sum alone, before shaping
+    components_RF: Tensor  # float32, one column per reward function, before weighting
+    status_R: Tensor  # int64, ScoreStatus (the worst over the functions)
+    reward_s_R: Tensor  # float32, seconds spent on each sample
+    advantages_R: Tensor  # float32
+
+    def __post_init__(self) -> None:
+        n = len(self.rollouts)
+        for name in ("rewards_R", "scores_R", "status_R", "reward_s_R", "advantages_R"):
+            _require(len(getattr(self, name)) == n, f"{name} must have {n} entries")
+        for name in ("rewards_R", "advantages_R"):
+            bad = (~getattr(self, name).isfinite()).nonzero().flatten().tolist()
+            _require(not bad, f"{name} is not finite for responses {bad[:5]}: check the weights in reward.functions")
+
+    def take(self, responses: Sequence[int]) -> "ScoredBatch":
+        """The given responses, in the given order."""
+        index = torch.tensor(list(responses), dtype=torch.int64)
+        own = {f.name: getattr(self, f.name)[index] for f in fields(self) if f.name != "rollouts"}
+        return ScoredBatch(rollouts=self.rollouts.take(responses), **own)
+
+    @classmethod
+    def join(cls, batches: Sequence["ScoredBatch"]) -> "ScoredBatch":
+        """All responses of several batches, one batch after the other."""
+        own = {f.name: torch.cat([getattr(b, f.name) for b in batches]) for f in fields(cls) if f.name != "rollouts"}
+        return cls(rollouts=RolloutBatch.join([b.rollouts for b in batches]), **own)
+
+
+class WorkerState(IntEnum):
+    """What a worker is doing: always exactly one of these.  `WorkerSpan` has the times."""
+
+    IDLE = 0  # nothing to do while others still generate
+    BUSY = 1  # generating
+    TRAINING = 2  # training the drafter in idle time
+    UPDATING = 3  # policy update
+
+
+class WorkerSpan(NamedTuple):
+    """One worker was in one state from start to end (time.time() seconds)."""
+
+    worker: int
+    state: WorkerState
+    start_s: float
+    end_s: float
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

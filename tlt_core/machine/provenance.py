@@ -1,0 +1,79 @@
+"""What a run was made with: configuration, commit, versions, command line.  Written before anything else.
+
+runs/NAME/config.yaml    the resolved configuration, which can be loaded again
+runs/NAME/run.json       the tracker's run id, and an entry for each attempt (a resumed run has several), with the
+                         seconds that its stages were forecast to take and have taken
+"""
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from conf.run import RunConfig
+from tlt_core.items.store import write_atomically
+from tlt_core.machine import doctor
+from tlt_core.machine.precision import Precision
+
+
+def commit() -> str:
+    """Commit of the running code, with `-dirty` when files have changed since; `unknown` outside a git checkout."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    try:
+        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
+        status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return head.stdout.strip() + ("-dirty" if status.stdout.strip() else "")
+
+
+def begin_attempt(cfg: RunConfig, *, forecast_s: Mapping[str, float]) -> None:
+    """Write `config.yaml` and add this attempt to `run.json`.  forecast_s: seconds by stage.  Raises OSError."""
+    resolved = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
+    write_atomically(cfg.run_dir / "config.yaml", lambda partial: partial.write_text(resolved))
+    record = _read(cfg.run_dir)
+    attempt = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "argv": sys.argv,
+        "precision": Precision.of(cfg)._asdict(),
+        "machine": doctor.machine(),
+        "forecast_s": _rounded(forecast_s),
+    }
+    _write(cfg.run_dir, {**record, "attempts": [*record.get("attempts", []), attempt]})
+
+
+def end_attempt(run_dir: Path, *, took_s: Mapping[str, float]) -> None:
+    """Add the seconds that the newest attempt's stages have taken."""
+    record = _read(run_dir)
+    *earlier, newest = record["attempts"]
+    _write(run_dir, {**record, "attempts": [*earlier, {**newest, "took_s": _rounded(took_s)}]})
+
+
+def tracker_run_id(run_dir: Path) -> str:
+    """Run id that the tracker gave an earlier attempt; empty if there was none."""
+    return str(_read(run_dir).get("tracker_run_id", ""))
+
+
+def keep_tracker_run_id(run_dir: Path, run_id: str) -> None:
+    """Remember the tracker's run at once: the first checkpoint may be far away."""
+    _write(run_dir, {**_read(run_dir), "tracker_run_id": run_id})
+
+
+def _read(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / "run.json"
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _write(run_dir: Path, record: dict[str, Any]) -> None:
+    text = json.dumps(record, indent=1)
+    write_atomically(run_dir / "run.json", lambda partial: partial.write_text(text))
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {name: round(value, 1) for name, value in seconds.items()}

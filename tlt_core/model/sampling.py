@@ -1,0 +1,123 @@
+"""The one definition of the policy's probability, used by rollout, verification and the update.
+
+    z = logits / T, then top-k, then top-p filtering (filtered tokens get -inf)
+    p = softmax(z),  log p = z - logsumexp(z)            (T = 0: arg-max; log p is then reported at T = 1)
+    token = arg-max(z + Gumbel noise keyed by (seed, step, prompt, sample, position))
+
+The noise depends on the key alone, so a response does not depend on the batch, the worker or the decoding strategy
+that produced it.
+
+Shapes: N positions to sample, one row of logits and one key each; V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.sampling.coupled_sample import Choice, coupled_race, coupled_sample, first_argmax, runs_native
+from tlt_core.items.types import NoiseKey, SamplingParams
+
+_MASK_64 = (1 << 64) - 1
+_CACHED_SCORES = 1 << 17  # scores worked on together, so that they stay in a CPU's cache
+
+
+def stream_key(key: NoiseKey) -> int:
+    """Hash a response's key into 64 bits (signed), from which the keys of its positions are made."""
+    state = 0
+    for word in key:
+        state = _splitmix64((state ^ (word & _MASK_64)) & _MASK_64)
+    return state - (1 << 64) if state >> 63 else state
+
+
+def _splitmix64(state: int) -> int:
+    state = (state + 0x9E3779B97F4A7C15) & _MASK_64
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return state ^ (state >> 31)
+
+
+def row_keys(streams_N: Tensor, positions_N: Tensor) -> Tensor:
+    """Key of each position.  streams_N: int64 from `stream_key`; positions_N: int64 index of the token in its sequence
+    (prompt included).  Returns [N, 2] int32."""
+    state = streams_N + positions_N * -7046029254386353131  # 0x9E3779B97F4A7C15 as signed
+    state = (state ^ _shift_right(state, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
+    state = (state ^ _shift_right(state, 27)) * -7723592293110705685  # 0x94D049BB133111EB
+    state = state ^ _shift_right(state, 31)
+    return state.contiguous().view(torch.int32).view(*state.shape, 2)
+
+
+def _shift_right(state: Tensor, count: int) -> Tensor:
+    """Logical shift; torch's is arithmetic."""
+    return (state >> count) & ((1 << (64 - count)) - 1)
+
+
+def policy_scores(logits_NV: Tensor, params: SamplingParams) -> Tensor:
+    """z of the module docstring: float32 logits after temperature and filters, [N, V]."""
+    z = logits_NV.float()
+    if params.temperature not in (0.0, 1.0):
+        z = z / params.temperature
+    if 0 < params.top_k < z.shape[-1]:
+        kth = z.topk(params.top_k, dim=-1).values[:, -1:]
+        z = z.masked_fill(z < kth, -torch.inf)
+    if params.top_p < 1:
+        ordered, order = z.sort(dim=-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
+        dropped = torch.zeros_like(z, dtype=torch.bool).scatter_(-1, order, before >= params.top_p)
+        z = z.masked_fill(dropped, -torch.inf)
+    return z
+
+
+def choose(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
+    """Sample one token for each position.  logits_NV: any float dtype; keys_N2: from `row_keys`."""
+    unfiltered = params.top_p >= 1 and not 0 < params.top_k < logits_NV.shape[-1]
+    if logits_NV.device.type != "cpu" or (unfiltered and runs_native(logits_NV)):
+        return choose_no_sync(logits_NV, keys_N2, params)
+    most = max(1, _CACHED_SCORES // logits_NV.shape[-1])
+    chosen = [
+        _choose(logits_NV[part], keys_N2[part.start : part.start + 1] if shared else keys_N2[part], params)
+        for part, shared in _parts(keys_N2, most)
+    ]
+    return Choice(*(torch.cat(column) for column in zip(*chosen, strict=True)))
+
+
+def _parts(keys_N2: Tensor, most: int) -> list[tuple[slice, bool]]:
+    """Cut N positions into runs of at most `most`, and say which runs have a single key.  Siblings of a draft tree are
+    neighbours and share their noise."""
+    keys = keys_N2.contiguous().view(torch.int64).flatten().tolist() if len(keys_N2) else []
+    parts: list[tuple[slice, bool]] = []
+    start = 0
+    while start < len(keys):
+        stop = start + 1
+        shared = stop < min(start + most, len(keys)) and keys[stop] == keys[start]
+        while stop < min(start + most, len(keys)) and (keys[stop] == keys[start]) == shared:
+            stop += 1
+        parts.append((slice(start, stop), shared))
+        start = stop
+    return parts
+
+
+def choose_no_sync(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
+    """`choose` by a fixed sequence of operations on the device, whatever the values: a graph can capture it.
+
+    One fused pass where filtering is a floor under the logits.  Top-p is not: it may separate equal logits.
+    """
+    if params.top_p < 1:
+        return _choose(logits_NV, keys_N2, params)
+    filtered = 0 < params.top_k < logits_NV.shape[-1]
+    floors_N = logits_NV.topk(params.top_k, dim=-1).values[:, -1] if filtered else None
+    return coupled_sample(logits_NV, keys_N2, temperature=params.temperature, floors_N=floors_N)
+
+
+def _choose(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
+    """keys_N2: [N, 2], or [1, 2] when all positions share their noise."""
+    z = policy_scores(logits_NV, params)
+    p = z.softmax(-1)
+    tokens_N = first_argmax(z) if params.temperature == 0 else coupled_race(p, keys_N2)
+    logprobs_N = p.gather(-1, tokens_N[:, None]).squeeze(-1).log()
+    return Choice(tokens_N, logprobs_N, z.gather(-1, tokens_N[:, None]).squeeze(-1) - logprobs_N)
+
+
+def lognorms(logits_NV: Tensor, choice: Choice, params: SamplingParams) -> Tensor:
+    """Log-normalisers of softmax(logits), at temperature 1 and without filters, [N] float32."""
+    if params.temperature in (0.0, 1.0) and params.top_k == 0 and params.top_p == 1:
+        return choice.lognorms_N
+    return logits_NV.float().logsumexp(dim=-1)

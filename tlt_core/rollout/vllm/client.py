@@ -1,0 +1,300 @@
+"""vLLM as a worker's replica: the worker's side of a process that runs in vLLM's own Python environment.
+
+    with VllmRollout(python, model, folder=..., write_policy=..., ...) as replica:
+        replica.load_weights(trainer.weights(), policy_version=1)      # into the running engine
+        replica.decode(pull, on_finish, params)                        # as `Replica.decode`
+
+Requests and responses go through pipes, weights through a safetensors file.  Every answer of the process has a time
+limit and names the policy version that it decoded with.  A process that hangs, has died or missed an update ends the
+phase with a message and the end of its log.
+
+vLLM samples with random numbers of its own, from a seed per request, and with speculation they depend on the drafts.
+So responses are not those of our engine, and a run is repeatable only as far as vLLM's batches are.  Log-probs are
+those of the sampling policy after temperature and filters, as in our engine.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conf.rollout import SpeculationConfig
+from tlt_core.items.speculation import RoundReport, Strategy
+from tlt_core.items.types import FinishReason, GenerationRequest, Rollout, SamplingParams
+from tlt_core.model.sampling import stream_key
+from tlt_core.rollout.engine import Pull
+from tlt_core.rollout.replica import DecodeReport, OnCaptured, SpecCounters
+from tlt_core.rollout.vllm.environment import environment
+
+_SCRIPT = Path(__file__).with_name("process.py")
+_START_S = 1200.0  # loading takes half a minute, on a busy machine ten
+_ANSWER_S = 600.0  # steps take a quarter of a second, weights some seconds
+_STOP_S = 20.0
+_LOG_LINES = 25
+_NGRAM_MATCH = 3  # longest suffix that is looked up
+
+_log = logging.getLogger(__name__)
+
+
+class VllmUnusable(ValueError):
+    """vLLM cannot be started as configured; the message says what is missing."""
+
+
+class VllmError(Exception):
+    """vLLM did not start, ended, or refused a request; the message says what it answered."""
+
+
+class VllmRollout:
+    """A `Replica`; see the module docstring."""
+
+    def __init__(
+        self,
+        python: Path,
+        model: Path,
+        *,
+        folder: Path,
+        write_policy: Callable[[Iterable[tuple[str, Tensor]], Path], None],
+        dtype: str,
+        max_len: int,
+        max_live: int,
+        threads: int,
+        kv_cache_mb: int = 512,
+        eager: bool = True,
+        speculative: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        policy_version: int = 0,
+    ) -> None:
+        """python: of the environment with vLLM.  folder: this object's own, for the log and for weights on their way.
+        write_policy: writes weights under our names as a Hugging Face folder.  speculative: vLLM's
+        speculative_config (`vllm_speculation` makes one).  policy_version: of the weights in `model`.
+
+        Raises VllmUnusable."""
+        require_vllm(python)
+        self._python, self._folder, self._write_policy = python, folder, write_policy
+        self._max_live, self._threads = max_live, threads
+        self._version = policy_version
+        self._settings = {
+            "model": str(model),
+            "dtype": dtype,
+            "max_len": max_len,
+            "max_live": max_live,
+            "kv_cache_mb": kv_cache_mb,
+            "eager": eager,
+            "speculative": None if speculative is None else dict(speculative),
+            "seed": seed,
+            "version": policy_version,
+        }
+        self._log_file = folder / "vllm.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._unread = b""
+        self._counters = SpecCounters(0, 0, 0, ())  # at the last report
+        self._count = 0  # requests so far; they are named by their number
+
+    def __enter__(self) -> "VllmRollout":
+        """Start the process and wait until the model is loaded.  Raises VllmError, VllmUnusable."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self._log_file.open("wb") as log:
+            self._process = subprocess.Popen(
+                [str(self._python), "-P", str(_SCRIPT)],
+                env=environment(self._python, threads=self._threads) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            began_s = time.monotonic()
+            described = self._ask(self._settings, limit_s=_START_S)["ready"]
+            if self._settings["speculative"] is not None and not described["samples_rightly"]:
+                raise VllmUnusable(
+                    f"this build of vLLM ({described['version']}) samples wrongly when it speculates on a CPU, and the "
+                    f"plugin that repairs it (tlt_cpu_fix) is not in the environment of {self._python}: run 'make "
+                    "vllm-env', or set rollout.speculation.policy to off"
+                )
+        except BaseException:
+            self.close()
+            raise
+        _log.info("vLLM is ready after %.0f s: %s", time.monotonic() - began_s, described)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process.  A second call does nothing."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None and process.stdout is not None, "opened as pipes"  # noqa: PT018
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()  # which ends it
+        try:
+            process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        process.stdout.close()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, policy_version: int) -> None:
+        """As `Replica.load_weights`, into the running engine.  Raises VllmError."""
+        folder = self._folder / "policy"
+        self._write_policy(weights, folder)
+        file = folder / "model.safetensors"
+        self._ask({"ask": "weights", "file": str(file), "version": policy_version})
+        file.unlink()
+        self._version = policy_version
+
+    def decode(
+        self,
+        pull: Pull,
+        on_finish: Callable[[Rollout], None],
+        params: SamplingParams,
+        *,
+        on_tokens: Callable[[int], None] = lambda _: None,
+        on_round: Callable[[RoundReport], None] | None = None,
+        on_captured: OnCaptured | None = None,
+        worker: int = 0,
+    ) -> None:
+        """As `Replica.decode`; vLLM reports no rounds.  Raises VllmError."""
+        assert on_captured is None, "vLLM keeps its hidden states: conf/run refuses to train a drafter on them"
+        live: dict[str, tuple[GenerationRequest, float]] = {}
+        sampling = _sampling(params)
+        while True:
+            new = pull(self._max_live - len(live)) if len(live) < self._max_live else ()
+            started = {self._name(): request for request in new}
+            live |= {name: (request, time.time()) for name, request in started.items()}
+            if not live:
+                return
+            rows = [_row(name, request) for name, request in started.items()]
+            answer = self._ask({"ask": "decode", "params": sampling, "requests": rows})
+            if answer["version"] != self._version:
+                raise VllmError(f"vLLM decoded with policy {answer['version']}, {self._version} was published to it")
+            on_tokens(answer["tokens"])
+            for done in answer["finished"]:
+                request, started_s = live.pop(done["id"])
+                on_finish(_rollout(request, done, policy_version=self._version, worker=worker, started_s=started_s))
+
+    def report(self) -> DecodeReport:
+        """As `Replica.report`: counters alone."""
+        answer = self._ask({"ask": "counters"})
+        per_pos = tuple(answer["accepted_per_pos"])
+        now = SpecCounters(answer["drafts"], answer["draft_tokens"], answer["accepted"], per_pos)
+        since, self._counters = now - self._counters, now
+        return DecodeReport((), {}, 0, chains=since)
+
+    def release_memory(self) -> None:
+        """Not possible: the memory is vLLM's own, so conf/run refuses `cluster.release_rollout_memory` with vLLM."""
+        raise VllmError("vLLM cannot release its memory; set cluster.release_rollout_memory to false")
+
+    def _name(self) -> str:
+        self._count += 1
+        return str(self._count)
+
+    def _ask(self, value: Mapping[str, Any], *, limit_s: float = _ANSWER_S) -> dict[str, Any]:
+        process = self._process
+        if process is None:
+            raise VllmError("vLLM is not running: start it first")
+        assert process.stdin is not None, "opened as a pipe"
+        try:
+            process.stdin.write(json.dumps(dict(value)).encode() + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            raise self._failed("vLLM has ended") from None
+        answer: dict[str, Any] = json.loads(self._line(process, limit_s=limit_s))
+        if "error" in answer:
+            raise self._failed(f"vLLM refused ({answer['error']})")
+        return answer
+
+    def _line(self, process: subprocess.Popen[bytes], *, limit_s: float) -> bytes:
+        assert process.stdout is not None, "opened as a pipe"
+        pipe, until_s, parts = process.stdout.fileno(), time.monotonic() + limit_s, [self._unread]
+        while b"\n" not in parts[-1]:
+            if not select.select([pipe], [], [], max(until_s - time.monotonic(), 0))[0]:
+                raise self._failed(f"vLLM gave no answer in {limit_s:.0f} s")
+            parts.append(os.read(pipe, 1 << 20))
+            if not parts[-1]:
+                raise self._failed("vLLM has ended")
+        line, _, self._unread = b"".join(parts).partition(b"\n")
+        return line
+
+    def _failed(self, what: str) -> VllmError:
+        end = "\n".join(self._log_file.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+        return VllmError(f"{what}; the end of {self._log_file}:\n{end}")
+
+
+def require_vllm(python: Path) -> None:
+    """Raises VllmUnusable when there is no such interpreter, or it has no vLLM."""
+    remedy = "run 'make vllm-env', or set VLLM_PYTHON to an interpreter that has it"
+    if not python.is_file():
+        raise VllmUnusable(
+            f"rollout.engine='vllm' needs vLLM in an environment of its own, but {python} does not exist: {remedy}"
+        )
+    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    kept = environment(python, threads=1)
+    if subprocess.run([str(python), "-P", "-c", look], env=kept, check=False, capture_output=True).returncode:
+        raise VllmUnusable(f"rollout.engine='vllm', but {python} has no package vllm: {remedy}")
+
+
+def vllm_speculation(cfg: SpeculationConfig, first: Strategy | None, *, max_live: int) -> dict[str, Any] | None:
+    """vLLM's speculative_config for our section; None: plain decoding.
+
+    first: the first strategy of the menu, the only one that `fixed` and `threshold` use.  vLLM switches by the number
+    of requests in a step.  For `threshold`, requests are drafted for up to `cfg.max_live` of them, and not above.  The
+    configuration refuses the other policies with vLLM.
+    """
+    if cfg.policy == "off" or first is None:
+        return None
+    assert cfg.policy in ("fixed", "threshold") and first.width == 1, "the configuration was checked"  # noqa: PT018
+    settings: dict[str, Any] = {"num_speculative_tokens": first.depth}
+    if first.drafter == "eagle3":
+        settings |= {"method": "eagle3", "model": str(Path(str(cfg.drafter_path)).absolute())}
+    else:
+        shortest = cfg.ngram.min_match
+        settings |= {"method": "ngram", "prompt_lookup_min": shortest, "prompt_lookup_max": max(shortest, _NGRAM_MATCH)}
+    if cfg.policy == "threshold" and cfg.max_live < max_live:
+        table = [[1, cfg.max_live, first.depth], [cfg.max_live + 1, max_live, 0]]
+        settings["num_speculative_tokens_per_batch_size"] = table
+    return settings
+
+
+def _sampling(params: SamplingParams) -> dict[str, Any]:
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "max_tokens": params.max_new_tokens,
+        "stop_token_ids": list(params.stop_token_ids),
+    }
+
+
+def _row(name: str, request: GenerationRequest) -> dict[str, Any]:
+    seed = stream_key(request.key) & ((1 << 63) - 1)
+    return {"id": name, "tokens": request.prompt_tokens.tolist(), "seed": seed}
+
+
+def _rollout(
+    request: GenerationRequest, done: Mapping[str, Any], *, policy_version: int, worker: int, started_s: float
+) -> Rollout:
+    completion = torch.tensor(done["tokens"], dtype=torch.int32)
+    return Rollout(
+        key=request.key,
+        tokens=torch.cat([request.prompt_tokens, completion]),
+        prompt_len=len(request.prompt_tokens),
+        logprobs=torch.tensor(done["logprobs"], dtype=torch.float32),
+        finish=FinishReason.STOP if done["stopped"] else FinishReason.LENGTH,
+        policy_version=policy_version,
+        worker=worker,
+        started_s=started_s,
+        finished_s=time.time(),
+    )

@@ -1,0 +1,134 @@
+"""Cold start: a short supervised fine-tuning on worked solutions, before RL.
+
+A small base model earns almost no reward at temperature 1, so RL has nothing to select from.  As in R1's recipe, it is
+first trained for a few minutes on worked solutions of the training tasks.  In: model folder and data set (questions of
+the validation set are excluded).  Out: a Hugging Face folder with `coldstart.json`.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from conf.data import GymData
+from conf.rollout import RolloutConfig, SpeculationConfig
+from conf.run import RunConfig
+from conf.update import AlgorithmConfig, UpdateConfig
+from tlt_core.cluster.group import WorkerGroup
+from tlt_core.cluster.messages import TrainerSpec, WorkerSpec
+from tlt_core.data import dataset, solutions
+from tlt_core.grpo.batch import TrainBatch, make_supervised_batches
+from tlt_core.model.load import load_tokenizer
+from tlt_core.run.inputs import made_dir
+
+log = logging.getLogger(__name__)
+
+_LOG_EVERY = 10  # optimizer steps
+
+OnProgress = Callable[[str, int, int, float | None], None]  # phase, done, total, loss
+
+
+class ColdStartError(ValueError):
+    """The cold start cannot be done for this configuration."""
+
+
+def output_dir(cfg: RunConfig) -> Path:
+    """Folder of the trained model: named by everything that it depends on, so runs with equal inputs share it."""
+    inputs = cfg.model_dump(mode="json", include={"seed", "model", "data", "coldstart"})
+    assert cfg.coldstart.dtype != "auto", "settle() comes first: precision is decided before the folder is named"
+    inputs |= {"solutions": solutions.version()}
+    digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
+    return made_dir() / "coldstart" / digest
+
+
+def run(
+    cfg: RunConfig,
+    *,
+    model_dir: Path,
+    data_dir: Path,
+    out_dir: Path,
+    on_progress: OnProgress,
+) -> dict[str, float]:
+    """Train and write the folder; does nothing when it is already there.
+
+    Returns the stage's metrics.  Raises ColdStartError when the data set has no worked solutions.
+    """
+    report_path = out_dir / "coldstart.json"
+    if report_path.exists():
+        return json.loads(report_path.read_text())["metrics"]
+    if not isinstance(cfg.data, GymData):
+        raise ColdStartError(
+            f"coldstart.enabled=true with data.kind={cfg.data.kind!r}: worked solutions exist for reasoning_gym tasks "
+            "only; set coldstart.enabled=false and start from a model that already reasons"
+        )
+    on_progress("worked solutions", 0, 1, None)
+    tokenizer = load_tokenizer(model_dir)
+    held_out = {p.text for p in dataset.load(data_dir, "validation", tokenizer)}
+    examples = solutions.examples(
+        cfg.data, num_examples=cfg.coldstart.num_examples, tokenizer=tokenizer, exclude=held_out, seed=cfg.seed
+    )
+    steps = [
+        step
+        for epoch in range(cfg.coldstart.num_epochs)
+        for step in make_supervised_batches(
+            examples,
+            tokens_per_step=cfg.coldstart.tokens_per_step,
+            num_workers=cfg.cluster.num_workers,
+            seed=cfg.seed + epoch,
+        )
+    ]
+    tokens, started_s = sum(len(p) + len(c) for p, c in examples) * cfg.coldstart.num_epochs, time.time()
+    on_progress("starting workers", 0, 1, None)
+    with WorkerGroup(cfg.cluster, _spec(cfg, model_dir, len(steps)), shared=out_dir.parent) as group:
+        on_progress("loading the model", 0, 1, None)
+        group.load(None, 0)
+        trained_s = time.time()
+        losses = _train(group, steps, on_progress)
+        metrics = {
+            "coldstart/steps": float(len(steps)),
+            "coldstart/tokens": float(tokens),
+            "coldstart/loss_first": losses[0],
+            "coldstart/loss_last": sum(losses[-10:]) / len(losses[-10:]),
+            "coldstart/tokens_per_s": tokens / (time.time() - trained_s),
+        }
+        on_progress("writing the model", 0, 1, None)
+        group.export(out_dir.resolve(), tokenizer_from=model_dir.resolve(), dtype=cfg.coldstart.dtype)
+    metrics["timing_s/coldstart"] = time.time() - started_s
+    # Written last: its presence says that the folder is complete.
+    partial = report_path.with_suffix(".partial")
+    partial.write_text(json.dumps({"dtype": cfg.coldstart.dtype, "metrics": metrics, "losses": losses}, indent=1))
+    partial.replace(report_path)
+    return metrics
+
+
+def _train(group: WorkerGroup, steps: Sequence[Sequence[TrainBatch]], on_progress: OnProgress) -> list[float]:
+    """The losses of the steps."""
+    losses: list[float] = []
+    on_progress("cold start", 0, len(steps), None)
+    for done, shares in enumerate(steps, start=1):
+        losses.append(group.supervised_step(shares)["coldstart/loss"])
+        on_progress("cold start", done, len(steps), losses[-1])
+        if done % _LOG_EVERY == 0 or done == len(steps):
+            log.info("cold start %4d/%d  loss %.3f", done, len(steps), losses[-1])
+    return losses
+
+
+def _spec(cfg: RunConfig, model_dir: Path, num_steps: int) -> WorkerSpec:
+    update = UpdateConfig(
+        optimizer=cfg.coldstart.optimizer,
+        tokens_per_micro_batch=cfg.update.tokens_per_micro_batch,
+        activation_checkpointing=cfg.update.activation_checkpointing,
+        dtype=cfg.coldstart.dtype,
+    )
+    return WorkerSpec(
+        model_dir=model_dir.resolve(),
+        rollout=RolloutConfig(
+            dtype=cfg.coldstart.dtype, max_live_requests=1, speculation=SpeculationConfig(policy="off")
+        ),
+        max_len=1,  # this stage decodes nothing
+        trainer=TrainerSpec(update, AlgorithmConfig(), num_steps, max_new_tokens=1, temperature=1.0),
+        threads=cfg.cluster.threads_per_worker,
+        device="cuda" if cfg.cluster.gpus_per_worker else "cpu",
+    )

@@ -1,0 +1,153 @@
+"""Which drafter the engines draft with: publishes what idle workers have trained, unless it drafts worse.
+
+rollout phase --observe--> DrafterPublisher --publish--> all workers       (the rule: `drafter_release.decide`)
+      ^--- spot_settings: when, and for how long, idle workers train
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from conf.run import RunConfig
+from tlt_core.cluster.drafting import DrafterPublished
+from tlt_core.cluster.group import WorkerGroup
+from tlt_core.items.checkpoint import DriverState
+from tlt_core.items.store import write_atomically
+from tlt_core.rollout.engine import RoundTrace
+from tlt_core.run.drafter_release import (
+    Decision,
+    decide,
+    origin_of,
+    outcome_of,
+    published_dir,
+    spot_metrics,
+    why_refused,
+)
+from tlt_core.run.progress import Reporter
+from tlt_core.run.step_metrics import StepMetrics
+from tlt_core.spot.coordinator import PhaseReport, SpotSettings
+from tlt_core.spot.payoff import Payoff, PayoffSettings
+from tlt_core.spot.training import SpotResult
+
+log = logging.getLogger(__name__)
+
+
+def trains_drafter(cfg: RunConfig) -> bool:
+    """Do idle workers train a drafter in this run?"""
+    speculation = cfg.rollout.speculation
+    drafts = speculation.menu is None or any(s.drafter == "eagle3" for s in speculation.menu)
+    has_one = speculation.policy != "off" and speculation.drafter_path is not None
+    return cfg.drafter.spot.enabled and has_one and drafts
+
+
+class DrafterPublisher:
+    """Owns the drafter's version and what is known of the gain from training it."""
+
+    def __init__(self, cfg: RunConfig, group: WorkerGroup, *, metrics: StepMetrics, reporter: Reporter) -> None:
+        self._cfg, self._spot = cfg, cfg.drafter.spot
+        self._group, self._metrics, self._reporter = group, metrics, reporter
+        self._payoff = Payoff(
+            PayoffSettings(max_slowdown=self._spot.max_slowdown, lasting_phases=self._spot.gain_lasts_steps)
+        )
+        self._version = self._policy_version = 0  # of the drafter in use, and of the policy that it has learnt from
+        self._phase = PhaseReport((), 0.0, (), 0, {})  # the latest rollout phase ...
+        self._rounds: Sequence[Sequence[RoundTrace]] = ()
+        self._results: list[SpotResult] = []  # ... and what its workers have trained
+
+    def spot_settings(self, *, nobody_decodes: bool = False) -> SpotSettings:
+        """When workers train in the next phase.  nobody_decodes: then training slows nobody and needs no pauses."""
+        settings = SpotSettings(
+            enabled=trains_drafter(self._cfg),
+            min_idle_s=self._spot.min_idle_s,
+            max_steps=self._spot.max_steps,
+            interval=self._spot.interval,
+            duty=self._payoff.duty,
+        )
+        return replace(settings, duty=1.0) if nobody_decodes else settings
+
+    @property
+    def has_all_results(self) -> bool:
+        """False where no drafter is trained, with vLLM, and when a worker was lost."""
+        return len(self._results) == self._group.num_workers
+
+    def observe(self, phase: PhaseReport, rounds: Sequence[Sequence[RoundTrace]], results: list[SpotResult]) -> None:
+        """A rollout phase has ended.  rounds, results: by worker."""
+        self._phase, self._rounds, self._results = phase, rounds, results
+
+    def observe_waiting(self, results: list[SpotResult]) -> None:
+        """The workers have trained on, while rewards were outstanding."""
+        self._results = results
+
+    def publish(self, step: int) -> str:
+        """Publish what the workers have trained, unless it drafts worse; returns what was decided, and why."""
+        results, self._results = self._results, []
+        if len(results) < self._group.num_workers:
+            return "no drafter is trained" if not results else "a worker was lost"
+        self._reporter.phase("publish the drafter")
+        with self._metrics.timed("publish_drafter"):
+            self._payoff.observe(outcome_of(self._phase, self._rounds, results))
+            decision = decide(results, errors=self._spot.canary_errors)
+            published = self._carry_out(decision, step)
+        refused = decision.refused or any(not p.accepted for p in published)
+        verified = published[0].trial if published and refused else None
+        reason = decision.reason if verified is None else why_refused(verified)
+        log.log(logging.INFO if refused else logging.DEBUG, "drafter: %s", reason)
+        lag = step - 1 - self._policy_version
+        self._metrics.log(spot_metrics(results, decision=decision, published=published, version=self._version, lag=lag))
+        self._metrics.log(self._payoff.metrics())
+        return reason
+
+    def export(self, out_dir: Path, *, steps: int) -> Path | None:
+        """The drafter in use as a folder that vLLM and SGLang load; None where none is trained.
+
+        `drafter.json` in it says which drafter it began as.  steps: RL steps that it was trained in.
+        """
+        first = self._cfg.rollout.speculation.drafter_path
+        if not trains_drafter(self._cfg) or first is None:
+            return None
+        origin = origin_of(Path(first), run=self._cfg.name, steps=steps)
+        self._group.export_drafter(out_dir.resolve())
+        write_atomically(out_dir / "drafter.json", lambda partial: partial.write_text(json.dumps(origin, indent=1)))
+        return out_dir
+
+    def state(self) -> dict[str, Any]:
+        """Its fields of `DriverState`."""
+        return {
+            "drafter_version": self._version,
+            "drafter_policy_version": self._policy_version,
+            "payoff": self._payoff.state_dict(),
+        }
+
+    def restore(self, state: DriverState) -> None:
+        """Go on from a checkpoint."""
+        self._version, self._policy_version = state.drafter_version, state.drafter_policy_version
+        if state.payoff:
+            self._payoff.load_state_dict(state.payoff)
+
+    def _carry_out(self, decision: Decision, step: int) -> list[DrafterPublished]:
+        """Returns what each worker made of the candidate; empty when none was published."""
+        if not any(decision.shares):
+            if decision.refused:
+                self._group.refuse_drafter()
+            return []
+        version = self._version + 1
+        published = self._group.publish_drafter(decision.shares, version=version, measured=decision.measured)
+        if len(set(published)) > 1:
+            raise RuntimeError(f"workers disagree about drafter {version} ({published}): stop and report this")
+        if published[0].accepted:
+            self._version = version
+            self._policy_version = step - 1  # this step's rollouts are of the policy that the last step has published
+            self._keep(step)
+        return published
+
+    def _keep(self, step: int) -> None:
+        keep = self._spot.keep_published
+        if keep:
+            folder = published_dir(self._cfg.run_dir, step)
+            self._group.export_drafter(folder.resolve())
+            for old in sorted(folder.parent.iterdir())[:-keep]:
+                shutil.rmtree(old)

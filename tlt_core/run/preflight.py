@@ -1,0 +1,65 @@
+"""Quick checks before long work: reward functions, model files, disk space, vLLM.
+
+A wrong reward path, a truncated weight file or a full disk is reported now, not after the first rollout.
+"""
+
+import math
+import re
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from conf.model import PretrainedModel
+from conf.run import RunConfig
+from tlt_core.grpo.reward import check_reward_functions
+from tlt_core.machine.disk import check_space
+from tlt_core.model.config import ModelError
+from tlt_core.model.embedded import EMBEDDED_NAME
+from tlt_core.model.load import load_config, resolve
+from tlt_core.rollout.vllm.client import require_vllm
+from tlt_core.rollout.vllm.environment import vllm_python
+
+_CHECKPOINT_BYTES = 12  # a parameter's fp32 master weight and its two moments
+
+
+def check_run(cfg: RunConfig) -> None:
+    """All checks that need no download.  Raises RewardError, ModelError, SpaceError, VllmUnusable.
+
+    A local model folder is checked here; a hub name or the embedded model after it was fetched (`check_model`).
+    """
+    check_reward_functions(cfg.reward)
+    if cfg.rollout.engine == "vllm":
+        require_vllm(vllm_python())
+    if isinstance(cfg.model, PretrainedModel) and not _is_fetched(cfg.model.path):
+        check_model(cfg, resolve(cfg.model.path))
+
+
+def _is_fetched(path: str) -> bool:
+    """Is it the embedded model, or a name on the hub?"""
+    hub_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) is not None
+    return path == EMBEDDED_NAME or (hub_name and not Path(path).is_dir())
+
+
+def check_model(cfg: RunConfig, folder: Path) -> None:
+    """Is the folder complete, and do its checkpoints fit on the disk?  Raises ModelError, SpaceError."""
+    load_config(folder)
+    needed = count_parameters(folder) * _CHECKPOINT_BYTES
+    if cfg.update.lora.enabled:
+        needed = needed // 10  # adapters are a few percent of the weights
+    copies = cfg.checkpoint.keep_last + cfg.checkpoint.keep_best + 1  # one is being written
+    check_space(cfg.run_dir, needed_bytes=needed * copies + count_parameters(folder) * 4)
+
+
+def count_parameters(folder: Path) -> int:
+    """Parameters of a Hugging Face folder, from the headers of its weight files.  Raises ModelError."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise ModelError(f"{folder} holds no .safetensors file; the checkpoint is incomplete or in another format")
+    total = 0
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                total += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} is damaged ({error}); download or copy it again") from None
+    return total

@@ -1,0 +1,63 @@
+"""May this run go on from its newest checkpoint?"""
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from conf.run import RunConfig
+from tlt_core.items import checkpoint
+from tlt_core.items.checkpoint import CheckpointError, DriverState
+from tlt_core.machine.precision import Precision, recorded_in
+
+log = logging.getLogger(__name__)
+
+_FIXED = {"seed", "model", "data", "coldstart", "rollout", "algorithm", "update"}  # sections of the fingerprint
+_FREE: dict[str, Any] = {  # what a resumed run may change within them
+    "rollout": {"speculation", "vllm", "kv_memory_fraction"},
+    "update": {"backend": {"gather_bucket_mb"}},
+}
+
+
+class Found(NamedTuple):
+    """A checkpoint to resume from."""
+
+    folder: Path
+    state: DriverState
+
+
+def find(cfg: RunConfig) -> Found | None:
+    """The newest valid checkpoint of the run, None if there is none.
+
+    Raises CheckpointError when it was written under another fingerprint.  Another precision is allowed, with a warning.
+    """
+    newest = checkpoint.newest_valid(cfg.run_dir / "checkpoints")
+    if newest is None:
+        return None
+    state = checkpoint.load_state(newest)
+    if state.fingerprint == fingerprint(cfg):
+        return Found(newest, state)
+    before = recorded_in(state)
+    if before is None or state.fingerprint != fingerprint(cfg.with_dtypes(**before._asdict())):
+        raise CheckpointError(
+            f"{newest} belongs to a run with another model, data set, rollout, algorithm or optimizer configuration; "
+            f"choose another name (name={cfg.name!r} now) or remove {cfg.run_dir}"
+        )
+    log.warning(
+        "resuming in another precision, as configured (%s; before: %s): results are no longer those of the "
+        "uninterrupted run to the bit, and losses differ slightly",
+        Precision.of(cfg),
+        before,
+    )
+    return Found(newest, state)
+
+
+def fingerprint(cfg: RunConfig) -> str:
+    """Digest of the settings that a resumed run must not change.
+
+    More steps, other workers, another tracker and other speculation (it changes no token of our engine) are allowed,
+    and so is the size of ZeRO's buckets.
+    """
+    fixed = cfg.model_dump(mode="json", include=_FIXED, exclude=_FREE)
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,133 @@
+"""The rollout phase: prompts in, responses out.
+
+requests -> worker group -> rollouts as they end -> scoring, while others are still being decoded
+                 '-> idle workers train the drafter, until rollout (or scoring) has ended everywhere
+"""
+
+import time
+from collections.abc import Sequence
+
+from tlt_core.cluster.dispatcher import Drained
+from tlt_core.cluster.group import Generated, WorkerGroup
+from tlt_core.items.types import GenerationRequest, NoiseKey, Prompt, Rollout, RolloutBatch, SamplingParams
+from tlt_core.rollout.engine import RoundTrace
+from tlt_core.run.drafter_publisher import DrafterPublisher
+from tlt_core.run.drafter_release import bubble_metrics, results_of
+from tlt_core.run.progress import Reporter
+from tlt_core.run.scoring import Scoring
+from tlt_core.run.spec_metrics import spec_metrics, vllm_spec_metrics
+from tlt_core.run.step_metrics import StepMetrics, rollout_metrics
+from tlt_core.spot.coordinator import PhaseReport, SpotSettings
+from tlt_core.tuner.collapse import collapse_metrics
+
+_PATIENCE_S = 0.1  # no drafter training when the rewards arrive within this time
+
+
+class RolloutPhase:
+    """`sample` responses to train on, `decode` others."""
+
+    def __init__(
+        self,
+        group: WorkerGroup,
+        scoring: Scoring,
+        drafter: DrafterPublisher,
+        *,
+        dispatch: str,
+        metrics: StepMetrics,
+        reporter: Reporter,
+    ) -> None:
+        self._group, self._scoring, self._drafter = group, scoring, drafter
+        self._dispatch, self._metrics, self._reporter = dispatch, metrics, reporter
+        self._phases: list[PhaseReport] = []  # of the step: its rollouts, and waiting for their rewards
+        self.rounds: list[Sequence[RoundTrace]] = []  # of the latest `sample`, by worker
+
+    def begin_step(self) -> None:
+        """Phases of a new step."""
+        self._phases = []
+
+    def sample(
+        self,
+        groups: Sequence[Sequence[GenerationRequest]],
+        params: SamplingParams,
+        *,
+        step: int,
+        phase: str = "rollout",
+    ) -> RolloutBatch:
+        """Responses to train on, with their metrics; idle workers train the drafter."""
+        started_s = time.perf_counter()
+        with self._metrics.timed("gen"):
+            finished, done = self._generate(groups, params, phase=phase, step=step, spot=self._drafter.spot_settings())
+            self.rounds = [report.rounds for report in done.reports]
+            self._metrics.log(spec_metrics(done.reports) | vllm_spec_metrics(done.reports))
+            self._metrics.log(collapse_metrics([report.canary for report in done.reports]))
+            self._drafter.observe(done.phase, self.rounds, results_of(done.reports))
+            rollouts = RolloutBatch.pack(finished)
+        seconds = time.perf_counter() - started_s
+        self._metrics.log(rollout_metrics(rollouts, seconds=seconds, num_workers=self._group.num_workers))
+        self._add(done.phase)
+        return rollouts
+
+    def decode(
+        self, groups: Sequence[Sequence[GenerationRequest]], params: SamplingParams, *, phase: str, step: int
+    ) -> RolloutBatch:
+        """Responses that nothing is trained on; they leave no metrics."""
+        return RolloutBatch.pack(self._generate(groups, params, phase=phase, step=step, spot=None)[0])
+
+    def train_until_scored(self, rollouts: RolloutBatch, *, step: int) -> None:
+        """While rewards are outstanding, every worker is idle and trains the drafter."""
+        if not self._drafter.has_all_results or self._scoring.is_ready(rollouts, within_s=_PATIENCE_S):
+            return
+        waited = self._group.train_while(
+            lambda: not self._scoring.is_ready(rollouts),
+            step=step,
+            spot=self._drafter.spot_settings(nobody_decodes=True),
+        )
+        self._drafter.observe_waiting(waited.results)
+        self._add(waited.phase)
+
+    def _generate(
+        self,
+        groups: Sequence[Sequence[GenerationRequest]],
+        params: SamplingParams,
+        *,
+        phase: str,
+        step: int,
+        spot: SpotSettings | None,
+    ) -> tuple[list[Rollout], Generated]:
+        """Decode on the worker group.  spot: None for responses that are not trained on."""
+        finished: list[Rollout] = []
+        total, started_s = sum(len(g) for g in groups), time.perf_counter()
+
+        def on_progress(drained: Drained) -> None:
+            for rollout in drained.finished:
+                self._scoring.submit(rollout)
+            finished.extend(drained.finished)
+            self._reporter.responses(
+                phase,
+                len(finished),
+                total,
+                live=drained.live,
+                tokens=drained.tokens,
+                tokens_per_s=drained.tokens / (time.perf_counter() - started_s),
+            )
+
+        done = self._group.run_phase(
+            groups,
+            params,
+            dispatch=self._dispatch,
+            on_progress=on_progress,
+            step=step,
+            is_training=spot is not None,
+            spot=SpotSettings(enabled=False) if spot is None else spot,
+        )
+        return finished, done
+
+    def _add(self, phase: PhaseReport) -> None:
+        self._metrics.spans.extend(phase.spans)
+        self._phases.append(phase)
+        self._metrics.log(bubble_metrics(self._phases))
+
+
+def requests_for(prompts: Sequence[Prompt], samples: int, *, seed: int, step: int) -> list[list[GenerationRequest]]:
+    """`samples` requests of each prompt; their noise depends on seed, step, prompt and sample alone."""
+    return [[GenerationRequest(NoiseKey(seed, step, p.id, s), p.tokens) for s in range(samples)] for p in prompts]

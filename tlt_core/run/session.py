@@ -1,0 +1,298 @@
+"""The driver's side of one training run: what the tasks of an RL step call, in this order.
+
+    sample_step -> score -> drafter.publish -> update -> publish -> validation.run -> save_checkpoint
+
+`Session` owns the steps: the order of prompts, advantages, updates and checkpoints.  Its parts own the rest:
+
+    rollout      the rollout phase on the worker group          `rollout_phase`
+    scoring      responses to scores and texts                  `scoring`
+    drafter      which trained drafter goes into use            `drafter_publisher`
+    validation   accuracy on the validation prompts             `validation`
+
+It holds no model.  A session continues from the newest valid checkpoint: to start a run again is to resume it.
+"""
+
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from conf.run import RunConfig
+from tlt_core.cluster.group import WorkerGroup
+from tlt_core.data.prompt_order import PromptOrder
+from tlt_core.grpo import advantage, batch
+from tlt_core.grpo.reward import Score, Scorer
+from tlt_core.items import checkpoint
+from tlt_core.items.checkpoint import DriverState
+from tlt_core.items.types import GenerationRequest, RolloutBatch, SamplingParams, ScoredBatch
+from tlt_core.machine.precision import Precision
+from tlt_core.run import resumable
+from tlt_core.run.drafter_publisher import DrafterPublisher
+from tlt_core.run.drafter_release import published_dir
+from tlt_core.run.engine_agreement import require_agreement
+from tlt_core.run.progress import Progress, Reporter
+from tlt_core.run.prompts import Prompts
+from tlt_core.run.rollout_phase import RolloutPhase, requests_for
+from tlt_core.run.scoring import Scoring
+from tlt_core.run.step_metrics import StepMetrics, score_metrics
+from tlt_core.run.validation import Validation
+from tlt_core.run.worker_spec import worker_spec
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """Context manager: its exit ends the workers and the scoring processes."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        prompts: Prompts,
+        group: WorkerGroup,
+        scorer: Scorer,
+        *,
+        start_model: Path,
+        reporter: Reporter,
+    ) -> None:
+        """The session takes over `group` and `scorer`.  start_model: its tokenizer goes into exported policies."""
+        self.cfg = cfg
+        self.group = group
+        self.start_model = start_model
+        self.metrics = StepMetrics()
+        self.tracker_run_id = ""
+        self.completed_steps = 0
+        self.resume_attempt = 0
+        self.resumed_metrics: dict[str, float] = {}  # of the last completed step, from its checkpoint
+        self.order = PromptOrder(prompts.train, seed=cfg.seed)
+        self.params = SamplingParams(
+            temperature=cfg.rollout.temperature,
+            top_p=cfg.rollout.top_p,
+            top_k=cfg.rollout.top_k,
+            max_new_tokens=cfg.rollout.max_new_tokens,
+            stop_token_ids=prompts.stop_token_ids,
+        )
+        self._scorer, self._reporter = scorer, reporter
+        self._resample_rounds = 0
+        self.scoring = Scoring(scorer, prompts)
+        self.drafter = DrafterPublisher(cfg, group, metrics=self.metrics, reporter=reporter)
+        self.rollout = RolloutPhase(
+            group,
+            self.scoring,
+            self.drafter,
+            dispatch=cfg.rollout.dispatch,
+            metrics=self.metrics,
+            reporter=reporter,
+        )
+        self.validation = Validation(cfg, prompts.validation, self.rollout, self.scoring, self.params, self.metrics)
+
+    @classmethod
+    def resume_or_init(
+        cls,
+        cfg: RunConfig,
+        *,
+        data_dir: Path,
+        start_model: Path,
+        on_progress: Callable[[Progress], None],
+        resume: bool = True,
+    ) -> "Session":
+        """Start the workers, from the newest valid checkpoint of this run if there is one and `resume` is true.
+
+        Raises CheckpointError when the checkpoint belongs to a run with another configuration.
+        """
+        assert "auto" not in Precision.of(cfg), "settle() comes first"
+        found = resumable.find(cfg) if resume else None
+        prompts = Prompts.load(data_dir, start_model, num_prompts=cfg.rollout.num_prompts)
+        reporter = Reporter(on_progress, num_steps=cfg.num_steps, num_workers=cfg.cluster.num_workers)
+        scorer = Scorer(cfg.reward)
+        reporter.phase("starting workers")
+        spec = worker_spec(cfg, start_model, longest_prompt=prompts.longest)
+        group = WorkerGroup(cfg.cluster, spec, shared=cfg.run_dir)
+        session = cls(cfg, prompts, group, scorer, start_model=start_model, reporter=reporter)
+        session._load(found)
+        return session
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, error_type: type | None, error: BaseException | None, trace: object) -> None:
+        self._scorer.close()
+        self.group.__exit__(error_type, error, trace)
+
+    # ------------------------------------------------------------------------------------------ one step
+
+    def remaining_steps(self) -> range:
+        """Steps still to do, counted from 1."""
+        return range(self.completed_steps + 1, self.cfg.num_steps + 1)
+
+    def step_dir(self, step: int) -> Path:
+        """Folder of a step's saved items."""
+        return self.cfg.run_dir / "steps" / f"{step:06d}"
+
+    def begin_step(self, step: int) -> None:
+        """Clear the metrics, and remove what a killed attempt at this step has left."""
+        for folder in (self.step_dir(step), published_dir(self.cfg.run_dir, step)):
+            shutil.rmtree(folder, ignore_errors=True)
+        self.metrics.clear()
+        self.rollout.begin_step()
+        self._resample_rounds = 0
+        self._reporter.step = step or None
+        self.metrics.log({"training/global_step": step, "training/epoch": self.order.epoch})
+
+    def sample_step(self, step: int) -> RolloutBatch:
+        """Sample the step's groups; finished responses are scored while others are still being decoded."""
+        return self.rollout.sample(self.next_requests(step, self.cfg.rollout.num_prompts), self.params, step=step)
+
+    def next_requests(self, step: int, num_prompts: int) -> list[list[GenerationRequest]]:
+        """Take the next prompts; a group of requests for each."""
+        prompts = self.order.take(num_prompts)
+        return requests_for(prompts, self.cfg.rollout.num_samples, seed=self.cfg.seed, step=step)
+
+    def score(self, step: int, rollouts: RolloutBatch) -> ScoredBatch:
+        """Wait for the outstanding scores; shape rewards, compute group-relative advantages."""
+        self._reporter.phase("reward")
+        with self.metrics.timed("reward"):
+            self.rollout.train_until_scored(rollouts, step=step)
+            scores = self.scoring.collect(rollouts)
+        scored = self._with_advantages(rollouts, scores)
+        self.metrics.log(score_metrics(scored, [f.name for f in self.cfg.reward.functions]))
+        return scored
+
+    def needs_more_groups(self, scored: ScoredBatch) -> bool:
+        """Dynamic sampling: does the step lack informative groups, and may it sample once more?"""
+        algorithm = self.cfg.algorithm
+        if not algorithm.dynamic_sampling or self._resample_rounds >= algorithm.max_resample_rounds:
+            return False
+        return len(_informative_groups(scored)) < self.cfg.rollout.num_prompts
+
+    def resample(self, step: int, scored: ScoredBatch) -> ScoredBatch:
+        """One more round of dynamic sampling (DAPO): keep informative groups, sample as many prompts as are missing."""
+        self._resample_rounds += 1
+        kept, wanted = _informative_groups(scored), self.cfg.rollout.num_prompts
+        requests = self.next_requests(step, wanted - len(kept))
+        more = self.score(step, self.rollout.sample(requests, self.params, step=step, phase="resample"))
+        groups = (kept + _informative_groups(more))[:wanted]
+        self.metrics.log(
+            {"training/resample_rounds": self._resample_rounds, "training/informative_groups": len(groups)}
+        )
+        joined, chosen = ScoredBatch.join([scored, more]), set(groups)
+        rows = [row for row, prompt_id in enumerate(joined.rollouts.prompt_ids_R.tolist()) if prompt_id in chosen]
+        return joined.take(rows) if rows else scored  # without any informative group all advantages are 0
+
+    def update(self, step: int, scored: ScoredBatch) -> None:
+        """One RL step's optimizer steps on the worker group.  Raises DisagreementError (vLLM only)."""
+        with self.metrics.timed("update_actor"):
+            self._reporter.phase("update")
+            kl = self.cfg.algorithm.kl
+            shares = batch.make_train_batches(
+                scored,
+                self.cfg.update,
+                self.cfg.algorithm,
+                num_workers=self.group.num_workers,
+                seed=self.cfg.seed,
+                step=step,
+                ref_logprobs_T=self._reference_logprobs(scored.rollouts) if kl.coef and kl.place == "loss" else None,
+            )
+            reports = self.group.update(shares)
+        self.metrics.log(reports[0].metrics)
+        require_agreement(reports[0].metrics, self.cfg.rollout)
+        for report in reports:
+            self.metrics.spans.extend(report.spans)
+
+    def publish(self, step: int) -> int:
+        """Load the new weights into the rollout replicas; returns the policy version: the number of RL steps done."""
+        self._reporter.phase("publish")
+        with self.metrics.timed("update_weights"):
+            self.group.publish(step)
+        self.metrics.log({"training/policy_version": step})
+        return step
+
+    # ------------------------------------------------------------------------------------------ results
+
+    def checkpoint_due(self, step: int) -> bool:
+        """Every `checkpoint.every_steps` steps and after the last."""
+        return step % self.cfg.checkpoint.every_steps == 0 or step == self.cfg.num_steps
+
+    def save_checkpoint(self, step: int) -> Path:
+        """Save all that a resume needs, atomically; prune older checkpoints."""
+        self._reporter.phase("checkpoint")
+        with self.metrics.timed("save_checkpoint"):
+            root, kept = self.cfg.run_dir / "checkpoints", self.cfg.checkpoint
+            state = DriverState(
+                step=step,
+                data_cursor=self.order.cursor,
+                policy_version=step,
+                tracker_run_id=self.tracker_run_id,
+                resume_attempt=self.resume_attempt,
+                fingerprint=resumable.fingerprint(self.cfg),
+                best_metric=self.validation.take_score(),
+                precision=Precision.of(self.cfg)._asdict(),
+                metrics=self.metrics.values(),
+                **self.drafter.state(),
+            )
+            folder = checkpoint.save(root, state, lambda partial: self.group.save(partial.resolve()))
+            checkpoint.prune(root, keep_last=kept.keep_last, keep_best=kept.keep_best)
+        self.completed_steps = step
+        return folder
+
+    def export_policy(self, out_dir: Path) -> Path:
+        """The policy as a plain Hugging Face folder."""
+        self._reporter.phase("export")
+        self.group.export(out_dir.resolve(), tokenizer_from=self.start_model, dtype=self.cfg.rollout.dtype)
+        return out_dir
+
+    # ------------------------------------------------------------------------------------------ inside
+
+    def _load(self, found: resumable.Found | None) -> None:
+        if found is not None:
+            state = found.state
+            self.completed_steps = state.step
+            self.resume_attempt = state.resume_attempt + 1
+            self.tracker_run_id = state.tracker_run_id
+            self.resumed_metrics = state.metrics
+            self.order.cursor = state.data_cursor
+            self.drafter.restore(state)
+            log.info("resuming from %s (attempt %d)", found.folder, self.resume_attempt)
+        self._reporter.phase("loading the model")
+        if found is None:
+            self.group.load(None, 0)
+        else:
+            self.group.load(found.folder, found.state.policy_version)
+
+    def _with_advantages(self, rollouts: RolloutBatch, scores: list[Score]) -> ScoredBatch:
+        algorithm = self.cfg.algorithm
+        scores_R = torch.tensor([s.total for s in scores], dtype=torch.float32)
+        rewards_R = scores_R
+        if algorithm.kl.coef > 0 and algorithm.kl.place == "reward":
+            reference_T = self._reference_logprobs(rollouts)
+            rewards_R = rewards_R - advantage.kl_penalty(rollouts, reference_T, kl=algorithm.kl)
+        rewards_R = rewards_R - advantage.overlong_penalty(
+            rollouts.response_lens_R,
+            max_new_tokens=self.cfg.rollout.max_new_tokens,
+            buffer_tokens=algorithm.overlong_buffer_tokens,
+            penalty=algorithm.overlong_penalty,
+        )
+        return ScoredBatch(
+            rollouts=rollouts,
+            rewards_R=rewards_R,
+            scores_R=scores_R,
+            components_RF=torch.tensor([s.components for s in scores], dtype=torch.float32),
+            status_R=torch.tensor([int(s.status) for s in scores]),
+            reward_s_R=torch.tensor([s.seconds for s in scores], dtype=torch.float32),
+            advantages_R=advantage.advantages(rewards_R, rollouts.prompt_ids_R, kind=algorithm.advantage),
+        )
+
+    def _reference_logprobs(self, rollouts: RolloutBatch) -> Tensor:
+        """Log-probs under the model that RL started from, aligned with the rollouts' tokens, [T]."""
+        self._reporter.phase("reference")
+        with self.metrics.timed("ref"):
+            shares = batch.make_forward_batches(rollouts, num_workers=self.group.num_workers)
+            return batch.join_logprobs(shares, self.group.reference_logprobs(shares), rollouts)
+
+
+def _informative_groups(scored: ScoredBatch) -> list[int]:
+    """Ids of the prompts whose rewards differ, in data order."""
+    mask_R = advantage.informative(scored.rewards_R, scored.rollouts.prompt_ids_R)
+    return list(dict.fromkeys(scored.rollouts.prompt_ids_R[mask_R].tolist()))

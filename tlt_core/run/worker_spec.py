@@ -1,0 +1,42 @@
+"""What the workers of a training run are told."""
+
+from pathlib import Path
+
+from conf.rollout import RolloutConfig
+from conf.run import RunConfig
+from tlt_core.cluster.messages import TrainerSpec, WorkerSpec
+from tlt_core.rollout.vllm.environment import vllm_python
+from tlt_core.rollout.vllm.replica import VllmSpec
+from tlt_core.run.drafter_publisher import trains_drafter
+
+
+def worker_spec(cfg: RunConfig, start_model: Path, *, longest_prompt: int) -> WorkerSpec:
+    """longest_prompt: tokens of it, over training and validation prompts."""
+    return WorkerSpec(
+        model_dir=start_model.resolve(),
+        rollout=_with_absolute_path(cfg.rollout),
+        max_len=longest_prompt + cfg.rollout.max_new_tokens,
+        trainer=TrainerSpec(
+            update=cfg.update,
+            algorithm=cfg.algorithm,
+            total_steps=cfg.num_steps * cfg.update.num_minibatches * cfg.update.num_epochs,
+            max_new_tokens=cfg.rollout.max_new_tokens,
+            temperature=cfg.rollout.temperature,
+        ),
+        threads=cfg.cluster.threads_per_worker,
+        device="cuda" if cfg.cluster.gpus_per_worker else "cpu",
+        seed=cfg.seed,
+        drafter=cfg.drafter,
+        spot_dir=(cfg.run_dir / "spot").resolve() if trains_drafter(cfg) else None,
+        vllm=VllmSpec(vllm_python(), (cfg.run_dir / "vllm").resolve()),
+        release_memory=cfg.cluster.release_rollout_memory,
+    )
+
+
+def _with_absolute_path(rollout: RolloutConfig) -> RolloutConfig:
+    """Workers on other nodes have another working directory."""
+    speculation = rollout.speculation
+    if speculation.drafter_path is None:
+        return rollout
+    speculation = speculation.model_copy(update={"drafter_path": str(Path(speculation.drafter_path).resolve())})
+    return rollout.model_copy(update={"speculation": speculation})

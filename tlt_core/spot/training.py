@@ -1,0 +1,272 @@
+"""The spot trainer (TLT section 4): a worker trains the drafter while it is idle, as spot instances use idle machines.
+
+    rollout --collect--> curriculum --windows--> micro_step, micro_step, ... (idle time) --> candidate --> publish
+
+A micro-step is one of: gradients of a few windows, an optimizer step, a piece of a candidate's trial.  Gradients take
+`micro_step_s` at most, and stop within a fraction of that when rollout ends; a piece of a trial is one pass over 128
+rows.  An interruption loses only the piece under way: gradients, order and trial go on in the next idle time.
+
+A candidate is the average of the weights over the optimizer steps (Polyak and Juditsky, 1992; with a decay, because the
+policy moves): a step has few tokens, so the newest weights are noisy.
+
+Hidden states are those of the policy that sampled the response.  This step's responses are mixed with long ones of the
+steps before, of other workers too ("one-step offset", TLT section 4).
+
+Owners: `curriculum` chooses what is trained on next; `candidate` has the drafter in use and the trial of its successor;
+`checkpoint` has the file; `SpotTraining` has the weights that learn.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from conf.drafter import SpotConfig
+from tlt_core.drafter.eagle3.loss import LossKind
+from tlt_core.drafter.eagle3.model import Eagle3Model
+from tlt_core.drafter.eagle3.train import Eagle3Trainer, GivenUp, Method, TrainMetrics, TrainSettings
+from tlt_core.drafter.eagle3.weights import copy_of, fill, move_towards
+from tlt_core.items.train_sequence import TrainSequence
+from tlt_core.items.types import SamplingParams
+from tlt_core.model.decoder import Decoder
+from tlt_core.spot.buffer import SequenceBuffer
+from tlt_core.spot.candidate import DrafterCandidate
+from tlt_core.spot.checkpoint import SpotCheckpoint, TrainingCheckpoint
+from tlt_core.spot.comparison import Comparison
+from tlt_core.spot.curriculum import Curriculum
+from tlt_core.spot.peers import PeerFiles
+from tlt_core.spot.trial import TrialSettings
+from tlt_core.spot.writer import BackgroundWriter
+
+ENOUGH = 0.75  # of a step's rows: where the next window does not fit, a pass over a piece of it costs almost as much
+
+
+class SpotResult(NamedTuple):
+    """What one worker's training amounts to when a rollout has ended."""
+
+    rows: int = 0  # tokens trained on in this phase
+    steps: int = 0  # optimizer steps in this phase
+    steps_total: int = 0
+    loss: float = 0.0  # mean of this phase
+    overlap: float = 0.0  # probability that the first draft is accepted, mean of this phase
+    top1: float = 0.0  # share of rows where it is the policy's likeliest token, mean of this phase
+    trial: Comparison | None = None  # of the newest candidate with the drafter in use; None: there was no trial
+    buffer_tokens: int = 0
+    buffer_sequences: int = 0
+
+
+@dataclass(slots=True)
+class _Phase:
+    """Sums over a rollout phase."""
+
+    rows: int = 0
+    steps: int = 0
+    loss: float = 0.0  # sums over rows
+    overlap: float = 0.0
+    top1: float = 0.0
+
+    def add(self, metrics: TrainMetrics) -> None:
+        self.rows += metrics.rows
+        self.loss += metrics.loss * metrics.rows
+        self.overlap += metrics.overlaps[0] * metrics.rows
+        self.top1 += metrics.top1 * metrics.rows
+
+
+class SpotTraining:
+    """See the module docstring.  Owned by a worker; called from its one thread."""
+
+    def __init__(
+        self,
+        cfg: SpotConfig,
+        *,
+        model: Eagle3Model,
+        decoder: Decoder,
+        depth: int,
+        temperature: float,
+        compute_dtype: torch.dtype,
+        folder: Path,
+        resume: bool,
+        peers: Sequence[Path] = (),
+        method: Method = "eagle3",
+        loss: LossKind = "soft_ce",
+    ) -> None:
+        """model: float32, the drafter in use, which becomes this object's.  depth: of the training-time test and of a
+        trial's chains.  compute_dtype: of training and trials; the decoder has its own.  folder: where hidden states
+        and training state are kept; others may read there.  resume: go on from what is there; else it is cleared.
+        peers: other workers' folders."""
+        self._cfg, self._decoder = cfg, decoder
+        self._settings = TrainSettings(
+            learning_rate=cfg.learning_rate, depth=depth, compute_dtype=compute_dtype, method=method, loss=loss
+        )
+        self._heads: dict[int, Tensor] = {}  # the draft vocabulary's rows of the LM head, by policy version
+        self._policy_version = self._step = self._rejections = 0
+        self._phase = _Phase()
+        writer = BackgroundWriter()
+        self._checkpoint = TrainingCheckpoint(folder, writer)
+        saved = self._checkpoint.load() if resume else None
+        self._buffer = SequenceBuffer.open(
+            folder,
+            {"files": []} if saved is None else saved.values["buffer"],
+            max_bytes=cfg.max_buffer_mb << 20,
+            max_sequences=cfg.max_sequences,
+            writer=writer,
+        )
+        self._peers = PeerFiles(peers)
+        self._curriculum = Curriculum(cfg, self._buffer, self._peers, self._heads)
+        params = SamplingParams(temperature=temperature)
+        trials = TrialSettings(decoder.embed_tokens.weight, depth, params, compute_dtype)
+        self.candidate = DrafterCandidate(copy_of(model), trials, max_starts=cfg.canary_tokens)
+        self._learn_from(model)
+        if saved is not None:
+            self._resume(saved)
+
+    def _learn_from(self, model: Eagle3Model) -> None:
+        self._trainer = Eagle3Trainer(model, self._decoder, self._settings, heads=self._heads)
+        self._average = copy_of(model)  # of the trainer's weights, over its steps
+
+    # ------------------------------------------------------------------------------------------ rollout
+
+    def begin(self, step: int, policy_version: int) -> None:
+        """A rollout phase begins, with this policy in the decoder."""
+        self._step, self._policy_version, self._phase = step, policy_version, _Phase()
+        if policy_version not in self._heads:
+            self._keep_head(policy_version, self._decoder.head_weight[self.candidate.used.draft_ids_J])
+        self.candidate.begin_phase()
+        self._curriculum.begin_phase(step)
+
+    def collect(self, sequence: TrainSequence) -> None:
+        """Keep a finished response."""
+        if len(sequence.tokens_L) - sequence.first >= 2:  # one sampled token alone trains nothing
+            self._curriculum.add(sequence)
+
+    def end(self) -> None:
+        """The step's responses are complete: they go to disk in the background."""
+        self._buffer.end_step(self._step)
+        kept = (*self._buffer.sequences(), *self._peers.sequences())
+        alive = {sequence.policy_version for sequence in kept} | {self._policy_version}
+        for version in self._heads.keys() - alive:
+            del self._heads[version]
+
+    # ------------------------------------------------------------------------------------------ idle time
+
+    @property
+    def has_data(self) -> bool:
+        """Is there anything to train on?"""
+        return bool(self._curriculum.sequences())
+
+    def micro_step(self, given_up: Callable[[], bool] = lambda: False, *, longest_s: float = math.inf) -> bool:
+        """One bounded piece of work.  There must be data.
+
+        given_up: asked now and then whether the time is wanted back.  If so, gradients under way are dropped, the next
+        micro-step makes them again, and False is returned.  longest_s: a bound below `micro_step_s`, for when
+        `given_up` cannot know in time.
+        """
+        if self.candidate.in_trial:
+            self.candidate.continue_trial()
+            return True
+        if self._trainer.rows < ENOUGH * self._cfg.rows_per_step and self.candidate.is_due(self._trainer.steps):
+            self.candidate.start_trial(self._average, self._trainer.steps, self._buffer.held)
+            return True
+        began_s = time.perf_counter()
+        done = self._train(given_up, longest_s)
+        self.candidate.trained(time.perf_counter() - began_s)
+        return done
+
+    def _train(self, given_up: Callable[[], bool], longest_s: float) -> bool:
+        """An optimizer step, or gradients of some windows; False: given up."""
+        if self._trainer.rows >= ENOUGH * self._cfg.rows_per_step:
+            self._trainer.apply()
+            move_towards(self._average, self._trainer.model, 1 - self._cfg.average_decay)
+            self._phase.steps += 1
+            return True
+        share = min(1.0, longest_s / self._cfg.micro_step_s)
+        windows = self._curriculum.next(room=self._cfg.rows_per_step - self._trainer.rows, share=share)
+        began_s = time.perf_counter()
+        try:
+            metrics = self._trainer.accumulate(windows, given_up=given_up)
+        except GivenUp:
+            self._curriculum.given_up()
+            return False
+        self._curriculum.trained(metrics.rows, time.perf_counter() - began_s)
+        self._phase.add(metrics)
+        return True
+
+    def result(self) -> SpotResult:
+        """What came of the phase so far."""
+        phase = self._phase
+        rows = max(1, phase.rows)
+        return SpotResult(
+            rows=phase.rows,
+            steps=phase.steps,
+            steps_total=self._trainer.steps,
+            loss=phase.loss / rows,
+            overlap=phase.overlap / rows,
+            top1=phase.top1 / rows,
+            trial=self.candidate.comparison,
+            buffer_tokens=self._buffer.tokens,
+            buffer_sequences=len(self._buffer),
+        )
+
+    # ------------------------------------------------------------------------------------------ publish
+
+    def adopt(self, parameters_N: Tensor, *, is_mine: bool) -> Eagle3Model:
+        """These weights are in use from now on.  is_mine: they are this worker's own candidate, whose training goes
+        on where it is; others start from the published weights."""
+        self.candidate.adopt(parameters_N)
+        self._rejections = 0
+        if not is_mine:
+            fill(self._trainer.model, parameters_N)
+            fill(self._average, parameters_N)
+            self.candidate.restart(self._trainer.steps)
+        return self.candidate.used
+
+    def reject(self) -> bool:
+        """The candidate was refused.  True: too often, so training starts again from the drafter in use."""
+        self.candidate.withdraw()
+        self._rejections += 1
+        if self._rejections < self._cfg.max_rejections:
+            return False
+        self._learn_from(copy_of(self.candidate.used).requires_grad_(True))
+        self.candidate.restart(0)
+        self._rejections = 0
+        return True
+
+    # ------------------------------------------------------------------------------------------ restarts
+
+    def save(self) -> None:
+        """Write what a restart needs, in the background.  Hidden states are files already, and the drafter in use is
+        part of the run's checkpoint."""
+        self._checkpoint.save(
+            {
+                "step": self._step,
+                "rejections": self._rejections,
+                "buffer": self._buffer.index(),
+                "curriculum": self._curriculum.state_dict(),
+                "candidate": self.candidate.state_dict(),
+            },
+            trainer=self._trainer.state_dict(),
+            average={name: value.clone() for name, value in self._average.state_dict().items()},
+            heads={str(version): head for version, head in self._heads.items()},
+        )
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._checkpoint.close()
+
+    def _resume(self, saved: SpotCheckpoint) -> None:
+        for version, head in saved.part("heads").items():
+            self._keep_head(int(version), head)
+        self._trainer.load_state_dict(saved.part("trainer"))
+        self._average.load_state_dict(saved.part("average"))
+        self._step, self._rejections = saved.values["step"], saved.values["rejections"]
+        self._curriculum.load_state_dict(saved.values["curriculum"])
+        self.candidate.load_state_dict(saved.values["candidate"])
+
+    def _keep_head(self, policy_version: int, head_JD: Tensor) -> None:
+        """A copy in the type of training, whose products take less time."""
+        self._heads[policy_version] = head_JD.detach().to(self._settings.compute_dtype, copy=True)
