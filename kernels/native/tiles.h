@@ -4,7 +4,8 @@
 #pragma once
 #include "common.h"
 
-#if defined(__AMX_BF16__) && defined(__linux__)
+// GCC 12 leaves __AMX_BF16__ defined under -mno-amx-tile.
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
 #define HAS_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
