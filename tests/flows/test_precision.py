@@ -85,7 +85,7 @@ def test_a_run_moves_to_a_machine_that_would_emulate_its_update(moved: Path, cap
 
     with caplog.at_level(logging.WARNING):
         written = _train(moved, AVX2, "num_steps=2", "update.dtype=float32")
-    assert "going on in another precision, as told" in caplog.text
+    assert "resuming in another precision, as configured" in caplog.text
     assert (written.rollout.dtype, written.update.dtype, written.coldstart.dtype) == (HALF, FULL, HALF)
     assert _state(moved).precision == {"rollout": HALF, "update": FULL, "coldstart": HALF}
     assert len(list((moved / "artifacts/coldstart").iterdir())) == 1, "what RL began from is not made again"
