@@ -1,8 +1,8 @@
-"""`tlt bench e2e`: whole RL steps that differ only in their drafting (`bench.runs.variants`).
+"""`tlt bench e2e`: whole RL steps that differ only in drafting and in the use of idle time (`bench.runs.variants`).
 
     tail      the configuration as it is
     no tail   responses are cut short, so that no worker waits for long ones
-    exact     a few short steps in float32: rollouts and rewards must be the same in all variants
+    exact     a few short steps in float32: rollouts, rewards and trained weights must be the same in all variants
 
 Equal accuracy is shown by identity: `same_steps` is the share of a variant's steps whose rollouts (`rollout/checksum`)
 and rewards are those of plain decoding.  It is 1 in float32, and in bfloat16 with the C kernels, whose results do not
@@ -19,7 +19,16 @@ from typing import Any
 from prefect import flow
 
 from bench.report import Bound, judge, write_report
-from bench.runs import drop_checkpoints, first_drafter, ratios, same_steps, steps_of, take_turns, variants
+from bench.runs import (
+    drop_checkpoints,
+    first_drafter,
+    ratios,
+    same_steps,
+    same_weights,
+    steps_of,
+    take_turns,
+    variants,
+)
 from bench.verdicts import summarise
 from conf.run import RunConfig
 from tasks import figures
@@ -34,10 +43,18 @@ _FIGURES = (
     "perf/rollout_share",
     "perf/rollout_tokens_per_s",
     "rollout/tail_ratio",
+    "response_length/p50",
+    "response_length/p90",
+    "response_length/p99",
+    "response_length/clip_ratio",
     "rollout/spec_accept_length",
     "rollout/spec_active_frac",
     "bubble/idle_s",
     "bubble/harvested_s",
+    "bubble/harvested_ratio",
+    "bubble/streamed_s",
+    "bubble/preempt_ms_p95",
+    "actor/streamed_share",
     "critic/rewards/mean",
 )
 _Steps = Mapping[str, Sequence[Mapping[str, float]]]
@@ -70,7 +87,11 @@ def bench_e2e(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[
     exact = _exact(cfg, drafter)
     rows += exact
     verdicts += judge(
-        exact, [Bound("float32: share of steps with the same rollouts and rewards as plain", "same_steps", 1.0, True)]
+        exact,
+        [
+            Bound("float32: share of steps with the same rollouts and rewards as plain", "same_steps", 1.0, True),
+            Bound("float32: share of weights that are equal to the bit after training", "same_weights", 1.0, True),
+        ],
     )
     return write_report(out, command=command, repeats=repeats, rows=rows, verdicts=verdicts)
 
@@ -97,7 +118,13 @@ def _exact(cfg: RunConfig, drafter: Path) -> list[dict[str, Any]]:
         pass
     drop_checkpoints(runs)
     return [
-        {"workload": "exact", "configuration": name, "steps": _EXACT_STEPS, "same_steps": same}
+        {
+            "workload": "exact",
+            "configuration": name,
+            "steps": _EXACT_STEPS,
+            "same_steps": same,
+            "same_weights": same_weights(runs[name], runs["plain"]),
+        }
         for name, same in _same_steps(runs).items()
     ]
 
@@ -119,7 +146,7 @@ def _rows(workload: str, steps: _Steps, same: Mapping[str, float]) -> list[dict[
     shares = [row["timing_s/gen"] / row["timing_s/step"] for row in steps["plain"]]
     ceiling = {"rollout_share": statistics.median(shares), "speedup_if_rollout_were_free": 0.0}
     ceiling["speedup_if_rollout_were_free"] = 1.0 / (1.0 - ceiling["rollout_share"])
-    for name in ("fixed", "static", "tlt"):
+    for name in ("fixed", "static", "trained", "tlt"):
         faster = statistics.median(ratios(steps["plain"], steps[name], "timing_s/gen"))
         ceiling[f"rollout_speedup_{name}"] = faster
         ceiling[f"speedup_{name}_if_the_rest_stays"] = 1.0 / (1.0 - ceiling["rollout_share"] * (1.0 - 1.0 / faster))
@@ -132,7 +159,16 @@ def _verdicts(workload: str, steps: _Steps) -> list[dict[str, Any]]:
     faster = [{"ratio": r} for r in ratios(plain, steps["tlt"], "timing_s/step")]
     verdicts = judge(faster, [Bound(f"{workload}: step time, plain over TLT", "ratio", bound, at_least=True)])
     if workload == "tail":
-        cost = [{"ratio": r} for r in ratios(steps["tlt"], steps["static"], "timing_s/step")]
+        streamed = [{"ratio": r} for r in ratios(plain, steps["streamed"], "timing_s/step")]
+        claim = "tail: step time, plain over plain with a streamed update"
+        verdicts += judge(streamed, [Bound(claim, "ratio", 1.15, at_least=True)])
+        used = [row for row in steps["tlt"] if "bubble/harvested_ratio" in row]
+        claim = "tail: share of idle windows over 0.5 s that TLT uses"
+        verdicts += judge(used, [Bound(claim, "bubble/harvested_ratio", 0.95, at_least=True)])
+        stopped = [row for row in steps["tlt"] if "bubble/preempt_ms_p95" in row]
+        claim = "tail: idle work stops within, in milliseconds"
+        verdicts += judge(stopped, [Bound(claim, "bubble/preempt_ms_p95", 250, at_least=False)])
+        cost = [{"ratio": r} for r in ratios(steps["trained"], steps["static"], "timing_s/step")]
         claim = "tail: step time, drafter training in idle time over none"
         verdicts += judge(cost, [Bound(claim, "ratio", 1.01, at_least=False)])
     return verdicts

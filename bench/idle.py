@@ -48,7 +48,9 @@ _FIGURES = (
 def bench_idle(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
     """Measure `repeats` steps after a first one that warms up; returns the report."""
     first, policy_dir = first_drafter(cfg)
-    run = variants(cfg, first)["tlt"].model_copy(update={"name": f"bench-{cfg.name}-idle", "num_steps": repeats + 1})
+    run = variants(cfg, first)["trained"].model_copy(
+        update={"name": f"bench-{cfg.name}-idle", "num_steps": repeats + 1}
+    )
     shutil.rmtree(run.run_dir, ignore_errors=True)
     steps: list[dict[str, float]] = []
     with Terminal() as show:

@@ -46,7 +46,8 @@ _MEASURES = {  # by the word behind `tlt bench`
     "demo": "A first run of the demo: what it takes, beside the forecast at its start, and what it brings.",
     "tuner": "The tuner on planted work, on a virtual clock: the right answer is known.",
     "e2e": "Whole RL steps. `plain`: no speculation. `fixed`: one strategy in every round. `static`: the adaptive "
-    "engine with its first drafter. `tlt`: idle workers also train the drafter.",
+    "engine with its first drafter. `streamed`: no speculation, and idle workers compute parts of the policy update. "
+    "`trained`: as `static`, and idle workers train the drafter. `tlt`: all of these.",
     "spot": "A whole run with the drafter trained in idle time (`adaptive`), beside the same run with its first one "
     "(`static`). Lengths are tokens a round on the responses of each block of steps; `error` is the standard error.",
     "idle": "What training in idle time costs: each rollout is decoded with it and without it.",
@@ -95,6 +96,8 @@ _CHOSEN: dict[str, tuple[str, ...]] = {  # of rows with more figures than a page
         "rollout/spec_accept_length",
         "bubble/idle_s",
         "bubble/harvested_s",
+        "bubble/streamed_s",
+        "actor/streamed_share",
         "same_steps",
     ),
     "spot": (

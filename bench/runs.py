@@ -10,6 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 from conf.load import ConfigError
 from conf.rollout import SpeculationConfig, StrategyConfig
 from conf.run import RunConfig
@@ -45,12 +48,14 @@ def first_drafter(cfg: RunConfig) -> tuple[Path, Path]:
 
 
 def variants(cfg: RunConfig, drafter: Path) -> dict[str, RunConfig]:
-    """Configurations that differ only in drafting and in whether the drafter is trained:
+    """Configurations that differ only in drafting, and in what idle workers do:
 
-    plain     no speculation
-    fixed     the first drafter, one strategy in every round
-    static    the first drafter, adaptive engine
-    tlt       the same, and idle workers train the drafter
+    plain     no speculation; they wait
+    fixed     the first drafter, one strategy in every round; they wait
+    static    the first drafter, adaptive engine; they wait
+    streamed  no speculation; they compute parts of the policy update
+    trained   as static, but they train the drafter
+    tlt       as static, but they do both
     """
     validation = cfg.evaluation.model_copy(update={"every_steps": 0})
     saving = cfg.checkpoint.model_copy(update={"every_steps": cfg.num_steps, "keep_last": 1, "keep_best": 0})
@@ -61,20 +66,23 @@ def variants(cfg: RunConfig, drafter: Path) -> dict[str, RunConfig]:
     off = adaptive.model_copy(update={"policy": "off", "drafter_path": None})
     fixed = adaptive.model_copy(update={"policy": "fixed", "menu": (_FIXED,)})
 
-    def run(name: str, speculation: SpeculationConfig, *, trains: bool) -> RunConfig:
+    def run(name: str, speculation: SpeculationConfig, *, trains: bool = False, streams: bool = False) -> RunConfig:
         spot = base.drafter.spot.model_copy(update={"enabled": trains})
         changes: dict[str, Any] = {
             "name": f"bench-{cfg.name}-{name}",
             "rollout": base.rollout.model_copy(update={"speculation": speculation}),
             "drafter": base.drafter.model_copy(update={"spot": spot, "warmup": False}),
+            "update": base.update if streams else base.update.model_copy(update={"streamed": "off"}),
         }
         return base.model_copy(update=changes)
 
     return {
-        "plain": run("plain", off, trains=False),
-        "fixed": run("fixed", fixed, trains=False),
-        "static": run("static", adaptive, trains=False),
-        "tlt": run("tlt", adaptive, trains=True),
+        "plain": run("plain", off),
+        "fixed": run("fixed", fixed),
+        "static": run("static", adaptive),
+        "streamed": run("streamed", off, streams=True),
+        "trained": run("trained", adaptive, trains=True),
+        "tlt": run("tlt", adaptive, trains=True, streams=True),
     }
 
 
@@ -126,3 +134,9 @@ def same_steps(run: RunConfig, base: RunConfig) -> float:
     pairs = list(zip(steps_of(run, with_first=True), steps_of(base, with_first=True), strict=True))
     same = [all(a[f] == b[f] for f in ("rollout/checksum", "critic/rewards/mean")) for a, b in pairs]
     return sum(same) / len(same)
+
+
+def same_weights(run: RunConfig, base: RunConfig) -> float:
+    """Share of the trained policy's tensors that are equal to another run's to the bit."""
+    own, other = (load_file(r.run_dir / "policy" / "model.safetensors") for r in (run, base))
+    return sum(torch.equal(own[name], value) for name, value in other.items()) / len(other)

@@ -103,6 +103,22 @@ class RunConfig(Section):
             }
         )
 
+    @property
+    def why_not_streamed(self) -> str:
+        """Why idle workers cannot compute passes of the policy update; empty where they can."""
+        update, algorithm = self.update, self.algorithm
+        if update.backend.kind != "torch":
+            return "update.backend.kind is deepspeed, which adds gradients up in an order of its own"
+        if update.num_minibatches * update.num_epochs > 1:
+            return "update.num_minibatches or update.num_epochs is above 1, so most passes need a later policy"
+        if algorithm.kl.coef > 0:
+            return "algorithm.kl.coef is above 0, which needs the reference model's pass over all responses first"
+        if algorithm.advantage == "reinforce_pp_baseline":
+            return "algorithm.advantage is reinforce_pp_baseline, which needs the rewards of all responses"
+        if self.cluster.release_rollout_memory:
+            return "cluster.release_rollout_memory is true, so there is no room for the update during the rollout"
+        return ""
+
     @model_validator(mode="after")
     def _possible_together(self) -> "RunConfig":
         if self.rollout.num_samples == 1 and self.algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
@@ -135,6 +151,10 @@ class RunConfig(Section):
             raise ValueError(
                 f"update.num_minibatches={self.update.num_minibatches} exceeds rollout.num_prompts="
                 f"{self.rollout.num_prompts}: minibatches are made of whole groups; lower update.num_minibatches"
+            )
+        if self.update.streamed in ("first", "last") and self.why_not_streamed:
+            raise ValueError(
+                f"update.streamed={self.update.streamed!r}: {self.why_not_streamed}; set update.streamed to auto or off"
             )
         if self.algorithm.overlong_buffer_tokens >= self.rollout.max_new_tokens:
             raise ValueError(

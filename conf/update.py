@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from conf.optimizer import AdamWConfig
 from conf.section import Dtype, Section
@@ -57,6 +57,13 @@ class UpdateConfig(Section):
     tokens_per_micro_batch: int = Field(4096, ge=64)
     """Most tokens in one forward and backward pass of a worker; a longer sequence gets its own pass.  Lower it when
     memory is short."""
+    groups_per_pack: int = Field(4, ge=1)
+    """Groups of responses that share passes.  More groups make fuller passes; fewer are complete earlier, so idle
+    workers can compute them while others still decode."""
+    streamed: Literal["auto", "first", "last", "off"] = "auto"
+    """Workers without requests compute gradients of groups that have ended.  The update stays the same to the bit.
+    auto: before or after training the drafter, whichever is worth more (`tlt_core/run/idle_value.py`), where possible;
+    first, last: always before, always after it; off: not at all."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more computation."""
     dtype: Dtype = "auto"
@@ -65,6 +72,12 @@ class UpdateConfig(Section):
     rollout.dtype is set to float32.  A resumed run keeps its type."""
     lora: LoraConfig = LoraConfig()
     """Low-rank adapters."""
+
+    @field_validator("streamed", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: object) -> object:
+        """YAML reads a bare `off` as false."""
+        return "off" if value is False else value
 
 
 class KLConfig(Section):

@@ -27,6 +27,7 @@ _STATES = {
     WorkerState.IDLE: ("idle", "bright_black"),
     WorkerState.TRAINING: ("training drafter", "green"),
     WorkerState.UPDATING: ("updating", "yellow"),
+    WorkerState.STREAMING: ("updating early", "bright_yellow"),
 }
 
 

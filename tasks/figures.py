@@ -25,6 +25,7 @@ _STATES = {
     WorkerState.IDLE: ("idle", "#d9d9d9"),
     WorkerState.TRAINING: ("training drafter", "#529e3f"),
     WorkerState.UPDATING: ("updating policy", "#ee8636"),
+    WorkerState.STREAMING: ("updating policy in idle time", "#f5b971"),
 }
 _SCORING = "#8d69b8"
 _OFF = "#d9d9d9"

@@ -86,7 +86,7 @@ def bench_spot(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
     """`repeats` blocks of steps, `num_steps` in all, of both runs; returns the report."""
     first, policy_dir = first_drafter(cfg)
     both = variants(cfg, first)
-    run = _keeping_drafters(both["tlt"], steps=-(-cfg.num_steps // repeats))
+    run = _keeping_drafters(both["trained"], steps=-(-cfg.num_steps // repeats))
     turns = {"static": both["static"], "tlt": run}
     decoder = load_decoder(policy_dir, dtype=as_torch(cfg.rollout.dtype))
     embedding_VD = decoder.embed_tokens.weight.detach()

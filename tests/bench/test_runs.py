@@ -17,6 +17,8 @@ from tlt_core.model.load import load_tokenizer
 
 pytestmark = pytest.mark.prefect
 
+VARIANTS = ("plain", "fixed", "static", "streamed", "trained", "tlt")
+
 
 def _config(folder: Path, *settings: str) -> RunConfig:
     own = [f"output_dir={folder}/runs", f"tracking.uri=sqlite:///{folder}/mlflow.db", "num_steps=4"]
@@ -44,10 +46,13 @@ def test_variants_differ_in_one_switch(tmp_path: Path) -> None:
         "plain": "off",
         "fixed": "fixed",
         "static": "cost_model",
+        "streamed": "off",
+        "trained": "cost_model",
         "tlt": "cost_model",
     }
-    assert [name for name, run in runs.items() if run.drafter.spot.enabled] == ["tlt"]
-    same = {"name", "rollout", "drafter"}
+    assert [name for name, run in runs.items() if run.drafter.spot.enabled] == ["trained", "tlt"]
+    assert [name for name, run in runs.items() if run.update.streamed != "off"] == ["streamed", "tlt"]
+    same = {"name", "rollout", "drafter", "update"}
     assert len({run.model_dump_json(exclude=same) for run in runs.values()}) == 1
     rollouts = [run.rollout.model_dump_json(exclude={"speculation"}) for run in runs.values()]
     assert set(rollouts) == {cfg.rollout.model_dump_json(exclude={"speculation"})}
@@ -74,11 +79,12 @@ def test_e2e_shows_identity_and_the_ceiling(home: Path) -> None:
     report = bench_e2e(_config(home, "num_steps=2"), repeats=1, out=out, command="by hand")
     rows = {(row["workload"], row["configuration"]): row for row in report["rows"]}
     for workload in ("tail", "no tail"):
-        assert {name for own, name in rows if own == workload} == {"plain", "fixed", "static", "tlt", "ceiling"}
+        assert {name for own, name in rows if own == workload} == {*VARIANTS, "ceiling"}
         assert rows[workload, "plain"]["over_plain_in_all"] == 1.0
         ceiling = rows[workload, "ceiling"]
         assert ceiling["speedup_if_rollout_were_free"] > ceiling["speedup_tlt_if_the_rest_stays"] > 0
-    assert all(rows["exact", name]["same_steps"] == 1.0 for name in ("plain", "fixed", "static", "tlt"))
+    assert all(rows["exact", name]["same_steps"] == 1.0 for name in VARIANTS)
+    assert all(rows["exact", name]["same_weights"] == 1.0 for name in VARIANTS)
     assert report["verdicts"][-1]["holds"]
     assert [v["bound"] for v in report["verdicts"]] == [1.7, 1.01, 0.97, 1.0]
     assert out.with_suffix(".png").stat().st_size > 5000

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
@@ -19,7 +19,7 @@ STEPS = 4
 TIMEOUT_S = 300
 
 
-def command(root: Path, name: str, *, workers: int) -> list[str]:
+def command(root: Path, name: str, *, workers: int, more: Sequence[str] = ()) -> list[str]:
     settings = [
         f"name={name}",
         f"output_dir={root / 'runs'}",
@@ -33,17 +33,17 @@ def command(root: Path, name: str, *, workers: int) -> list[str]:
         "checkpoint.keep_last=9",
         'reward.functions=[{kind: python, path: "tests.flows.length_reward:length_reward"}]',
     ]
-    return [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *settings]
+    return [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *settings, *more]
 
 
-def start(root: Path, name: str, *, workers: int) -> subprocess.Popen:
+def start(root: Path, name: str, *, workers: int, more: Sequence[str] = ()) -> subprocess.Popen:
     env = os.environ | {"OMP_NUM_THREADS": "1", "PREFECT_HOME": str(root / "prefect")}
     log = (root / f"{name}.log").open("a")
-    return subprocess.Popen(command(root, name, workers=workers), env=env, stdout=log, stderr=log)
+    return subprocess.Popen(command(root, name, workers=workers, more=more), env=env, stdout=log, stderr=log)
 
 
-def finish(root: Path, name: str, *, workers: int) -> dict:
-    process = start(root, name, workers=workers)
+def finish(root: Path, name: str, *, workers: int, more: Sequence[str] = ()) -> dict:
+    process = start(root, name, workers=workers, more=more)
     assert process.wait(TIMEOUT_S) == 0, (root / f"{name}.log").read_text()[-3000:]
     policy = (root / "runs" / name / "policy" / "model.safetensors").read_bytes()
     rows = [json.loads(x) for x in (root / "runs" / name / "metrics.jsonl").read_text().splitlines()]
@@ -94,6 +94,25 @@ def test_killed_runs_end_where_the_uninterrupted_run_ends(root, workers):
     assert rewards[0] == rewards[1]
     assert len(set(rewards[0])) > 1, "a run in which nothing changes proves nothing"
     assert killed["rows"][-1]["training/resume_attempt"] >= 2
+
+
+def test_a_run_killed_while_its_update_is_streamed_ends_where_the_uninterrupted_run_ends(root):
+    """Three groups on two workers: one is idle while the other decodes its second group.  Killed in that time."""
+    more = ["rollout.num_prompts=3", "update.groups_per_pack=1", "update.streamed=first", "rollout.max_new_tokens=160"]
+    whole = finish(root, "streamed", workers=2, more=more)
+    assert all(row["actor/streamed_share"] > 0 for row in whole["rows"] if row["step"] > 0)
+    unstreamed = finish(root, "unstreamed", workers=2, more=[*more, "update.streamed=off"])
+    assert unstreamed["sha256"] == whole["sha256"]
+    checkpoints = root / "runs" / "killed-streaming" / "checkpoints"
+    for step, delay_s in enumerate((0.1, 0.3, 0.6), start=1):  # into the rollout of the step after it
+        process = start(root, "killed-streaming", workers=2, more=more)
+        kill_when(
+            process,
+            (checkpoints / f"step_{step:06d}").exists,
+            victim=lambda p=process, s=delay_s: time.sleep(s) or p.pid,
+        )
+        assert process.wait(60) == -signal.SIGKILL
+    assert finish(root, "killed-streaming", workers=2, more=more)["sha256"] == whole["sha256"]
 
 
 def test_a_killed_worker_fails_the_step_and_the_run_resumes(root):

@@ -1,10 +1,10 @@
 """Hands out requests to workers and gathers what they finish.  A plain class; the group runs it as a Ray actor.
 
-    driver  --begin(groups)-->  Dispatcher  <--pull / push / report / ask--  workers (`feed`)
-    driver  <--drain()--------
+    driver  --begin(groups), offer(passes)-->  Dispatcher  <--pull / push / report / ask / take--  workers (`feed`)
+    driver  <--drain()-----------------------
 
 consumes: groups of requests, finished rollouts, what idle workers report.  waits: never.  produces: requests, finished
-rollouts, orders for idle workers (train the drafter, wait, stop: `spot/coordinator`).
+rollouts, orders for idle workers (compute a pass of the update, train the drafter, wait, stop: `spot/coordinator`).
 
 `pull`: one queue.  No worker gets more than a fair share of the outstanding requests, so they go to free workers.
 `static`: whole groups are dealt up front, as in classic data parallelism.
@@ -18,11 +18,14 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
+from tlt_core.grpo.batch import TrainBatch
+from tlt_core.grpo.passes import Key
 from tlt_core.items.types import GenerationRequest, Rollout
 from tlt_core.spot.coordinator import (
     Action,
     Coordinator,
     Order,
+    PassesOffered,
     PhaseBegan,
     PhaseReport,
     Progress,
@@ -31,6 +34,13 @@ from tlt_core.spot.coordinator import (
     WorkerIdle,
     WorkerLost,
 )
+
+
+class OfferedPass(NamedTuple):
+    """A pass of the policy update that a worker without requests may compute."""
+
+    key: Key  # of its first response
+    share: TrainBatch
 
 
 class Pulled(NamedTuple):
@@ -68,6 +78,7 @@ class Dispatcher:
         self._coordinator = Coordinator(num_workers, spot)
         self._coordinator.handle(PhaseBegan(step, time.time()))
         self._ended_s = 0.0
+        self._offered: deque[OfferedPass] = deque()
         self._num_workers = num_workers
         self._live = [0] * num_workers
         self._tokens = [0] * num_workers
@@ -113,6 +124,15 @@ class Dispatcher:
         if order.action is Action.STOP:
             self._ended_s = time.time()
         return order
+
+    def offer(self, passes: Sequence[OfferedPass]) -> None:
+        """Passes of the update that idle workers may compute in this phase."""
+        self._offered.extend(passes)
+        self._coordinator.handle(PassesOffered(len(passes)))
+
+    def take(self) -> OfferedPass:
+        """The next of them, for a worker that was told to compute one."""
+        return self._offered.popleft()
 
     def lost(self, worker: int) -> bool:
         """A worker died.  True when the phase goes on without it: it held no request and had none to come."""

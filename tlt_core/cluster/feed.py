@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 
+from tlt_core.cluster.dispatcher import OfferedPass
 from tlt_core.items.types import GenerationRequest, Rollout
 from tlt_core.spot.coordinator import Order, Progress, WorkerIdle
 
@@ -13,7 +14,7 @@ _REPORT_S = 0.5  # how often a busy worker reports its token count
 
 
 class RequestFeed:
-    """One per worker and rollout phase.  Only `pull`, `flush` and `ask` wait for the dispatcher."""
+    """One per worker and rollout phase.  Only `pull`, `flush`, `ask` and `take` wait for the dispatcher."""
 
     def __init__(self, dispatcher: Any, worker: int) -> None:
         """dispatcher: handle of the Ray actor."""
@@ -48,6 +49,11 @@ class RequestFeed:
         """What this worker shall do while it has no request."""
         order: Order = ray.get(self._dispatcher.ask.remote(event))
         return order
+
+    def take(self) -> OfferedPass:
+        """The pass that this worker was told to compute."""
+        taken: OfferedPass = ray.get(self._dispatcher.take.remote())
+        return taken
 
     def _report(self) -> None:
         self._dispatcher.report.remote(self._worker, self._tokens)

@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import ActorDiedError, RayError, RayTaskError
 
 from conf.system import ClusterConfig
-from tlt_core.cluster.dispatcher import Dispatcher, Drained
+from tlt_core.cluster.dispatcher import Dispatcher, Drained, OfferedPass
 from tlt_core.cluster.drafting import DrafterPublished
 from tlt_core.cluster.messages import GenerateReport, UpdateReport, WorkerSpec
 from tlt_core.cluster.placement import lost_nodes, require_room, reserve, start_ray
@@ -153,6 +153,10 @@ class WorkerGroup:
         calls = [w.serve_requests.remote(self._dispatcher, params, step, is_training) for w in self._workers]
         reports = self._gather(calls, lambda: on_progress(self._ask_dispatcher("drain")), every_s=_WATCH_S)
         return Generated(reports, self._ask_dispatcher("phase"))
+
+    def offer(self, passes: Sequence[OfferedPass]) -> None:
+        """Passes of the update that workers may compute when they are idle; only while `run_phase` runs."""
+        self._ask_dispatcher("offer", passes)
 
     def train_while(self, waiting: Callable[[], bool], *, step: int, spot: SpotSettings) -> Waited:
         """Have all workers train the drafter, as idle ones do during a rollout, until `waiting` is false."""

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from conf.drafter import DrafterConfig
 from conf.rollout import RolloutConfig
 from conf.update import AlgorithmConfig, UpdateConfig
+from tlt_core.grpo.passes import Key
 from tlt_core.items.types import WorkerSpan
 from tlt_core.rollout.engine import RoundTrace
 from tlt_core.rollout.replica import SpecCounters
@@ -49,6 +50,7 @@ class GenerateReport(NamedTuple):
     spot: SpotResult | None = None  # None: this worker trains no drafter
     canary: CollapseReport = CollapseReport((), ())
     chains: SpecCounters | None = None
+    streamed: tuple[Key, ...] = ()  # passes of the update whose gradient this worker has, by their first response
 
 
 class UpdateReport(NamedTuple):

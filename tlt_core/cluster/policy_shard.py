@@ -1,7 +1,7 @@
 """One worker's share of the policy update: the trainer, and the reference model where the loss needs one."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from tlt_core.model.load import load_decoder, save_hf
 
 
 class PolicyShard:
-    """One per worker.  All workers call every method together."""
+    """One per worker.  All workers call every method together, unless it says otherwise."""
 
     def __init__(
         self,
@@ -63,6 +63,10 @@ class PolicyShard:
         started_s = time.time()
         metrics = self._trainer.steps(steps)
         return UpdateReport((WorkerSpan(self._rank, WorkerState.UPDATING, started_s, time.time()),), metrics)
+
+    def stream(self, share: TrainBatch, interrupted: Callable[[], bool]) -> bool:
+        """See `PolicyTrainer.stream`.  By one worker alone."""
+        return self._trainer.stream(share, interrupted)
 
     def supervised_step(self, batch: TrainBatch) -> dict[str, float]:
         """One step of supervised training (the cold start)."""

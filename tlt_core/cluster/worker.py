@@ -8,7 +8,8 @@ Run by the group as a Ray actor.  Its parts have one owner each:
 
 A phase is one call.  States are time-stamped as `WorkerSpan`s, for the timeline:
 
-    serve_requests:  BUSY until its own requests are done, then IDLE or TRAINING until rollout has ended on every worker
+    serve_requests:  BUSY until its own requests are done, then IDLE, TRAINING or STREAMING until rollout has ended on
+                     every worker
     update:          UPDATING
 """
 
@@ -33,6 +34,7 @@ from tlt_core.cluster.shared_folders import unseen
 from tlt_core.cluster.start_replica import Started, start_replica
 from tlt_core.cluster.weight_digest import WeightDigest
 from tlt_core.grpo.batch import TrainBatch
+from tlt_core.grpo.passes import Key
 from tlt_core.items.types import SamplingParams
 from tlt_core.machine.host_memory import keep_freed_memory
 from tlt_core.machine.low_priority import giving_way
@@ -121,6 +123,7 @@ class Worker:
         """
         feed, drafting = RequestFeed(dispatcher, self._rank), self._drafting
         spot = drafting.spot if is_training else None
+        streamed: list[Key] = []
         self._phase_end.begin()
         if spot is not None:
             spot.begin(step, self._policy_version)
@@ -136,7 +139,7 @@ class Worker:
             )
         idle = WorkerIdle(self._rank, time.time())
         feed.flush()
-        self._use_idle_time(idle, feed, spot)
+        self._use_idle_time(idle, feed, spot, streamed)
         if spot is not None:
             self._train_after_rollout(spot)
             spot.end()
@@ -144,6 +147,7 @@ class Worker:
             **self._replica.report()._asdict(),
             spot=None if spot is None else spot.result(),
             canary=drafting.canary(),
+            streamed=tuple(streamed),
         )
 
     def train_while_waiting(self, dispatcher: Any) -> SpotResult:
@@ -151,17 +155,29 @@ class Worker:
         feed, spot = RequestFeed(dispatcher, self._rank), self._drafting.spot
         assert spot is not None, "asked only of workers that train a drafter"
         self._phase_end.begin()
-        self._use_idle_time(WorkerIdle(self._rank, time.time()), feed, spot, longest_s=_LONGEST_WAITING_S)
+        self._use_idle_time(WorkerIdle(self._rank, time.time()), feed, spot, [], longest_s=_LONGEST_WAITING_S)
         return spot.result()
 
     def _use_idle_time(
-        self, idle: WorkerIdle, feed: RequestFeed, spot: SpotTraining | None, *, longest_s: float = math.inf
+        self,
+        idle: WorkerIdle,
+        feed: RequestFeed,
+        spot: SpotTraining | None,
+        streamed: list[Key],
+        *,
+        longest_s: float = math.inf,
     ) -> None:
-        """Train piece by piece when told to, else wait, until the order to stop.  longest_s: of a piece."""
+        """Compute passes of the update or train the drafter, piece by piece, when told to, else wait, until the order
+        to stop.  streamed: gets the passes that were computed.  longest_s: of a piece of training."""
         order, done = feed.ask(idle), 0
         while order.action is not Action.STOP:
             has_data = spot is not None and spot.has_data
-            if spot is not None and has_data and order.action is Action.TRAIN:
+            if order.action is Action.STREAM:
+                key, share = feed.take()
+                with self._low_priority():
+                    if self._policy.stream(share, self._phase_end.reached):
+                        streamed.append(key)
+            elif spot is not None and has_data and order.action is Action.TRAIN:
                 with self._low_priority():
                     done += spot.micro_step(self._phase_end.reached, longest_s=longest_s)
             else:

@@ -1,22 +1,24 @@
 """From scored rollouts to what one worker trains on.
 
-    ScoredBatch -> [optimizer step][worker] TrainBatch -> MicroBatch (one pass, see `micro_batch`)
+    ScoredBatch -> passes (`passes`) -> [optimizer step][worker] TrainBatch -> one pass at a time (`micro_batch`)
 
-Sequences are packed back to back, never padded.  A group of responses stays in one minibatch.  Within a minibatch,
-sequences are dealt to the workers so that each has about the same amount to compute.  Every share carries the token
-and sequence counts of its whole optimizer step, so losses are sums that need no division later.
+Sequences are packed back to back, never padded.  A group of responses stays in one minibatch, and in one pack of groups
+(`packs`).  Which sequences share a pass depends on their pack alone.  So a pass can be computed as soon as its pack has
+been scored (`run/streamed_update`), and its gradient is the same wherever and whenever that happens.  Passes are dealt
+to the workers so that each has about the same amount to compute.
 
 Shapes: S sequences of a share, T their tokens, C their completion tokens; R responses of the rollout batch.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from conf.update import AlgorithmConfig, UpdateConfig
-from tlt_core.items.types import FinishReason, RolloutBatch, ScoredBatch
+from tlt_core.grpo.passes import Cost, Key, Pass, fill, kept, key_of, make_passes, packs, power_of_two
+from tlt_core.items.types import RolloutBatch, ScoredBatch
 
 Example = tuple[Tensor, Tensor]  # prompt tokens and completion tokens, int32
 
@@ -34,10 +36,13 @@ class TrainBatch:
     prompt_lens_S: Tensor  # int64
     prompt_ids_S: Tensor  # int64; sequences with the same id have the same prompt
     sources_S: Tensor  # int64, the sequence's index in the rollout batch (or in the list of examples)
+    samples_S: Tensor  # int64, number of the response among those to its prompt
     advantages_S: Tensor  # float32
     rollout_logprobs_C: Tensor  # float32
     num_tokens: int  # completion tokens of the optimizer step, all workers together
     num_sequences: int  # sequences of the optimizer step, all workers together
+    planned_sequences: int = 1  # about num_sequences, a power of two that is known before the rollout
+    passes_S: Tensor | None = None  # int64, rising: which pass computes the sequence; None: passes are filled in order
     old_logprobs_C: Tensor | None = None  # None: the policy has not changed since the RL step began
     ref_logprobs_C: Tensor | None = None  # None: no KL term
 
@@ -77,46 +82,67 @@ def make_train_batches(
     seed: int,
     step: int,
     ref_logprobs_T: Tensor | None = None,
+    pack_of: Mapping[int, int] | None = None,
+    planned_sequences: int | None = None,
+    streamed: Set[Key] = frozenset(),
 ) -> list[list[TrainBatch]]:
     """Shares indexed [optimizer step][worker].
 
     Groups are dealt into `cfg.num_minibatches` in an order drawn from (seed, step), where step is the RL step.  Later
     epochs visit the same minibatches (the same objects) in another order.  With `mask_truncated`, responses that hit
     the length limit are left out, so some minibatches, or even all, may be missing from the result.
-    ref_logprobs_T: reference log-probabilities aligned with the rollouts' tokens_T.
+    ref_logprobs_T: reference log-probabilities aligned with the rollouts' tokens_T.  pack_of: see `packs`.
+    planned_sequences: responses of an optimizer step as far as known before the rollout.  streamed: first responses of
+    the passes whose gradient the workers have already.
     """
     rollouts = scored.rollouts
-    kept_R = torch.ones(len(rollouts), dtype=torch.bool)
-    if algorithm.mask_truncated:
-        kept_R = rollouts.finish_R != FinishReason.LENGTH
-    # cost of a sequence in forward passes: backward counts as two, and is skipped where the gradient is known to be 0
-    passes_R = torch.where((scored.advantages_R != 0) | (not skips_zero_advantage(cfg, algorithm)), 3, 1)
+    kept_R = kept(rollouts, algorithm)
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     groups = rollouts.prompt_ids_R.unique()
     groups = groups[torch.randperm(len(groups), generator=generator)]
+    pack_of = pack_of or _packs_of(rollouts, cfg)
+    planned = power_of_two(planned_sequences or -(-len(rollouts) // cfg.num_minibatches))
     minibatches = []
     for part in groups.tensor_split(cfg.num_minibatches):
         chosen = (torch.isin(rollouts.prompt_ids_R, part) & kept_R).nonzero().flatten()
         if len(chosen):
-            shares = _deal(rollouts, chosen, passes_R, num_workers=num_workers)
-            minibatches.append([_take(rollouts, s, chosen, scored.advantages_R, ref_logprobs_T) for s in shares])
+            passes = [
+                p
+                for p in make_passes(scored, chosen.tolist(), cfg, algorithm, pack_of=pack_of)
+                if not (p.needs_grad and key_of(rollouts, p.rows[0]) in streamed)
+            ]
+            minibatches.append(
+                [
+                    train_batch(
+                        scored,
+                        share,
+                        num_tokens=int(rollouts.response_lens_R[chosen].sum()),
+                        num_sequences=len(chosen),
+                        planned_sequences=planned,
+                        ref_logprobs_T=ref_logprobs_T,
+                    )
+                    for share in _deal(rollouts, passes, num_workers=num_workers)
+                ]
+            )
     orders = [list(range(len(minibatches)))]
     orders += [torch.randperm(len(minibatches), generator=generator).tolist() for _ in range(cfg.num_epochs - 1)]
     return [minibatches[index] for order in orders for index in order]
 
 
-def skips_zero_advantage(cfg: UpdateConfig, algorithm: AlgorithmConfig) -> bool:
-    """Whether sequences with advantage 0 get no backward pass: their gradient is 0 when the loss is proportional to the
-    advantage.  Never under DeepSpeed, where all workers must make the same passes."""
-    kl_in_loss = algorithm.kl.coef > 0 and algorithm.kl.place == "loss"
-    return cfg.backend.kind == "torch" and not kl_in_loss
-
-
 def make_forward_batches(rollouts: RolloutBatch, *, num_workers: int) -> list[TrainBatch]:
     """All responses, one share per worker, for log-probabilities only (of the reference model, for example)."""
-    chosen = torch.arange(len(rollouts))
-    shares = _deal(rollouts, chosen, torch.ones_like(chosen), num_workers=num_workers)
-    return [_take(rollouts, share, chosen, torch.zeros(len(rollouts)), None) for share in shares]
+    alone = [Pass([row], needs_grad=False) for row in range(len(rollouts))]
+    num_tokens, zeros_R = int(rollouts.response_lens_R.sum()), torch.zeros(len(rollouts))
+    return [
+        _take(
+            rollouts,
+            [row for p in share for row in p.rows],
+            zeros_R,
+            num_tokens=num_tokens,
+            num_sequences=len(rollouts),
+        )
+        for share in _deal(rollouts, alone, num_workers=num_workers)
+    ]
 
 
 def join_logprobs(shares: Sequence[TrainBatch], logprobs: Sequence[Tensor], rollouts: RolloutBatch) -> Tensor:
@@ -152,24 +178,6 @@ def offsets_of(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
-Cost = Callable[[int, Sequence[int]], int]
-"""cost(item, run): tokens that an item adds to a run."""
-
-
-def fill(order: Sequence[int], cost: Cost, *, budget: int) -> Iterator[list[int]]:
-    """Split `order` into runs of at most `budget` tokens, at least one item each."""
-    run: list[int] = []
-    used = 0
-    for item in order:
-        if run and used + cost(item, run) > budget:
-            yield run
-            run, used = [], 0
-        used += cost(item, run)
-        run.append(item)
-    if run:
-        yield run
-
-
 def _lightest_first(order: Sequence[int], cost: Cost, *, num_workers: int) -> list[list[int]]:
     """Longest item first, each to the worker that has the least then; a share keeps the order of the items."""
     shares: list[list[int]] = [[] for _ in range(num_workers)]
@@ -183,36 +191,72 @@ def _lightest_first(order: Sequence[int], cost: Cost, *, num_workers: int) -> li
     return [sorted(share, key=place.__getitem__) for share in shares]
 
 
-def _deal(rollouts: RolloutBatch, chosen: Tensor, passes_R: Tensor, *, num_workers: int) -> list[Tensor]:
-    """Shares with about the same tokens to compute, times passes; a prompt counts once per worker."""
+def _deal(rollouts: RolloutBatch, passes: Sequence[Pass], *, num_workers: int) -> list[list[Pass]]:
+    """Shares with about the same tokens to compute.  Backward counts as two forward passes."""
     prompts: list[int] = rollouts.prompt_ids_R.tolist()
     prompt_lens: list[int] = rollouts.prompt_lens_R.tolist()
-    responses: list[int] = rollouts.response_lens_R.tolist()
-    passes: list[int] = passes_R.tolist()
+    lens: list[int] = rollouts.response_lens_R.tolist()
 
-    def cost(index: int, share: Sequence[int]) -> int:
-        shared = any(prompts[other] == prompts[index] for other in share)
-        return passes[index] * (responses[index] + (0 if shared else prompt_lens[index]))
+    def cost(index: int, _: Sequence[int]) -> int:
+        rows, needs_grad = passes[index]
+        tokens = sum(lens[row] for row in rows) + sum({prompts[row]: prompt_lens[row] for row in rows}.values())
+        return (3 if needs_grad else 1) * tokens
 
-    shares = _lightest_first(chosen.tolist(), cost, num_workers=num_workers)
-    return [torch.tensor(share, dtype=torch.int64) for share in shares]
+    shares = _lightest_first(range(len(passes)), cost, num_workers=num_workers)
+    return [[passes[index] for index in share] for share in shares]
+
+
+def _packs_of(rollouts: RolloutBatch, cfg: UpdateConfig) -> dict[int, int]:
+    """Packs of groups where nothing was planned before the rollout."""
+    lens = dict(zip(rollouts.prompt_ids_R.tolist(), rollouts.prompt_lens_R.tolist(), strict=True))
+    return packs(list(lens), list(lens.values()), groups_per_pack=cfg.groups_per_pack)
+
+
+def train_batch(
+    scored: ScoredBatch,
+    passes: Sequence[Pass],
+    *,
+    planned_sequences: int,
+    num_tokens: int = 0,
+    num_sequences: int = 0,
+    ref_logprobs_T: Tensor | None = None,
+) -> TrainBatch:
+    """What one worker computes.  The counts are those of the whole optimizer step, 0 while they are not known."""
+    rows = [row for p in passes for row in p.rows]
+    batch = _take(
+        scored.rollouts,
+        rows,
+        scored.advantages_R,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        ref_logprobs_T=ref_logprobs_T,
+    )
+    passes_S = torch.tensor([index for index, p in enumerate(passes) for _ in p.rows], dtype=torch.int64)
+    return replace(batch, passes_S=passes_S, planned_sequences=planned_sequences)
 
 
 def _take(
-    rollouts: RolloutBatch, share: Tensor, chosen: Tensor, advantages_R: Tensor, ref_logprobs_T: Tensor | None
+    rollouts: RolloutBatch,
+    rows: Sequence[int],
+    advantages_R: Tensor,
+    *,
+    num_tokens: int,
+    num_sequences: int,
+    ref_logprobs_T: Tensor | None = None,
 ) -> TrainBatch:
-    """The share's responses; `chosen` are those of the whole optimizer step."""
-    part = rollouts.take(share.tolist()) if len(share) else None
+    """These responses.  The counts are those of the whole optimizer step."""
+    part, share = rollouts.take(list(rows)) if rows else None, torch.tensor(rows, dtype=torch.int64)
     return TrainBatch(
         tokens_T=rollouts.tokens_T[:0] if part is None else part.tokens_T,
         offsets_S1=torch.zeros(1, dtype=torch.int64) if part is None else part.offsets_R1,
         prompt_lens_S=rollouts.prompt_lens_R[share],
         prompt_ids_S=rollouts.prompt_ids_R[share],
         sources_S=share,
+        samples_S=rollouts.samples_R[share],
         advantages_S=advantages_R[share],
         rollout_logprobs_C=_completions(rollouts, share, rollouts.logprobs_T),
-        num_tokens=int(rollouts.response_lens_R[chosen].sum()),
-        num_sequences=len(chosen),
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
         ref_logprobs_C=None if ref_logprobs_T is None else _completions(rollouts, share, ref_logprobs_T),
     )
 
@@ -234,6 +278,7 @@ def _take_examples(examples: Sequence[Example], share: list[int], num_tokens: in
         prompt_lens_S=prompt_lens,
         prompt_ids_S=torch.tensor(share, dtype=torch.int64),
         sources_S=torch.tensor(share, dtype=torch.int64),
+        samples_S=torch.zeros(len(share), dtype=torch.int64),
         advantages_S=torch.ones(len(share)),
         rollout_logprobs_C=torch.zeros(int(offsets[-1] - prompt_lens.sum())),
         num_tokens=num_tokens,

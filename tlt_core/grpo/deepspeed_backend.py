@@ -41,6 +41,7 @@ class DeepSpeedBackend:
     """See the module docstring.  torch.distributed must be initialised, even for one worker."""
 
     needs_equal_passes = True
+    sums_exactly = False
 
     def __init__(self, model: PolicyModel, cfg: AdamWConfig, backend: DeepSpeedConfig, *, world_size: int) -> None:
         if not dist.is_initialized():
@@ -86,8 +87,9 @@ class DeepSpeedBackend:
         """Add the gradient of this worker's share."""
         self._engine.backward(loss * self._world_size)
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, scale: float = 1.0) -> float:
         """See `update.Backend`."""
+        assert scale == 1.0, "DeepSpeed gets losses with their final weights"
         for settings in self._engine.optimizer.param_groups:
             settings["lr"] = lr
         self._engine.step()

@@ -115,11 +115,12 @@ def empty_sums() -> Tensor:
     return torch.zeros(len(_SUMS), dtype=torch.float64)
 
 
-def loss_metrics(sums_M: Tensor, largest: Tensor) -> dict[str, float]:
+def loss_metrics(sums_M: Tensor, largest: Tensor, *, scale: float = 1.0) -> dict[str, float]:
     """Metrics of one optimizer step (verl's names) from the sums over its micro-batches and workers.
 
     pg_loss and kl_loss are aggregated as the loss is; all others are means over completion tokens.  The training/
     metrics compare probabilities: p of the policy before the optimizer step, computed here, and q recorded in rollout.
+    scale: by which the losses' weights still have to be multiplied.
     """
     s = dict(zip(_SUMS, sums_M.tolist(), strict=True))
     n = max(s["tokens"], 1.0)
@@ -128,8 +129,8 @@ def loss_metrics(sums_M: Tensor, largest: Tensor) -> dict[str, float]:
     constant = 1.0 if s["prob_diff"] == 0 else 0.0
     correlation = (s["pq"] - s["p"] * s["q"] / n) / spread**0.5 if spread > 0 else constant
     return {
-        "actor/pg_loss": s["pg_loss"],
-        "actor/kl_loss": s["kl_loss"],
+        "actor/pg_loss": scale * s["pg_loss"],
+        "actor/kl_loss": scale * s["kl_loss"],
         "actor/pg_clipfrac": s["clipped"] / n,
         "actor/pg_clipfrac_lower": s["clipped_lower"] / n,
         "actor/ppo_kl": s["ppo_kl"] / n,

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlt_core.grpo.batch import TrainBatch, fill, offsets_of
+from tlt_core.grpo.batch import TrainBatch, offsets_of
+from tlt_core.grpo.passes import fill
 
 
 class MicroBatch(NamedTuple):
@@ -36,11 +37,25 @@ class MicroBatch(NamedTuple):
 
 
 def micro_batches(batch: TrainBatch, *, token_budget: int, skip_zero_advantage: bool) -> Iterator[MicroBatch]:
-    """Cut a share into passes of at most `token_budget` tokens (a longer sequence gets a pass of its own).
+    """The passes of a share: those it was made of, otherwise passes of at most `token_budget` tokens (a longer sequence
+    gets a pass of its own).
 
-    skip_zero_advantage: sequences whose advantage is 0 get their own passes, without gradient.
+    skip_zero_advantage: sequences whose advantage is 0 have their own passes, without gradient.
     """
     live_S = batch.advantages_S != 0 if skip_zero_advantage else torch.ones(len(batch), dtype=torch.bool)
+    for chosen in _filled(batch, live_S, token_budget) if batch.passes_S is None else _dealt(batch.passes_S):
+        yield _micro_batch(batch, chosen, needs_grad=bool(live_S[chosen[0]]))
+
+
+def _dealt(passes_S: Tensor) -> Iterator[list[int]]:
+    counts = passes_S.unique_consecutive(return_counts=True)[1]
+    first = 0
+    for count in counts.tolist():
+        yield list(range(first, first + count))
+        first += count
+
+
+def _filled(batch: TrainBatch, live_S: Tensor, token_budget: int) -> Iterator[list[int]]:
     prompts: list[int] = batch.prompt_ids_S.tolist()
     prompt_lens: list[int] = batch.prompt_lens_S.tolist()
     responses: list[int] = batch.response_lens_S.tolist()
@@ -50,9 +65,7 @@ def micro_batches(batch: TrainBatch, *, token_budget: int, skip_zero_advantage: 
         return responses[sequence] + (0 if shared else prompt_lens[sequence])
 
     for needs_grad in (True, False):
-        sequences = (live_S == needs_grad).nonzero().flatten().tolist()
-        for chosen in fill(sequences, cost, budget=token_budget):
-            yield _micro_batch(batch, chosen, needs_grad=needs_grad)
+        yield from fill((live_S == needs_grad).nonzero().flatten().tolist(), cost, budget=token_budget)
 
 
 def idle_micro_batch() -> MicroBatch:

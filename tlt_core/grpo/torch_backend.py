@@ -1,24 +1,28 @@
 """Plain data parallelism in torch: each worker holds all weights, gradients are summed over workers.  Fastest on CPU.
 
-    backward:  grad (compute dtype) --added in fp32, then freed--> flat gradient
-    step:      all-reduce in buckets, clip by global norm, fused AdamW on flat fp32 masters, copy to compute weights
+    backward:  grad (compute dtype) --added by `exact_sum`, then freed--> flat sum in float64
+    step:      all-reduce in buckets, round to fp32, clip by global norm, fused AdamW on flat fp32 masters, copy to
+               compute weights
 
 All trainable weights live in two flat buffers (with and without weight decay), so a step is a few large operations.
-With float32 weights the masters are the compute weights.  Everything is deterministic: same input, same bits.
+With float32 weights the masters are the compute weights.  Everything is deterministic: same input, same bits.  The sum
+of gradients depends neither on their order nor on how passes are divided among workers.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from conf.optimizer import AdamWConfig
+from tlt_core.grpo.exact_sum import add_exactly
 from tlt_core.grpo.optimizer import decay_groups
-from tlt_core.grpo.policy import PolicyModel
+from tlt_core.grpo.policy import Interrupted, PolicyModel
 
-_BUCKET_ELEMENTS = 1 << 23  # 32 MiB of float32 per all-reduce
+_BUCKET_ELEMENTS = 1 << 22  # 32 MiB of float64 per all-reduce
 _NORM_ELEMENTS = 1 << 16
 
 
@@ -26,6 +30,7 @@ class TorchBackend:
     """See the module docstring.  All workers call every method together."""
 
     needs_equal_passes = False
+    sums_exactly = True
 
     def __init__(self, model: PolicyModel, cfg: AdamWConfig, *, world_size: int) -> None:
         self.model = model
@@ -56,13 +61,35 @@ class TorchBackend:
         """Add the gradient of this worker's share."""
         loss.backward()
 
-    def step(self, lr: float) -> float:
+    @contextmanager
+    def interruptible(self, interrupted: Callable[[], bool]) -> Iterator[None]:
+        """For one pass: `interrupted` is asked between two layers, forward and backward.  Once it is true, Interrupted
+        is raised and nothing of the pass is added."""
+        self.model.interrupted = interrupted
+        for group in self._groups:
+            group.hold(interrupted)
+        try:
+            yield
+        except BaseException:
+            for group in self._groups:
+                group.drop()
+            raise
+        finally:
+            self.model.interrupted = None
+            for group in self._groups:
+                group.add_held()
+
+    def step(self, lr: float, scale: float = 1.0) -> float:
         """See `update.Backend`."""
-        gradients = [group.gradient for group in self._groups]
+        sums = [group.sum for group in self._groups]
         if self._world_size > 1:
-            buckets = [b for g in gradients for b in g.split(_BUCKET_ELEMENTS)]
+            buckets = [b for s in sums for b in s.split(_BUCKET_ELEMENTS)]
             for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
                 work.wait()
+        for group in self._groups:
+            group.master.grad = group.sum.mul_(scale).float()
+            group.sum.zero_()
+        gradients = [group.master.grad for group in self._groups if group.master.grad is not None]
         norm = float(torch.stack([flat_norm(g) for g in gradients]).norm())
         if math.isfinite(norm):
             if norm > self._cfg.max_grad_norm:
@@ -73,8 +100,8 @@ class TorchBackend:
             self._optimizer.step()
             for group in self._groups:
                 group.publish_master()
-        for gradient in gradients:
-            gradient.zero_()
+        for group in self._groups:
+            group.master.grad = None
         return norm
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -119,11 +146,14 @@ class _FlatGroup:
         first = next(iter(parameters.values()))
         self._compute = torch.cat([p.detach().flatten() for p in parameters.values()])
         self.master = nn.Parameter(self._compute if first.dtype == torch.float32 else self._compute.float())
-        self.gradient = self.master.grad = torch.zeros_like(self.master)
-        gradients, weights = dict(self.views(self.gradient)), dict(self.views(self._compute))
+        self.sum = torch.zeros_like(self.master, dtype=torch.float64)  # of gradients since the last step
+        self._interrupted: Callable[[], bool] | None = None
+        self._pairs: list[tuple[nn.Parameter, Tensor]] = []  # each parameter, and its part of `sum`
+        sums, weights = dict(self.views(self.sum)), dict(self.views(self._compute))
         for name, parameter in parameters.items():
             parameter.data = weights[name]
-            _accumulate_into(parameter, gradients[name])
+            self._pairs.append((parameter, sums[name]))
+            self._add_when_complete(parameter, sums[name])
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Each parameter's part of a flat buffer, in its shape."""
@@ -135,6 +165,38 @@ class _FlatGroup:
         if self._compute.dtype != torch.float32:
             self._compute.copy_(self.master.detach())
 
+    def hold(self, interrupted: Callable[[], bool]) -> None:
+        """Keep the gradients of the next pass until `add_held` or `drop`."""
+        self._interrupted = interrupted
+
+    def drop(self) -> None:
+        """Forget what is held."""
+        for parameter, _ in self._pairs:
+            parameter.grad = None
+
+    def add_held(self) -> None:
+        """Add what is held, and hold no more."""
+        self._interrupted = None
+        for parameter, total in self._pairs:
+            _add(parameter, total)
+
+    def _add_when_complete(self, parameter: nn.Parameter, total: Tensor) -> None:
+        """Add the gradient of each backward pass as soon as it exists, and free it."""
+
+        def complete(parameter: Tensor) -> None:
+            if self._interrupted is None:
+                _add(parameter, total)
+            elif self._interrupted():
+                raise Interrupted
+
+        parameter.register_post_accumulate_grad_hook(complete)
+
+
+def _add(parameter: Tensor, total: Tensor) -> None:
+    if parameter.grad is not None:
+        add_exactly(total, parameter.grad)
+        parameter.grad = None
+
 
 def flat_norm(values: Tensor) -> Tensor:
     """L2 norm of a long float32 vector, from the norms of short pieces.  On a CPU torch adds up all squares one after
@@ -142,14 +204,3 @@ def flat_norm(values: Tensor) -> Tensor:
     pieces = (values,) if values.is_cuda else values.split(_NORM_ELEMENTS)
     norm: Tensor = torch.stack([torch.linalg.vector_norm(piece) for piece in pieces]).norm()
     return norm
-
-
-def _accumulate_into(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add the gradient of each backward pass to the float32 one as soon as it exists, and free it."""
-
-    def add(parameter: Tensor) -> None:
-        assert parameter.grad is not None, "torch calls this after accumulating a gradient"
-        gradient.add_(parameter.grad)
-        parameter.grad = None
-
-    parameter.register_post_accumulate_grad_hook(add)

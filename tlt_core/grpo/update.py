@@ -10,7 +10,7 @@ the caller initialises torch.distributed.
 
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -21,12 +21,14 @@ from torch import Tensor
 
 from conf.optimizer import AdamWConfig
 from conf.update import AlgorithmConfig, UpdateConfig
-from tlt_core.grpo.batch import TrainBatch, skips_zero_advantage
+from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.lora import inject_adapters, merged_weights
-from tlt_core.grpo.loss import TokenData, empty_sums, loss_metrics, policy_loss, token_weights
+from tlt_core.grpo.loss import LossTerms, TokenData, empty_sums, loss_metrics, policy_loss, token_weights
 from tlt_core.grpo.micro_batch import MicroBatch, idle_micro_batch, micro_batches
 from tlt_core.grpo.optimizer import learning_rate
-from tlt_core.grpo.policy import PolicyModel, inputs_of, measure_logprobs
+from tlt_core.grpo.passes import skips_zero_advantage
+from tlt_core.grpo.policy import Interrupted, PolicyModel, inputs_of, measure_logprobs
+from tlt_core.grpo.step_sums import StepSums
 from tlt_core.grpo.torch_backend import TorchBackend
 from tlt_core.items.store import is_finite
 from tlt_core.model.decoder import Decoder
@@ -46,11 +48,13 @@ class Backend(Protocol):
     """Holds model and optimizer.  All workers call every method together."""
 
     needs_equal_passes: bool  # forward and backward are collectives, so every worker must make equally many passes
+    sums_exactly: bool  # the sum of gradients does not depend on order and workers, and `step` scales it
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]: ...
     def backward(self, loss: Tensor) -> None: ...
-    def step(self, lr: float) -> float:
-        """One optimizer step on the gradients added since the last one; returns their global norm before clipping.
+    def step(self, lr: float, scale: float = 1.0) -> float:
+        """One optimizer step on `scale` times the gradients added since the last one; returns the global norm of that
+        before clipping.  Other scales than 1 only where the back end sums exactly.
 
         Gradients that are not finite are dropped, and nothing else changes."""
         ...
@@ -94,6 +98,7 @@ class PolicyTrainer:
         model = PolicyModel(decoder, temperature=temperature, activation_checkpointing=cfg.activation_checkpointing)
         self._decoder = decoder
         self._backend = self._make_backend(model)
+        self._done = self._nothing_done()  # passes of the next optimizer step that were streamed
 
     def _make_backend(self, model: PolicyModel) -> Backend:
         if self._cfg.backend.kind == "torch":
@@ -125,32 +130,64 @@ class PolicyTrainer:
         A step whose gradient is not finite is skipped: the policy stays as it is, the log names the responses, and
         there are no metrics.  Raises UpdateError when that happens three times in a row.
         """
-        algorithm = self._algorithm
-        weights_S = token_weights(
-            algorithm.loss_aggregation,
-            batch.response_lens_S,
-            num_tokens=batch.num_tokens,
-            num_sequences=batch.num_sequences,
-            max_new_tokens=self._max_new_tokens,
-        )
-        sums_M, largest = empty_sums().to(self._device), torch.zeros((), dtype=torch.float64, device=self._device)
-        finite: list[tuple[MicroBatch, Tensor]] = []
-        for micro in self._passes(batch, skip_zero_advantage=skips_zero_advantage(self._cfg, algorithm)):
-            with torch.set_grad_enabled(micro.needs_grad):
-                logprobs_C, entropy_C = self._backend.forward(*inputs_of(micro, self._device))
-                terms = policy_loss(logprobs_C, entropy_C, self._data(batch, micro, weights_S), algorithm=algorithm)
-            if micro.needs_grad:
-                self._backend.backward(terms.loss)
-            sums_M += terms.sums_M
-            largest = torch.maximum(largest, terms.largest)
-            finite.append((micro, terms.finite_C))
-        norm, lr = self._optimizer_step()
+        done, self._done = self._done, self._nothing_done()
+        for micro in self._passes(batch, skip_zero_advantage=skips_zero_advantage(self._cfg, self._algorithm)):
+            done.add(self._compute(batch, micro), batch, micro)
+        scale = self._scale(batch)
+        norm, lr = self._optimizer_step(scale)
         if not math.isfinite(norm):
-            self._skip(norm, _not_finite(batch, finite))
+            self._skip(norm, done.not_finite())
             return {}
         self._skipped_in_row = 0
-        metrics = loss_metrics(self._reduced(sums_M), self._reduced(largest, maximum=True))
-        return metrics | {"actor/grad_norm": norm, "actor/lr": lr}
+        sums_M, largest = self._reduced(done.sums_M), self._reduced(done.largest, maximum=True)
+        return loss_metrics(sums_M, largest, scale=scale) | {"actor/grad_norm": norm, "actor/lr": lr}
+
+    def stream(self, batch: TrainBatch, interrupted: Callable[[], bool]) -> bool:
+        """Add the gradient of one pass of the next optimizer step, which then leaves it out.  By one worker alone.
+
+        False: `interrupted` has become true, and nothing was added.
+        """
+        assert isinstance(self._backend, TorchBackend), "the configuration refuses others"
+        (micro,) = self._passes(batch, skip_zero_advantage=True)
+        try:
+            with self._backend.interruptible(interrupted):
+                terms = self._compute(batch, micro)
+        except Interrupted:
+            return False
+        self._done.add(terms, batch, micro)
+        return True
+
+    def _compute(self, batch: TrainBatch, micro: MicroBatch) -> LossTerms:
+        """One pass: forward, loss, backward."""
+        weights_S = token_weights(
+            self._algorithm.loss_aggregation,
+            batch.response_lens_S,
+            num_tokens=self._planned_tokens(batch),
+            num_sequences=batch.planned_sequences if self._backend.sums_exactly else batch.num_sequences,
+            max_new_tokens=self._max_new_tokens,
+        )
+        with torch.set_grad_enabled(micro.needs_grad):
+            logprobs_C, entropy_C = self._backend.forward(*inputs_of(micro, self._device))
+            terms = policy_loss(logprobs_C, entropy_C, self._data(batch, micro, weights_S), algorithm=self._algorithm)
+        if micro.needs_grad:
+            self._backend.backward(terms.loss)
+        return terms
+
+    def _planned_tokens(self, batch: TrainBatch) -> int:
+        return batch.planned_sequences * self._max_new_tokens if self._backend.sums_exactly else batch.num_tokens
+
+    def _scale(self, batch: TrainBatch) -> float:
+        """From planned to true counts: these are known only when every response has ended, so passes use the planned
+        ones where the back end can scale the sum."""
+        if not self._backend.sums_exactly:
+            return 1.0
+        if self._algorithm.loss_aggregation == "token_mean":
+            return self._planned_tokens(batch) / batch.num_tokens
+        return batch.planned_sequences / batch.num_sequences
+
+    def _nothing_done(self) -> StepSums:
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        return StepSums(empty_sums().to(self._device), zero)
 
     def supervised_step(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step on the mean cross-entropy of completion tokens.  The temperature applies here too: a
@@ -161,7 +198,7 @@ class PolicyTrainer:
             loss = -logprobs_C.sum() / batch.num_tokens
             self._backend.backward(loss)
             total += loss.detach()
-        norm, _ = self._optimizer_step()
+        norm, _ = self._optimizer_step(1.0)
         if not math.isfinite(norm):
             raise UpdateError(
                 f"the gradient norm is {norm} at supervised step {self.completed_steps}: the start model or the "
@@ -259,10 +296,10 @@ class PolicyTrainer:
             ref_logprobs_C=pick(batch.ref_logprobs_C),
         )
 
-    def _optimizer_step(self) -> tuple[float, float]:
+    def _optimizer_step(self, scale: float) -> tuple[float, float]:
         """Norm of the gradient, and the learning rate.  Counted only where the norm is finite."""
         lr = learning_rate(self._optimizer, self.completed_steps, total_steps=self._total_steps)
-        norm = self._backend.step(lr)
+        norm = self._backend.step(lr, scale)
         self.completed_steps += math.isfinite(norm)
         return norm, lr
 
@@ -289,12 +326,6 @@ class PolicyTrainer:
         if self._world_size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
         return values
-
-
-def _not_finite(batch: TrainBatch, finite: Sequence[tuple[MicroBatch, Tensor]]) -> list[str]:
-    """Responses with a term of the loss that is not finite.  finite: the passes, and whether each token's term is."""
-    bad = {s for micro, finite_C in finite for s in micro.sequence_C[~finite_C.cpu()].tolist()}
-    return [f"response {int(batch.sources_S[s])} (prompt {int(batch.prompt_ids_S[s])})" for s in sorted(bad)]
 
 
 def _require_finite(state: Mapping[str, Tensor]) -> None:

@@ -245,6 +245,7 @@ class WorkerState(IntEnum):
     BUSY = 1  # generating
     TRAINING = 2  # training the drafter in idle time
     UPDATING = 3  # policy update
+    STREAMING = 4  # part of the policy update, in idle time
 
 
 class WorkerSpan(NamedTuple):

@@ -30,6 +30,7 @@ from tlt_core.run.drafter_release import (
 from tlt_core.run.progress import Reporter
 from tlt_core.run.step_metrics import StepMetrics
 from tlt_core.spot.coordinator import PhaseReport, SpotSettings
+from tlt_core.spot.idle_value import update_worth
 from tlt_core.spot.payoff import Payoff, PayoffSettings
 from tlt_core.spot.training import SpotResult
 
@@ -66,8 +67,14 @@ class DrafterPublisher:
             max_steps=self._spot.max_steps,
             interval=self._spot.interval,
             duty=self._payoff.duty,
+            stream_first=self._stream_first(),
         )
         return replace(settings, duty=1.0) if nobody_decodes else settings
+
+    def _stream_first(self) -> bool:
+        """The rule of `idle_value`, unless the configuration decides."""
+        chosen = self._cfg.update.streamed
+        return chosen == "first" or (chosen == "auto" and update_worth(self._group.num_workers) >= self._payoff.worth)
 
     @property
     def has_all_results(self) -> bool:
@@ -98,7 +105,7 @@ class DrafterPublisher:
         log.log(logging.INFO if refused else logging.DEBUG, "drafter: %s", reason)
         lag = step - 1 - self._policy_version
         self._metrics.log(spot_metrics(results, decision=decision, published=published, version=self._version, lag=lag))
-        self._metrics.log(self._payoff.metrics())
+        self._metrics.log(self._payoff.metrics() | {"bubble/update_worth": update_worth(self._group.num_workers)})
         return reason
 
     def export(self, out_dir: Path, *, steps: int) -> Path | None:

@@ -142,6 +142,9 @@ def outcome_of(
         rollout_s=phase.over_s - min(s.start_s for s in phase.spans),
         idle_s=beside_s(phase.spans, (WorkerState.IDLE, WorkerState.TRAINING), until_s=phase.over_s),
         trained_s=beside_s(phase.spans, (WorkerState.TRAINING,), until_s=phase.over_s),
+        trained_worker_s=sum(
+            max(min(s.end_s, phase.over_s) - s.start_s, 0.0) for s in phase.spans if s.state == WorkerState.TRAINING
+        ),
         pace=pace(timed, phase.spans),
         used_length=trial.used_length if known else None,
         gain=trial.gain / trial.used_length if known else None,

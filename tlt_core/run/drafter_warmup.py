@@ -23,7 +23,7 @@ from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import choose_draft_vocabulary, eagle3_from_target, tap_scales
 from tlt_core.drafter.eagle3.observe import observe
 from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainMetrics, TrainSettings
-from tlt_core.grpo.batch import fill
+from tlt_core.grpo.passes import fill
 from tlt_core.items.store import write_atomically
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import GenerationRequest, NoiseKey, Prompt, Rollout, SamplingParams

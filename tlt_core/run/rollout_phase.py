@@ -17,6 +17,7 @@ from tlt_core.run.progress import Reporter
 from tlt_core.run.scoring import Scoring
 from tlt_core.run.spec_metrics import spec_metrics, vllm_spec_metrics
 from tlt_core.run.step_metrics import StepMetrics, rollout_metrics
+from tlt_core.run.streamed_update import StreamedUpdate
 from tlt_core.spot.coordinator import PhaseReport, SpotSettings
 from tlt_core.tuner.collapse import collapse_metrics
 
@@ -52,11 +53,16 @@ class RolloutPhase:
         *,
         step: int,
         phase: str = "rollout",
+        stream: StreamedUpdate,
     ) -> RolloutBatch:
-        """Responses to train on, with their metrics; idle workers train the drafter."""
+        """Responses to train on, with their metrics.  Idle workers train the drafter and compute passes of `stream`."""
         started_s = time.perf_counter()
         with self._metrics.timed("gen"):
-            finished, done = self._generate(groups, params, phase=phase, step=step, spot=self._drafter.spot_settings())
+            finished, done = self._generate(
+                groups, params, phase=phase, step=step, spot=self._drafter.spot_settings(), stream=stream
+            )
+            for report in done.reports:
+                stream.computed(report.streamed)
             self.rounds = [report.rounds for report in done.reports]
             self._metrics.log(spec_metrics(done.reports) | vllm_spec_metrics(done.reports))
             self._metrics.log(collapse_metrics([report.canary for report in done.reports]))
@@ -93,8 +99,9 @@ class RolloutPhase:
         phase: str,
         step: int,
         spot: SpotSettings | None,
+        stream: StreamedUpdate | None = None,
     ) -> tuple[list[Rollout], Generated]:
-        """Decode on the worker group.  spot: None for responses that are not trained on."""
+        """Decode on the worker group.  spot, stream: None for responses that are not trained on."""
         finished: list[Rollout] = []
         total, started_s = sum(len(g) for g in groups), time.perf_counter()
 
@@ -102,6 +109,10 @@ class RolloutPhase:
             for rollout in drained.finished:
                 self._scoring.submit(rollout)
             finished.extend(drained.finished)
+            if stream is not None:
+                stream.add(drained.finished)
+                if passes := stream.ready():
+                    self._group.offer(passes)
             self._reporter.responses(
                 phase,
                 len(finished),

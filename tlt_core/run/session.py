@@ -38,6 +38,7 @@ from tlt_core.run.prompts import Prompts
 from tlt_core.run.rollout_phase import RolloutPhase, requests_for
 from tlt_core.run.scoring import Scoring
 from tlt_core.run.step_metrics import StepMetrics, score_metrics
+from tlt_core.run.streamed_update import StreamedUpdate
 from tlt_core.run.validation import Validation
 from tlt_core.run.worker_spec import worker_spec
 
@@ -86,6 +87,7 @@ class Session:
             metrics=self.metrics,
             reporter=reporter,
         )
+        self._stream = StreamedUpdate(cfg, scores=self.scoring.if_ready, with_advantages=self._with_advantages)
         self.validation = Validation(cfg, prompts.validation, self.rollout, self.scoring, self.params, self.metrics)
 
     @classmethod
@@ -137,17 +139,20 @@ class Session:
             shutil.rmtree(folder, ignore_errors=True)
         self.metrics.clear()
         self.rollout.begin_step()
+        self._stream.begin_step()
         self._resample_rounds = 0
         self._reporter.step = step or None
         self.metrics.log({"training/global_step": step, "training/epoch": self.order.epoch})
 
     def sample_step(self, step: int) -> RolloutBatch:
         """Sample the step's groups; finished responses are scored while others are still being decoded."""
-        return self.rollout.sample(self.next_requests(step, self.cfg.rollout.num_prompts), self.params, step=step)
+        requests = self.next_requests(step, self.cfg.rollout.num_prompts)
+        return self.rollout.sample(requests, self.params, step=step, stream=self._stream)
 
     def next_requests(self, step: int, num_prompts: int) -> list[list[GenerationRequest]]:
         """Take the next prompts; a group of requests for each."""
         prompts = self.order.take(num_prompts)
+        self._stream.plan(prompts)
         return requests_for(prompts, self.cfg.rollout.num_samples, seed=self.cfg.seed, step=step)
 
     def score(self, step: int, rollouts: RolloutBatch) -> ScoredBatch:
@@ -172,7 +177,8 @@ class Session:
         self._resample_rounds += 1
         kept, wanted = _informative_groups(scored), self.cfg.rollout.num_prompts
         requests = self.next_requests(step, wanted - len(kept))
-        more = self.score(step, self.rollout.sample(requests, self.params, step=step, phase="resample"))
+        rollouts = self.rollout.sample(requests, self.params, step=step, phase="resample", stream=self._stream)
+        more = self.score(step, rollouts)
         groups = (kept + _informative_groups(more))[:wanted]
         self.metrics.log(
             {"training/resample_rounds": self._resample_rounds, "training/informative_groups": len(groups)}
@@ -194,9 +200,12 @@ class Session:
                 seed=self.cfg.seed,
                 step=step,
                 ref_logprobs_T=self._reference_logprobs(scored.rollouts) if kl.coef and kl.place == "loss" else None,
+                pack_of=self._stream.pack_of,
+                planned_sequences=self._stream.planned_sequences,
+                streamed=self._stream.done,
             )
             reports = self.group.update(shares)
-        self.metrics.log(reports[0].metrics)
+        self.metrics.log({**reports[0].metrics, **self._stream.metrics(scored)})
         require_agreement(reports[0].metrics, self.cfg.rollout)
         for report in reports:
             self.metrics.spans.extend(report.spans)

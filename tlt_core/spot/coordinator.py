@@ -1,15 +1,16 @@
-"""Who trains the drafter, and when: the state machine over all workers of a rollout phase.
+"""What idle workers do: the state machine over all workers of a rollout phase.
 
-                     WorkerIdle            Progress -> TRAIN
-              BUSY ------------> IDLE -----------------------> TRAINING
+                     WorkerIdle        Progress -> TRAIN, STREAM
+              BUSY ------------> IDLE -----------------------> TRAINING, STREAMING
                                     ^                             |
                                     +---- Progress -> WAIT, STOP--+
 
 consumes: events.  waits: never, and no worker for another.  produces: an order for the worker that reported.
 
 No clock, no I/O: `at_s` of all events comes from one clock.  A worker that is not busy reports `Progress` between
-micro-steps (TRAIN) or after a short sleep (WAIT), and leaves the phase on STOP.  One TRAIN allows one micro-step, so
-`max_steps` is exact, and the loss of a worker loses at most the micro-step it was in.
+micro-steps (TRAIN), after a pass of the policy update (STREAM) or after a short sleep (WAIT), and leaves the phase on
+STOP.  One TRAIN allows one micro-step, so `max_steps` is exact, and the loss of a worker loses at most the micro-step
+it was in.  One STREAM allows one of the passes that were offered.
 """
 
 from collections.abc import Mapping
@@ -51,19 +52,26 @@ class WorkerLost(NamedTuple):
     at_s: float
 
 
+class PassesOffered(NamedTuple):
+    """Passes of the policy update can be computed."""
+
+    passes: int
+
+
 class RolloutOver(NamedTuple):
     """Every request of the phase has finished: idle time ends here."""
 
     at_s: float
 
 
-Event = PhaseBegan | WorkerIdle | Progress | WorkerLost | RolloutOver
+Event = PhaseBegan | WorkerIdle | Progress | WorkerLost | PassesOffered | RolloutOver
 
 
 class Action(Enum):
     """What a worker shall do."""
 
-    TRAIN = "train"  # one micro-step, then report
+    TRAIN = "train"  # one micro-step of the drafter, then report
+    STREAM = "stream"  # one pass of the policy update, then report
     WAIT = "wait"  # nothing; report again soon
     STOP = "stop"  # leave the phase
 
@@ -77,6 +85,7 @@ class Order(NamedTuple):
 
 REASONS = (
     "training",
+    "streaming",
     "min_idle",
     "no_data",
     "max_steps",
@@ -91,9 +100,10 @@ REASONS = (
 
 @dataclass(frozen=True, slots=True)
 class SpotSettings:
-    """When idle workers may train."""
+    """What idle workers may do."""
 
-    enabled: bool = True
+    enabled: bool = True  # train the drafter
+    stream_first: bool = True  # the policy update goes before the drafter
     min_idle_s: float = 0.2  # that a worker is idle before it trains
     max_steps: int = 0  # micro-steps of all workers in one phase; 0: no bound
     interval: int = 1  # train every N RL steps
@@ -114,9 +124,12 @@ class PhaseReport(NamedTuple):
 
     spans: tuple[WorkerSpan, ...]  # contiguous for each worker, from PhaseBegan on
     over_s: float  # when rollout had ended everywhere
-    preempt_s: tuple[float, ...]  # of each worker that trained then: until it reported
+    preempt_s: tuple[float, ...]  # of each worker that trained or streamed then: until it reported
     steps: int  # micro-steps of all workers
-    idle_by_reason_s: Mapping[str, float]  # worker seconds without requests up to `over_s`: trained, or why not
+    idle_by_reason_s: Mapping[str, float]  # worker seconds without requests up to `over_s`: what for, or why not
+
+
+_WORKING = (WorkerState.TRAINING, WorkerState.STREAMING)
 
 
 @dataclass(slots=True)
@@ -141,8 +154,9 @@ class _Phase:
     over_s: float | None = None
     first_idle_s: float | None = None
     spans: list[WorkerSpan] = field(default_factory=list)
-    preempting: set[int] = field(default_factory=set)  # trained when rollout ended, not heard of since
+    preempting: set[int] = field(default_factory=set)  # worked when rollout ended, not heard of since
     preempt_s: list[float] = field(default_factory=list)
+    offered: int = 0  # passes of the update that nobody has been told to compute
     lost_steps: int = 0  # done by workers that were lost since
     idle_by_reason_s: dict[str, float] = field(default_factory=dict)
 
@@ -160,6 +174,8 @@ class Coordinator:
             case PhaseBegan(step, at_s):
                 workers = {w: _Worker(WorkerState.BUSY, at_s) for w in range(self._num_workers)}
                 self._phase = _Phase(step, workers)
+            case PassesOffered(passes):
+                self._phase.offered += passes
             case RolloutOver(at_s):
                 self._end_rollout(at_s)
             case WorkerLost(worker, at_s):
@@ -213,7 +229,10 @@ class Coordinator:
         if order.action == Action.TRAIN:
             worker.granted = 1
             self._enter(event.worker, WorkerState.TRAINING, at_s)
-        elif worker.state == WorkerState.TRAINING:
+        elif order.action == Action.STREAM:
+            phase.offered -= 1
+            self._enter(event.worker, WorkerState.STREAMING, at_s)
+        elif worker.state in _WORKING:
             self._enter(event.worker, WorkerState.IDLE, at_s)
         worker.reason = order.reason
         return order
@@ -233,6 +252,8 @@ class Coordinator:
             "no_data": not has_data,
         }
         reason = next((name for name, holds in obstacles.items() if holds), None)
+        if phase.offered and not obstacles["busy"] and (settings.stream_first or reason is not None):
+            return Order(Action.STREAM, "streaming")
         return Order(Action.TRAIN, "training") if reason is None else Order(Action.WAIT, reason)
 
     def _pauses(self, at_s: float) -> bool:
@@ -246,7 +267,7 @@ class Coordinator:
             return
         for worker in phase.workers.values():
             self._count(worker, at_s)
-        phase.preempting = {n for n, w in phase.workers.items() if w.state == WorkerState.TRAINING}
+        phase.preempting = {n for n, w in phase.workers.items() if w.state in _WORKING}
         phase.over_s = at_s
 
     def _lose(self, number: int, at_s: float) -> None:

@@ -24,6 +24,7 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from tlt_core.spot.idle_value import drafter_worth
 from tlt_core.spot.slowdown import PaceSums
 
 PAUSED = 0.055  # share of idle time in which the slowdown is measured
@@ -44,6 +45,7 @@ class PhaseOutcome(NamedTuple):
     pace: PaceSums
     used_length: float | None = None  # acceptance length of the drafter in use, in a trial; None: there was none
     gain: float | None = None  # of the newest candidate, relative to it
+    trained_worker_s: float = 0.0  # as trained_s, but of all workers together
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,7 @@ class _Known:
     rollout_s: float = 0.0
     idle_s: float = 0.0
     share: float = 1.0  # of idle seconds that trained, in the phases with a measured gain
+    workers: float = 1.0  # that trained at a time, in these phases
     gain: float = _USUAL_GAIN
     unmeasured: int = 0  # phases since a gain was measured
     length: float = 0.0
@@ -94,6 +97,8 @@ class Payoff:
             known.gain = _mixed(known.gain, outcome.gain, keep=_KEEP_LONG)
             share = outcome.trained_s / max(outcome.idle_s, outcome.trained_s, 1e-9)
             known.share = _mixed(known.share, share, keep=_KEEP_LONG)
+            workers = outcome.trained_worker_s / max(outcome.trained_s, 1e-9)
+            known.workers = _mixed(known.workers, max(workers, 1.0), keep=_KEEP_LONG)
         if outcome.used_length is not None:
             known.length = outcome.used_length if not known.length else _mixed(known.length, outcome.used_length)
             known.best_length = max(known.best_length, known.length)
@@ -113,6 +118,14 @@ class Payoff:
         return budget_s / cost_s
 
     @property
+    def worth(self) -> float:
+        """Seconds gained by an idle second of training, see `idle_value`."""
+        known = self._known
+        return drafter_worth(
+            known.gain, lasting_phases=self._settings.lasting_phases, share=known.share, workers=known.workers
+        )
+
+    @property
     def pays(self) -> bool:
         """Does training cover its cost?"""
         return self._known.gain * self._settings.lasting_phases >= self.slowdown * self._known.share
@@ -129,12 +142,16 @@ class Payoff:
 
     def metrics(self) -> dict[str, float]:
         """drafter/slowdown and its error (as measured alone, absent before), drafter/expected_gain (relative, of a
-        phase), drafter/duty (of the next phase)."""
+        phase), drafter/duty (of the next phase), bubble/drafter_worth."""
         difference, error = PaceSums(*self._known.pace).difference()
         measured = {} if math.isinf(error) else {"drafter/slowdown": math.expm1(difference)}
         if measured:
             measured["drafter/slowdown_error"] = error
-        return measured | {"drafter/expected_gain": self._known.gain, "drafter/duty": self.duty}
+        return measured | {
+            "drafter/expected_gain": self._known.gain,
+            "drafter/duty": self.duty,
+            "bubble/drafter_worth": self.worth,
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values."""

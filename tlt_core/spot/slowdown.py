@@ -55,11 +55,14 @@ def pace(rounds: Mapping[int, Sequence[TimedRound]], spans: Iterable[WorkerSpan]
     for worker, own in rounds.items():
         others = [s for s in spans if s.worker != worker]
         training = _union([s for s in others if s.state == WorkerState.TRAINING])
+        streaming = _union([s for s in others if s.state == WorkerState.STREAMING])
         first_idle_s = min((s.start_s for s in others if s.state != WorkerState.BUSY), default=math.inf)
         sides: defaultdict[Hashable, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
         for shape, end_s, seconds in own:
             beside_s = _overlap(training, end_s - seconds, end_s)
             if seconds <= 0 or end_s - seconds < first_idle_s or 0 < beside_s < seconds * (1 - 1e-6):
+                continue
+            if _overlap(streaming, end_s - seconds, end_s) > 0:
                 continue
             sides[shape][beside_s == 0].append(math.log(seconds))
         for beside, pausing in sides.values():

@@ -9,7 +9,7 @@ import torch
 
 from conf.load import load
 from conf.run import RunConfig
-from tlt_core.cluster.dispatcher import Drained
+from tlt_core.cluster.dispatcher import Drained, OfferedPass
 from tlt_core.cluster.group import Generated
 from tlt_core.cluster.messages import GenerateReport, UpdateReport
 from tlt_core.data.prompt_order import PromptOrder
@@ -42,6 +42,8 @@ class _Group:
         self.loaded: tuple[Path | None, int] | None = None
         self.updates: list[Any] = []
         self.published: list[int] = []
+        self.offered: list[OfferedPass] = []
+        self.computes = 0  # passes of each rollout, of those that were offered
 
     def load(self, folder: Path | None, policy_version: int) -> None:
         self.loaded = folder, policy_version
@@ -56,7 +58,11 @@ class _Group:
     ) -> Generated:
         finished = tuple(_answer(request) for group in groups for request in group)
         on_progress(Drained(finished, (0,), len(finished)))
-        return Generated([GenerateReport((), {}, 0)], PhaseReport((), 0.0, (), 0, {}))
+        computed = tuple(offer.key for offer in self.offered[: self.computes])
+        return Generated([GenerateReport((), {}, 0, streamed=computed)], PhaseReport((), 0.0, (), 0, {}))
+
+    def offer(self, passes: Sequence[OfferedPass]) -> None:
+        self.offered.extend(passes)
 
     def update(self, shares: Any) -> list[UpdateReport]:
         self.updates.append(shares)
@@ -87,6 +93,9 @@ class _Scorer:
     def submit(self, key: tuple[int, int], prompt: Prompt, response: str) -> None:
         assert key[0] == prompt.id
         self.submitted[key] = response
+
+    def is_ready(self, keys: Sequence[tuple[int, int]], *, within_s: float = 0.0) -> bool:
+        return set(keys) <= self.submitted.keys()
 
     def collect(self, keys: Sequence[tuple[int, int]]) -> list[Score]:
         assert set(keys) <= self.submitted.keys()
@@ -183,6 +192,83 @@ def test_a_step_updates_publishes_and_counts(begin: Callable[..., Session]) -> N
     _step(session, 2)
     assert session.metrics.values()["training/epoch"] == 2 / 8
     assert group.published == [1, 2]
+
+
+def _trained(session: Session) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(prompt, sample) of the responses with an advantage: streamed, and left to the newest update."""
+    group: Any = session.group
+    streamed = [offer.share for offer in group.offered[: group.computes]]
+    shares = [s for s in (*streamed, *group.updates[-1][0])]
+
+    def keys(own: Sequence[Any]) -> list[tuple[int, int]]:
+        return [
+            (int(p), int(s))
+            for share in own
+            for p, s, a in zip(share.prompt_ids_S, share.samples_S, share.advantages_S, strict=True)
+            if a != 0
+        ]
+
+    return keys(streamed), keys(shares[len(streamed) :])
+
+
+def test_what_was_streamed_is_left_out_of_the_update(begin: Callable[..., Session]) -> None:
+    first, second = _next_ids(2)
+    session = begin("update.groups_per_pack=1", scores={first: (1.0, 0.0), second: (3.0, 5.0)})
+    group: Any = session.group
+    group.computes = 1
+    _step(session, 1)
+    assert len(group.offered) == 2
+    streamed, left = _trained(session)
+    assert len(streamed) == len(left) == 2
+    assert sorted(streamed + left) == sorted((p, s) for p in (first, second) for s in (0, 1))
+    assert session.metrics.values()["actor/streamed_share"] == 0.5
+    by_hand = group.offered[0].share
+    assert by_hand.advantages_S.tolist() in ([0.5, -0.5], [-1.0, 1.0])
+    group.computes, group.offered = 0, []
+    _step(session, 2)  # nothing of the last step remains
+    assert session.metrics.values()["actor/streamed_share"] == 0.0
+
+
+def test_a_group_without_advantages_is_not_streamed(begin: Callable[..., Session]) -> None:
+    first, second = _next_ids(2)
+    session = begin("update.groups_per_pack=1", scores={first: (1.0, 1.0), second: (3.0, 5.0)})
+    _step(session, 1)
+    group: Any = session.group
+    assert [offer.key for offer in group.offered] == [(second, 0)]
+
+
+def test_dynamic_sampling_streams_the_groups_that_it_keeps(begin: Callable[..., Session]) -> None:
+    first, second, third = _next_ids(3)
+    session = begin(
+        "update.groups_per_pack=2",
+        "algorithm.dynamic_sampling=true",
+        scores={first: (1.0, 0.0), second: (1.0, 1.0), third: (0.0, 1.0)},
+    )
+    group: Any = session.group
+    group.computes = 1
+    session.begin_step(1)
+    scored = session.resample(1, session.score(1, session.sample_step(1)))
+    session.update(1, scored)
+    streamed, left = _trained(session)
+    assert (streamed, left) == ([(first, 0), (first, 1)], [(third, 0), (third, 1)])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "update.streamed=off",
+        "algorithm.kl.coef=0.1",
+        "algorithm.advantage=reinforce_pp_baseline",
+        "update.num_minibatches=2",
+        "cluster.release_rollout_memory=true",
+    ],
+)
+def test_where_streaming_is_impossible_nothing_is_offered(begin: Callable[..., Session], setting: str) -> None:
+    session = begin(setting, scores={p: (1.0, 0.0) for p in range(8)})
+    session.begin_step(1)
+    session.sample_step(1)
+    group: Any = session.group
+    assert group.offered == []
 
 
 def test_overlong_responses_lose_reward_before_the_advantages(begin: Callable[..., Session]) -> None:

@@ -14,6 +14,7 @@ from tlt_core.spot.coordinator import (
     Action,
     Coordinator,
     Order,
+    PassesOffered,
     PhaseBegan,
     Progress,
     RolloutOver,
@@ -28,6 +29,45 @@ TRAIN = Order(Action.TRAIN, "training")
 
 def wait(reason: str) -> Order:
     return Order(Action.WAIT, reason)
+
+
+def test_passes_of_the_update_by_hand():
+    """Each is computed once; first or last, as the settings say; the end of rollout pre-empts them."""
+    stream = Order(Action.STREAM, "streaming")
+    c = Coordinator(2, SpotSettings(min_idle_s=0.0))
+    c.handle(PhaseBegan(step=7, at_s=10.0))
+    c.handle(PassesOffered(2))
+    assert c.handle(WorkerIdle(0, 11.0)) == stream
+    assert c.state(0) == WorkerState.STREAMING
+    assert c.handle(Progress(0, 0, 12.0)) == stream
+    assert c.handle(Progress(0, 0, 13.0)) == TRAIN  # none is left
+    c.handle(PassesOffered(1))
+    assert c.handle(WorkerIdle(1, 13.5)) == stream
+    c.handle(RolloutOver(14.0))
+    c.handle(PassesOffered(1))
+    assert c.handle(Progress(1, 0, 14.1)) == Order(Action.STOP, "rollout_over")
+    report = c.report(14.2)
+    assert WorkerSpan(0, WorkerState.STREAMING, 11.0, 13.0) in report.spans
+    assert WorkerSpan(1, WorkerState.STREAMING, 13.5, 14.1) in report.spans
+    assert report.preempt_s == pytest.approx((0.1,))
+    assert report.idle_by_reason_s == pytest.approx({"streaming": 2.5, "training": 1.0})
+    metrics = bubble(report.spans, over_s=report.over_s, idle_by_reason_s=report.idle_by_reason_s)
+    assert metrics == pytest.approx(
+        {
+            "bubble/streamed_s": 2.5,
+            "bubble/idle_s": 3.5,
+            "bubble/harvested_s": 3.5,
+            "bubble/long_idle_s": 3.0,
+            "bubble/overlap_headroom_s": 0.0,
+            "bubble/harvested_ratio": 1.0,
+            "bubble/throttled_s": 0.0,
+        }
+    )
+    last = Coordinator(1, SpotSettings(min_idle_s=0.0, stream_first=False))
+    last.handle(PhaseBegan(step=7, at_s=10.0))
+    last.handle(PassesOffered(1))
+    assert last.handle(WorkerIdle(0, 11.0)) == TRAIN
+    assert last.handle(Progress(0, 1, 12.0, has_data=False)) == stream
 
 
 def test_a_phase_by_hand():
@@ -61,6 +101,7 @@ def test_a_phase_by_hand():
     metrics = bubble(report.spans, over_s=14.05, preempt_s=report.preempt_s, idle_by_reason_s=report.idle_by_reason_s)
     assert metrics == pytest.approx(
         {
+            "bubble/streamed_s": 0.0,
             "bubble/idle_s": 3.1,
             "bubble/harvested_s": 2.3,
             "bubble/harvested_ratio": 2.3 / 3.05,  # worker 1's window of 0.05 s is too short to count
@@ -76,6 +117,7 @@ def test_a_phase_by_hand():
 
 def test_bubble_without_idle_time():
     assert bubble([WorkerSpan(0, BUSY, 0.0, 9.0)], over_s=9.0) == {
+        "bubble/streamed_s": 0.0,
         "bubble/idle_s": 0.0,
         "bubble/harvested_s": 0.0,
         "bubble/long_idle_s": 0.0,

@@ -110,6 +110,7 @@ outcomes = st.builds(
     ),
     used_length=st.none() | st.floats(1, 7),
     gain=st.none() | st.floats(-0.5, 0.5),
+    trained_worker_s=st.floats(0, 1e4),
 )
 settings_of = st.builds(PayoffSettings, st.sampled_from([0.001, 0.01, 0.3, 1.0]), st.integers(1, 20))
 
@@ -123,6 +124,7 @@ def test_for_any_sequence_of_phases(settings, phases):
         duty = payoff.duty
         assert 0 <= duty <= 1
         assert payoff.slowdown >= 0
+        assert payoff.worth >= 0
         cost_s = payoff.slowdown * payoff._known.idle_s * duty
         if settings.max_slowdown < 1 and not payoff.pays:
             assert cost_s <= settings.max_slowdown * payoff._known.rollout_s * (1 + 1e-9)

@@ -1,0 +1,25 @@
+"""Sums of gradients that do not depend on the order: every order gives the same bits.
+
+Math.  Let u = 2^-46 and c = 1.5 * 2^52 u = 96.  In double precision, (x + c) - c is the multiple of u nearest to x for
+|x| < 32, and a multiple of u near x for a larger x.  It depends on x alone.  Sums of multiples of u are exact in double
+precision while they stay below 2^53 u = 128, and exact sums do not depend on the order.  So where every partial sum of
+an entry stays below 128, its bits depend neither on the order nor on how the summands are divided among workers.
+
+Beyond 128 a sum is rounded as usual.  Infinity and NaN stay what they are.  A summand loses at most 2^-47 = 7e-15.
+"""
+
+import torch
+from torch import Tensor
+
+_SHIFT = 96.0
+_PIECE = 1 << 16  # entries whose double-precision copies stay in a CPU's cache
+
+
+def add_exactly(total: Tensor, values: Tensor) -> None:
+    """Add `values` to the float64 `total` in place, rounded as above.  Same shape; both contiguous."""
+    assert (total.dtype, total.shape) == (torch.float64, values.shape), "sums and summands fit"
+    if total.is_cuda:
+        total.add_(values.double().add_(_SHIFT).sub_(_SHIFT))
+        return
+    for sums, summands in zip(total.view(-1).split(_PIECE), values.reshape(-1).split(_PIECE), strict=True):
+        sums.add_(summands.double().add_(_SHIFT).sub_(_SHIFT))

@@ -1,0 +1,106 @@
+"""Which responses one forward and backward pass computes together.
+
+A pass stays within a pack of groups, and depends on nothing else.  So it can be computed as soon as the pack has been
+scored (`run/streamed_update`), with the same gradient wherever and whenever that happens.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from conf.update import AlgorithmConfig, UpdateConfig
+from tlt_core.items.types import FinishReason, RolloutBatch, ScoredBatch
+
+Key = tuple[int, int]
+"""Prompt id and sample of a response."""
+
+
+class Pass(NamedTuple):
+    """Responses that one forward and backward pass computes together, as rows of the rollout batch."""
+
+    rows: list[int]
+    needs_grad: bool  # False: all advantages are 0 and so is the gradient; the pass only measures
+
+
+def key_of(rollouts: RolloutBatch, row: int) -> Key:
+    """Prompt id and sample of a row."""
+    return int(rollouts.prompt_ids_R[row]), int(rollouts.samples_R[row])
+
+
+def packs(prompt_ids: Sequence[int], prompt_lens: Sequence[int], *, groups_per_pack: int) -> dict[int, int]:
+    """Pack of each prompt.  Prompts of similar length go together: a long one often has a long response, and a pack
+    is complete when its last response is."""
+    order = sorted(range(len(prompt_ids)), key=lambda i: (prompt_lens[i], prompt_ids[i]))
+    return {prompt_ids[i]: place // groups_per_pack for place, i in enumerate(order)}
+
+
+def kept(rollouts: RolloutBatch, algorithm: AlgorithmConfig) -> Tensor:
+    """Which responses are trained on, [R] bool."""
+    if algorithm.mask_truncated:
+        return rollouts.finish_R != FinishReason.LENGTH
+    return torch.ones(len(rollouts), dtype=torch.bool)
+
+
+def make_passes(
+    scored: ScoredBatch,
+    rows: Sequence[int],
+    cfg: UpdateConfig,
+    algorithm: AlgorithmConfig,
+    *,
+    pack_of: Mapping[int, int],
+) -> list[Pass]:
+    """Passes of at most `cfg.tokens_per_micro_batch` tokens; a longer sequence gets a pass of its own.
+
+    rows: in canonical order.  Those of a pack give the same passes whatever other rows there are.
+    """
+    rollouts = scored.rollouts
+    prompts: list[int] = rollouts.prompt_ids_R.tolist()
+    prompt_lens: list[int] = rollouts.prompt_lens_R.tolist()
+    lens: list[int] = rollouts.response_lens_R.tolist()
+    skips = skips_zero_advantage(cfg, algorithm)
+
+    def cost(row: int, run: Sequence[int]) -> int:
+        shared = bool(run) and prompts[run[-1]] == prompts[row]
+        return lens[row] + (0 if shared else prompt_lens[row])
+
+    by_pack: dict[tuple[int, bool], list[int]] = {}
+    for row in rows:
+        needs_grad = not skips or float(scored.advantages_R[row]) != 0
+        by_pack.setdefault((pack_of[prompts[row]], needs_grad), []).append(row)
+    return [
+        Pass(run, needs_grad)
+        for (_, needs_grad), members in by_pack.items()
+        for run in fill(members, cost, budget=cfg.tokens_per_micro_batch)
+    ]
+
+
+def power_of_two(count: int) -> int:
+    """The smallest power of two that is at least `count`."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def skips_zero_advantage(cfg: UpdateConfig, algorithm: AlgorithmConfig) -> bool:
+    """Whether sequences with advantage 0 get no backward pass: their gradient is 0 when the loss is proportional to the
+    advantage.  Never under DeepSpeed, where all workers must make the same passes."""
+    kl_in_loss = algorithm.kl.coef > 0 and algorithm.kl.place == "loss"
+    return cfg.backend.kind == "torch" and not kl_in_loss
+
+
+Cost = Callable[[int, Sequence[int]], int]
+"""cost(item, run): tokens that an item adds to a run."""
+
+
+def fill(order: Sequence[int], cost: Cost, *, budget: int) -> Iterator[list[int]]:
+    """Split `order` into runs of at most `budget` tokens, at least one item each."""
+    run: list[int] = []
+    used = 0
+    for item in order:
+        if run and used + cost(item, run) > budget:
+            yield run
+            run, used = [], 0
+        used += cost(item, run)
+        run.append(item)
+    if run:
+        yield run
