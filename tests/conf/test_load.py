@@ -78,6 +78,7 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
             ["update.lora={enabled: true}", "update.backend={kind: deepspeed, zero_stage: 3}"],
             "set update.backend.zero_stage to 2 or lower",
         ),
+        (["update.streamed=first", "update.backend={kind: deepspeed}"], "set update.streamed to auto or off"),
         (["reward.functions=[{kind: python}]"], "a path 'package.module:function' is needed"),
         (["reward.functions=[{kind: exact, path: 'a:b'}]"], "must be left out"),
         (["model={kind: random, hidden_size: 64, num_heads: 3}"], "must be a multiple of num_heads"),

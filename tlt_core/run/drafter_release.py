@@ -12,6 +12,7 @@ A candidate is worse when it gets fewer tokens accepted on held-back responses, 
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ from tlt_core.spot.coordinator import PhaseReport
 from tlt_core.spot.payoff import PhaseOutcome
 from tlt_core.spot.slowdown import TimedRound, beside_s, pace
 from tlt_core.spot.training import SpotResult
+
+TRAINED = "eagle3"  # name of the drafter that idle workers train
 
 
 class Decision(NamedTuple):
@@ -145,10 +148,19 @@ def outcome_of(
         trained_worker_s=sum(
             max(min(s.end_s, phase.over_s) - s.start_s, 0.0) for s in phase.spans if s.state == WorkerState.TRAINING
         ),
+        used_share=_used_share(phase, rounds),
         pace=pace(timed, phase.spans),
         used_length=trial.used_length if known else None,
         gain=trial.gain / trial.used_length if known else None,
     )
+
+
+def _used_share(phase: PhaseReport, rounds: Sequence[Sequence[RoundTrace]]) -> float | None:
+    """Of the rounds beside an idle worker: time of those that use the trained drafter."""
+    first_idle_s = min((s.start_s for s in phase.spans if s.state != WorkerState.BUSY), default=math.inf)
+    tail = [r for own in rounds for r in own if r.end_s > first_idle_s]
+    total_s = sum(r.seconds for r in tail)
+    return sum(r.seconds for r in tail if r.report.strategy.drafter == TRAINED) / total_s if total_s > 0 else None
 
 
 def results_of(reports: Sequence[GenerateReport]) -> list[SpotResult]:

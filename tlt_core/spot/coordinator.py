@@ -103,7 +103,7 @@ class SpotSettings:
     """What idle workers may do."""
 
     enabled: bool = True  # train the drafter
-    stream_first: bool = True  # the policy update goes before the drafter
+    stream_first: bool = True  # the policy update goes before the drafter; else only where no training is possible
     min_idle_s: float = 0.2  # that a worker is idle before it trains
     max_steps: int = 0  # micro-steps of all workers in one phase; 0: no bound
     interval: int = 1  # train every N RL steps
@@ -129,6 +129,7 @@ class PhaseReport(NamedTuple):
     idle_by_reason_s: Mapping[str, float]  # worker seconds without requests up to `over_s`: what for, or why not
 
 
+_CANNOT_TRAIN = ("no_data", "max_steps", "interval", "disabled")  # in this phase, or not yet; a pause is short
 _WORKING = (WorkerState.TRAINING, WorkerState.STREAMING)
 
 
@@ -252,7 +253,7 @@ class Coordinator:
             "no_data": not has_data,
         }
         reason = next((name for name, holds in obstacles.items() if holds), None)
-        if phase.offered and not obstacles["busy"] and (settings.stream_first or reason is not None):
+        if phase.offered and (settings.stream_first or reason in _CANNOT_TRAIN) and reason != "busy":
             return Order(Action.STREAM, "streaming")
         return Order(Action.TRAIN, "training") if reason is None else Order(Action.WAIT, reason)
 

@@ -46,6 +46,9 @@ class PhaseOutcome(NamedTuple):
     used_length: float | None = None  # acceptance length of the drafter in use, in a trial; None: there was none
     gain: float | None = None  # of the newest candidate, relative to it
     trained_worker_s: float = 0.0  # as trained_s, but of all workers together
+    used_share: float | None = (
+        None  # of the rounds beside an idle worker, by time, that use this drafter; None: no rounds
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ class _Known:
     rollout_s: float = 0.0
     idle_s: float = 0.0
     share: float = 1.0  # of idle seconds that trained, in the phases with a measured gain
+    used: float = 1.0  # share of the idle seconds' rounds that use this drafter
     workers: float = 1.0  # that trained at a time, in these phases
     gain: float = _USUAL_GAIN
     unmeasured: int = 0  # phases since a gain was measured
@@ -89,6 +93,8 @@ class Payoff:
         first = known.rollout_s == 0
         known.rollout_s = outcome.rollout_s if first else _mixed(known.rollout_s, outcome.rollout_s)
         known.idle_s = outcome.idle_s if first else _mixed(known.idle_s, outcome.idle_s)
+        if outcome.used_share is not None:
+            known.used = _mixed(known.used, outcome.used_share)
         known.unmeasured = 0 if outcome.gain is not None else known.unmeasured + 1
         if known.unmeasured >= _LOOK_AGAIN:  # too short to measure anything in: look again
             enough = self.slowdown / self._settings.lasting_phases
@@ -122,7 +128,11 @@ class Payoff:
         """Seconds gained by an idle second of training, see `idle_value`."""
         known = self._known
         return drafter_worth(
-            known.gain, lasting_phases=self._settings.lasting_phases, share=known.share, workers=known.workers
+            known.gain,
+            used=known.used,
+            lasting_phases=self._settings.lasting_phases,
+            share=known.share,
+            workers=known.workers,
         )
 
     @property

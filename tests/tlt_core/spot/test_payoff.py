@@ -111,6 +111,7 @@ outcomes = st.builds(
     used_length=st.none() | st.floats(1, 7),
     gain=st.none() | st.floats(-0.5, 0.5),
     trained_worker_s=st.floats(0, 1e4),
+    used_share=st.none() | st.floats(0, 1),
 )
 settings_of = st.builds(PayoffSettings, st.sampled_from([0.001, 0.01, 0.3, 1.0]), st.integers(1, 20))
 
