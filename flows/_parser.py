@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flows._benchmarks import BENCHMARKS
+from flows._options import output_file, real, whole
 
 DEMO = "conf/demo.yaml"
+_PORT = whole(0, 65535)
+_MANY = 1_000_000
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -53,13 +56,13 @@ def _parser() -> argparse.ArgumentParser:
     ui = commands.add_parser("ui", help="look at the runs in MLflow")
     ui.add_argument("--uri", help="tracking store (default: the configuration's default)")
     ui.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    ui.add_argument("--port", type=int, default=5000)
+    ui.add_argument("--port", type=_PORT, default=5000)
     deploy = commands.add_parser("deploy", help="a Prefect server and worker on this machine, with all deployments")
     deploy.add_argument("--stop", action="store_true", help="end them; interrupted runs resume at the next deploy")
     deploy.add_argument("--file", type=Path, default=Path("prefect.yaml"))
     recover = commands.add_parser("recover", help="find runs whose process is gone, so that they are resumed")
     for command in (deploy, recover):
-        command.add_argument("--port", type=int, default=4200, help="of the server, where PREFECT_API_URL is not set")
+        command.add_argument("--port", type=_PORT, default=4200, help="of the server, where PREFECT_API_URL is not set")
     return parser
 
 
@@ -91,7 +94,10 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="default: exports/NAME; an older export there is replaced")
     parser.add_argument("--track", action="store_true", help="version it with DVC (DIR.dvc), and push it to the remote")
     parser.add_argument(
-        "--prompts", type=int, default=16, help="held-out prompts that the drafter is measured on; 0: it is not"
+        "--prompts",
+        type=whole(0, _MANY),
+        default=16,
+        help="held-out prompts that the drafter is measured on; 0: it is not",
     )
     parser.add_argument(
         "--verifier",
@@ -121,14 +127,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("config", nargs="?", default=DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--repeats", type=int, default=3, help="times that everything is measured")
+    parser.add_argument("--repeats", type=whole(1, 1000), default=3, help="times that everything is measured")
     parser.add_argument("--out", type=Path, help="default: reports/BENCHMARK.json, or BENCHMARK-WORKLOAD.json")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="of 'kernels' and 'sizes' (default: cpu)")
     parser.add_argument("--workload", help="of 'rollout': rl, tail, short or raw alone (default: all)")
     parser.add_argument("--shape", help="of 'sizes': qwen2.5-7b (on cuda), llama-3-8b, smollm2-135m or tiny (on cpu)")
     parser.add_argument(
         "--planted-acceptance",
-        type=float,
+        type=real(1, 100),
         metavar="TOKENS",
         help="of 'sizes': what the deepest chain gives (default: 4)",
     )
@@ -148,12 +154,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct", help="folder, hub name, or the embedded model")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with 'prompt' or 'token_ids' on each line")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--max-new-tokens", type=int, default=512)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=output_file, required=True)
+    parser.add_argument("--temperature", type=real(0, 100), default=1.0, help="0: greedy")
+    parser.add_argument("--top-p", type=real(0, 1, above=True), default=1.0)
+    parser.add_argument("--top-k", type=whole(0, _MANY), default=0, help="0: all tokens")
+    parser.add_argument("--max-new-tokens", type=whole(1, _MANY), default=512)
+    parser.add_argument("--seed", type=whole(0, 2**31 - 1), default=0)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="auto: by machine")
     parser.add_argument(
         "--speculation",
@@ -162,6 +168,6 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         help="off: plain decoding; auto, ngram: with the n-gram drafter as far as it pays; FOLDER: with the EAGLE-3 "
         "drafter there, too.  The tokens are the same",
     )
-    parser.add_argument("--batch-size", type=int, default=16, help="responses decoded at once on a worker")
-    parser.add_argument("--num-workers", type=int, default=1)
+    parser.add_argument("--batch-size", type=whole(1, 4096), default=16, help="responses decoded at once on a worker")
+    parser.add_argument("--num-workers", type=whole(1, 1024), default=1)
     parser.add_argument("--system-prompt", default="")

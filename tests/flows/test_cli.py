@@ -80,6 +80,39 @@ def test_unknown_arguments_are_refused(argv: list[str], capsys: pytest.CaptureFi
     assert argv[-1] in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "remedy"),
+    [
+        ("--temperature", "-1", "'-1': give a number from 0 to 100"),
+        ("--temperature", "nan", "'nan': give a number from 0 to 100"),
+        ("--temperature", "warm", "'warm': give a number from 0 to 100"),
+        ("--top-p", "0", "'0': give a number above 0 up to 1"),
+        ("--max-new-tokens", "-5", "'-5': give a whole number from 1 to"),
+        ("--max-new-tokens", "1.5", "'1.5': give a whole number from 1 to"),
+        ("--batch-size", "0", "'0': give a whole number from 1 to"),
+        ("--num-workers", "0", "'0': give a whole number from 1 to"),
+        ("--seed", "1e9", "'1e9': give a whole number from 0 to"),
+        ("--out", ".", "is a folder: name a file"),
+        ("--out", "pyproject.toml/x", "pyproject.toml is a file; name a file in a folder"),
+    ],
+)
+def test_options_out_of_range_are_refused(
+    option: str, value: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"--prompts": "in.jsonl", "--out": "out.jsonl"} | {option: value}
+    with pytest.raises(SystemExit) as ended:
+        cli.parse(["generate", *(word for pair in given.items() for word in pair)])
+    assert ended.value.code == 2
+    assert remedy in capsys.readouterr().err
+
+
+def test_a_port_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse(["ui", "--port", "99999"])
+    assert "'99999': give a whole number from 0 to 65535" in capsys.readouterr().err
+    assert cli.parse(["generate", "--prompts", "a", "--out", "b", "--temperature", "0"]).temperature == 0
+
+
 @pytest.fixture
 def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A place where a failed command would leave something, if it left anything."""
