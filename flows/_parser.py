@@ -97,7 +97,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--prompts",
         type=whole(0, _MANY),
         default=16,
-        help="held-out prompts that the drafter is measured on; 0: it is not",
+        help="held-out prompts to measure the drafter on; 0: none",
     )
     parser.add_argument(
         "--verifier",
