@@ -1,7 +1,7 @@
 """`tlt bench e2e`: whole RL steps that differ only in drafting and in the use of idle time (`bench.runs.variants`).
 
     tail      the configuration as it is
-    no tail   responses are cut short, so that no worker waits for long ones
+    no-tail   responses are cut short, so that no worker waits for long ones
     exact     a few short steps in float32: rollouts, rewards and trained weights must be the same in all variants
 
 Equal accuracy is shown by identity: `same_steps` is the share of a variant's steps whose rollouts (`rollout/checksum`)
@@ -30,6 +30,7 @@ from bench.runs import (
     variants,
 )
 from bench.verdicts import summarise
+from conf.load import ConfigError
 from conf.run import RunConfig
 from tasks import figures
 
@@ -57,43 +58,50 @@ _FIGURES = (
     "actor/streamed_share",
     "critic/rewards/mean",
 )
+_WORKLOADS = ("tail", "no-tail", "exact")
+_EXACT_CLAIMS = (
+    Bound("float32: share of steps with the same rollouts and rewards as plain", "same_steps", 1.0, True),
+    Bound("float32: share of weights that are equal to the bit after training", "same_weights", 1.0, True),
+)
 _Steps = Mapping[str, Sequence[Mapping[str, float]]]
 
 
 @flow(name="bench-e2e")
-def bench_e2e(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
-    """`repeats` blocks of steps, `num_steps` in all, of each variant; returns the report."""
+def bench_e2e(cfg: RunConfig, *, repeats: int, out: Path, command: str, workload: str | None = None) -> dict[str, Any]:
+    """`repeats` blocks of steps, `num_steps` in all, of each variant; returns the report.  workload: only this one."""
+    if workload not in (None, *_WORKLOADS):
+        raise ConfigError(f"--workload={workload}: choose one of {', '.join(_WORKLOADS)}, or leave it out for all")
+    wanted = _WORKLOADS if workload is None else (workload,)
     drafter, _ = first_drafter(cfg)
     rows: list[dict[str, Any]] = []
     verdicts: list[dict[str, Any]] = []
-    for workload, own in (("tail", cfg), ("no tail", _without_tail(cfg))):
-        runs = variants(own, drafter)
+    for name in wanted:
+        if name == "exact":
+            exact = _exact(cfg, drafter)
+            rows += exact
+            verdicts += judge(exact, _EXACT_CLAIMS)
+            continue
+        runs = variants(cfg if name == "tail" else _without_tail(cfg), drafter)
         for _ in take_turns(runs, num_steps=cfg.num_steps, blocks=repeats):
             pass
         drop_checkpoints(runs)
-        steps = {name: steps_of(run) for name, run in runs.items()}
-        rows += _rows(workload, steps, _same_steps(runs))
-        verdicts += _verdicts(workload, steps)
-        if workload == "tail":
+        steps = {variant: steps_of(run) for variant, run in runs.items()}
+        rows += _rows(name, steps, _same_steps(runs))
+        verdicts += _verdicts(name, steps)
+        if name == "tail":
             _draw_timelines(runs, steps, out.with_name(f"{out.stem}-timelines.png"))
-    rows_by_name = {f"{row['workload']}\n{row['configuration']}": row for row in rows if "timing_s/step" in row}
-    figures.phases(
-        {
-            name: {p: row[f"timing_s/{p}"]["median"] for p in _PHASES if f"timing_s/{p}" in row}
-            for name, row in rows_by_name.items()
-        },
-        path=out.with_suffix(".png"),
-    )
-    exact = _exact(cfg, drafter)
-    rows += exact
-    verdicts += judge(
-        exact,
-        [
-            Bound("float32: share of steps with the same rollouts and rewards as plain", "same_steps", 1.0, True),
-            Bound("float32: share of weights that are equal to the bit after training", "same_weights", 1.0, True),
-        ],
-    )
+    _draw_phases(rows, out.with_suffix(".png"))
     return write_report(out, command=command, repeats=repeats, rows=rows, verdicts=verdicts)
+
+
+def _draw_phases(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    timed = {f"{row['workload']}\n{row['configuration']}": row for row in rows if "timing_s/step" in row}
+    phases = {
+        name: {p: row[f"timing_s/{p}"]["median"] for p in _PHASES if f"timing_s/{p}" in row}
+        for name, row in timed.items()
+    }
+    if phases:
+        figures.phases(phases, path=path)
 
 
 def _without_tail(cfg: RunConfig) -> RunConfig:

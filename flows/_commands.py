@@ -202,7 +202,7 @@ def _recover(args: argparse.Namespace) -> None:
 
 
 _BENCH_ONLY = {  # options that only these benchmarks take
-    "workload": ("rollout",),
+    "workload": ("rollout", "e2e"),
     "device": ("kernels", "sizes"),
     "shape": ("sizes",),
     "planted_acceptance": ("sizes",),

@@ -130,7 +130,10 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=whole(1, 1000), default=3, help="times that everything is measured")
     parser.add_argument("--out", type=Path, help="default: reports/BENCHMARK.json, or BENCHMARK-WORKLOAD.json")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="of 'kernels' and 'sizes' (default: cpu)")
-    parser.add_argument("--workload", help="of 'rollout': rl, tail, short or raw alone (default: all)")
+    parser.add_argument(
+        "--workload",
+        help="of 'rollout': rl, tail, short or raw alone; of 'e2e': tail, no-tail or exact alone (default: all)",
+    )
     parser.add_argument("--shape", help="of 'sizes': qwen2.5-7b (on cuda), llama-3-8b, smollm2-135m or tiny (on cpu)")
     parser.add_argument(
         "--planted-acceptance",

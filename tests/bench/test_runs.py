@@ -78,7 +78,7 @@ def test_e2e_shows_identity_and_the_ceiling(home: Path) -> None:
     out = home / "e2e.json"
     report = bench_e2e(_config(home, "num_steps=2"), repeats=1, out=out, command="by hand")
     rows = {(row["workload"], row["configuration"]): row for row in report["rows"]}
-    for workload in ("tail", "no tail"):
+    for workload in ("tail", "no-tail"):
         assert {name for own, name in rows if own == workload} == {*VARIANTS, "ceiling"}
         assert rows[workload, "plain"]["over_plain_in_all"] == 1.0
         ceiling = rows[workload, "ceiling"]
