@@ -39,7 +39,7 @@ from tlt_core.spot.coordinator import (
 class OfferedPass(NamedTuple):
     """A pass of the policy update that a worker without requests may compute."""
 
-    key: Key  # of its first response
+    key: Key
     share: TrainBatch
 
 

@@ -50,7 +50,7 @@ class GenerateReport(NamedTuple):
     spot: SpotResult | None = None  # None: this worker trains no drafter
     canary: CollapseReport = CollapseReport((), ())
     chains: SpecCounters | None = None
-    streamed: tuple[Key, ...] = ()  # passes of the update whose gradient this worker has, by their first response
+    streamed: tuple[Key, ...] = ()  # passes of the update whose gradient this worker has
 
 
 class UpdateReport(NamedTuple):

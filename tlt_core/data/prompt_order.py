@@ -4,7 +4,7 @@ The entries of the mixture are spread evenly, so every RL step sees the mixture 
 different steps can be compared.  The position is one integer, so a resumed run goes on with the next prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -24,14 +24,24 @@ class PromptOrder:
         """Passes over the data so far."""
         return self.cursor / len(self._prompts)
 
-    def take(self, count: int) -> list[Prompt]:
-        """The next `count` prompts; distinct unless they cross the end of an epoch."""
+    def take(self, count: int, *, without: Collection[int] = ()) -> list[Prompt]:
+        """The next `count` prompts.  They are distinct, so there may be fewer; their ids are none of `without`.
+
+        A prompt that comes a second time, soon after the end of an epoch, is passed over: its responses in one step
+        would be the same, since their noise is.
+        """
         chosen: list[Prompt] = []
-        while len(chosen) < count:
+        seen = set(without)
+        while len(chosen) < count and len(seen) < len(self._prompts):
             epoch, offset = divmod(self.cursor, len(self._prompts))
-            taken = self._epoch_order(epoch)[offset : offset + count - len(chosen)]
-            chosen.extend(self._prompts[i] for i in taken)
-            self.cursor += len(taken)
+            for index in self._epoch_order(epoch)[offset:]:
+                self.cursor += 1
+                prompt = self._prompts[index]
+                if prompt.id not in seen:
+                    seen.add(prompt.id)
+                    chosen.append(prompt)
+                if len(chosen) == count:
+                    break
         return chosen
 
     def _epoch_order(self, epoch: int) -> list[int]:

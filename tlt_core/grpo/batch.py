@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from conf.update import AlgorithmConfig, UpdateConfig
-from tlt_core.grpo.passes import Cost, Key, Pass, fill, kept, key_of, make_passes, packs, power_of_two
+from tlt_core.grpo.passes import Cost, Key, Pass, fill, kept, make_passes, packs, power_of_two
 from tlt_core.items.types import RolloutBatch, ScoredBatch
 
 Example = tuple[Tensor, Tensor]  # prompt tokens and completion tokens, int32
@@ -92,8 +92,8 @@ def make_train_batches(
     epochs visit the same minibatches (the same objects) in another order.  With `mask_truncated`, responses that hit
     the length limit are left out, so some minibatches, or even all, may be missing from the result.
     ref_logprobs_T: reference log-probabilities aligned with the rollouts' tokens_T.  pack_of: see `packs`.
-    planned_sequences: responses of an optimizer step as far as known before the rollout.  streamed: first responses of
-    the passes whose gradient the workers have already.
+    planned_sequences: responses of an optimizer step as far as known before the rollout.  streamed: the passes whose
+    gradient the workers have already.
     """
     rollouts = scored.rollouts
     kept_R = kept(rollouts, algorithm)
@@ -109,7 +109,7 @@ def make_train_batches(
             passes = [
                 p
                 for p in make_passes(scored, chosen.tolist(), cfg, algorithm, pack_of=pack_of)
-                if not (p.needs_grad and key_of(rollouts, p.rows[0]) in streamed)
+                if not (p.needs_grad and p.key in streamed)
             ]
             minibatches.append(
                 [
@@ -131,7 +131,7 @@ def make_train_batches(
 
 def make_forward_batches(rollouts: RolloutBatch, *, num_workers: int) -> list[TrainBatch]:
     """All responses, one share per worker, for log-probabilities only (of the reference model, for example)."""
-    alone = [Pass([row], needs_grad=False) for row in range(len(rollouts))]
+    alone = [Pass((row, 0), [row], needs_grad=False) for row in range(len(rollouts))]
     num_tokens, zeros_R = int(rollouts.response_lens_R.sum()), torch.zeros(len(rollouts))
     return [
         _take(
@@ -198,7 +198,7 @@ def _deal(rollouts: RolloutBatch, passes: Sequence[Pass], *, num_workers: int) -
     lens: list[int] = rollouts.response_lens_R.tolist()
 
     def cost(index: int, _: Sequence[int]) -> int:
-        rows, needs_grad = passes[index]
+        _, rows, needs_grad = passes[index]
         tokens = sum(lens[row] for row in rows) + sum({prompts[row]: prompt_lens[row] for row in rows}.values())
         return (3 if needs_grad else 1) * tokens
 

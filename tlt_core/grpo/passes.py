@@ -14,19 +14,15 @@ from conf.update import AlgorithmConfig, UpdateConfig
 from tlt_core.items.types import FinishReason, RolloutBatch, ScoredBatch
 
 Key = tuple[int, int]
-"""Prompt id and sample of a response."""
+"""Pack of a pass, and its number among the pack's passes with, or without, a gradient."""
 
 
 class Pass(NamedTuple):
     """Responses that one forward and backward pass computes together, as rows of the rollout batch."""
 
+    key: Key
     rows: list[int]
     needs_grad: bool  # False: all advantages are 0 and so is the gradient; the pass only measures
-
-
-def key_of(rollouts: RolloutBatch, row: int) -> Key:
-    """Prompt id and sample of a row."""
-    return int(rollouts.prompt_ids_R[row]), int(rollouts.samples_R[row])
 
 
 def packs(prompt_ids: Sequence[int], prompt_lens: Sequence[int], *, groups_per_pack: int) -> dict[int, int]:
@@ -70,9 +66,9 @@ def make_passes(
         needs_grad = not skips or float(scored.advantages_R[row]) != 0
         by_pack.setdefault((pack_of[prompts[row]], needs_grad), []).append(row)
     return [
-        Pass(run, needs_grad)
-        for (_, needs_grad), members in by_pack.items()
-        for run in fill(members, cost, budget=cfg.tokens_per_micro_batch)
+        Pass((pack, number), run, needs_grad)
+        for (pack, needs_grad), members in by_pack.items()
+        for number, run in enumerate(fill(members, cost, budget=cfg.tokens_per_micro_batch))
     ]
 
 

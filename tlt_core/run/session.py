@@ -77,6 +77,7 @@ class Session:
         )
         self._scorer, self._reporter = scorer, reporter
         self._resample_rounds = 0
+        self._num_train = len(prompts.train)
         self.scoring = Scoring(scorer, prompts)
         self.drafter = DrafterPublisher(cfg, group, metrics=self.metrics, reporter=reporter)
         self.rollout = RolloutPhase(
@@ -151,7 +152,7 @@ class Session:
 
     def next_requests(self, step: int, num_prompts: int) -> list[list[GenerationRequest]]:
         """Take the next prompts; a group of requests for each."""
-        prompts = self.order.take(num_prompts)
+        prompts = self.order.take(num_prompts, without=self._stream.pack_of)
         self._stream.plan(prompts)
         return requests_for(prompts, self.cfg.rollout.num_samples, seed=self.cfg.seed, step=step)
 
@@ -169,6 +170,8 @@ class Session:
         """Dynamic sampling: does the step lack informative groups, and may it sample once more?"""
         algorithm = self.cfg.algorithm
         if not algorithm.dynamic_sampling or self._resample_rounds >= algorithm.max_resample_rounds:
+            return False
+        if len(self._stream.pack_of) == self._num_train:  # every prompt has been sampled in this step
             return False
         return len(_informative_groups(scored)) < self.cfg.rollout.num_prompts
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from conf.run import RunConfig
 from tlt_core.cluster.dispatcher import OfferedPass
 from tlt_core.grpo.batch import train_batch
-from tlt_core.grpo.passes import Key, Pass, kept, key_of, make_passes, packs, power_of_two
+from tlt_core.grpo.passes import Key, Pass, kept, make_passes, packs, power_of_two
 from tlt_core.grpo.reward import Score
 from tlt_core.items.types import Prompt, Rollout, RolloutBatch, ScoredBatch
 
@@ -85,7 +85,7 @@ class StreamedUpdate:
 
     @property
     def done(self) -> Set[Key]:
-        """First responses of the passes whose gradient the workers have."""
+        """The passes whose gradient the workers have."""
         return self._done
 
     def metrics(self, scored: ScoredBatch) -> Mapping[str, float]:
@@ -96,14 +96,14 @@ class StreamedUpdate:
         passes = [p for p in self._passes_of(scored, rows) if p.needs_grad]
         lens = scored.rollouts.response_lens_R
         total = sum(int(lens[p.rows].sum()) for p in passes)
-        done = sum(int(lens[p.rows].sum()) for p in passes if key_of(scored.rollouts, p.rows[0]) in self._done)
+        done = sum(int(lens[p.rows].sum()) for p in passes if p.key in self._done)
         return {"actor/streamed_share": done / max(total, 1)}
 
     def _passes(self, scored: ScoredBatch) -> list[OfferedPass]:
         rows = kept(scored.rollouts, self._cfg.algorithm).nonzero().flatten().tolist()
         planned = power_of_two(self.planned_sequences)
         return [
-            OfferedPass(key_of(scored.rollouts, p.rows[0]), train_batch(scored, [p], planned_sequences=planned))
+            OfferedPass(p.key, train_batch(scored, [p], planned_sequences=planned))
             for p in self._passes_of(scored, rows)
             if p.needs_grad
         ]

@@ -15,7 +15,7 @@ from tlt_core.cluster.dispatcher import Drained, OfferedPass
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.messages import TrainerSpec, WorkerSpec
 from tlt_core.grpo.batch import make_train_batches, train_batch
-from tlt_core.grpo.passes import key_of, make_passes, power_of_two
+from tlt_core.grpo.passes import make_passes, power_of_two
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, RolloutBatch, SamplingParams, WorkerState
 from tlt_core.spot.coordinator import SpotSettings
 
@@ -96,7 +96,7 @@ def _passes(finished: Sequence[Rollout], prompt: int, pack_of: dict[int, int]) -
     batch = scored(own, _advantages(own))
     planned = power_of_two(sum(SAMPLES.values()))
     return [
-        OfferedPass(key_of(own, p.rows[0]), train_batch(batch, [p], planned_sequences=planned))
+        OfferedPass(p.key, train_batch(batch, [p], planned_sequences=planned))
         for p in make_passes(batch, range(len(own)), UPDATE, ALGORITHM, pack_of=pack_of)
     ]
 

@@ -31,6 +31,22 @@ def test_an_epoch_is_a_permutation_and_epochs_differ():
     assert order.epoch == 2.0
 
 
+def test_no_prompt_comes_twice_in_a_step():
+    order = PromptOrder(prompts(), seed=0)
+    steps = [ids(order.take(6)) for _ in range(8)]  # the third crosses the end of the first epoch
+    assert all(len(set(step)) == 6 for step in steps)
+    assert set().union(*steps[:3]) == set(range(16))
+    resumed = PromptOrder(prompts(), seed=0, cursor=12)
+    assert [ids(resumed.take(6)) for _ in range(6)] == steps[2:]
+
+
+def test_prompts_that_were_taken_are_passed_over():
+    order = PromptOrder(prompts(), seed=0)
+    first = ids(order.take(10))
+    assert sorted(first + ids(order.take(99, without=first))) == list(range(16))
+    assert order.take(1, without=range(16)) == []
+
+
 def test_a_resumed_order_goes_on_with_the_next_prompt():
     whole = PromptOrder(prompts(), seed=0)
     expected = [ids(whole.take(5)) for _ in range(6)]

@@ -10,7 +10,7 @@ from conf.update import AlgorithmConfig, UpdateConfig
 from tests.tlt_core.grpo.rollouts import make_trainer, scored, tiny_decoder, tiny_rollouts
 from tlt_core.grpo.batch import TrainBatch, make_train_batches, train_batch
 from tlt_core.grpo.exact_sum import add_exactly
-from tlt_core.grpo.passes import kept, key_of, make_passes, packs, power_of_two
+from tlt_core.grpo.passes import kept, make_passes, packs, power_of_two
 from tlt_core.grpo.update import PolicyTrainer
 from tlt_core.items.types import ScoredBatch
 
@@ -73,7 +73,7 @@ def _streamable(batch: ScoredBatch, algorithm: AlgorithmConfig) -> list[tuple[tu
         for own in make_passes(part, rows, CFG, algorithm, pack_of=pack_of):
             if own.needs_grad:
                 share = train_batch(part, [own], planned_sequences=power_of_two(len(batch.rollouts)))
-                offered.append((key_of(part.rollouts, own.rows[0]), share))
+                offered.append((own.key, share))
     return offered
 
 
