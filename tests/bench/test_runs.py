@@ -86,7 +86,8 @@ def test_e2e_shows_identity_and_the_ceiling(home: Path) -> None:
     assert all(rows["exact", name]["same_steps"] == 1.0 for name in VARIANTS)
     assert all(rows["exact", name]["same_weights"] == 1.0 for name in VARIANTS)
     assert report["verdicts"][-1]["holds"]
-    assert [v["bound"] for v in report["verdicts"]] == [1.7, 1.01, 0.97, 1.0]
+    bounds = [v["bound"] for v in report["verdicts"] if not v["claim"].startswith(("tail: share", "tail: idle"))]
+    assert bounds == [1.7, 1.15, 1.01, 0.97, 1.0, 1.0]
     assert out.with_suffix(".png").stat().st_size > 5000
     assert (home / "e2e-timelines.png").stat().st_size > 5000
     assert not list(home.glob("runs/*/checkpoints"))
