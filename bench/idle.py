@@ -27,6 +27,7 @@ from conf.run import RunConfig
 from flows._terminal import Terminal
 from tasks.prepare import prepare_data, prepare_model
 from tlt_core.items.types import RolloutBatch
+from tlt_core.run.rollout_phase import requests_for
 from tlt_core.run.session import Session
 
 _FIGURES = (
@@ -99,7 +100,9 @@ def _rehearse(session: Session, step: int) -> tuple[RolloutBatch, float]:
     """
     session.group.exchange_ngrams()
     began_s = time.perf_counter()
-    requests = session.next_requests(step, session.cfg.rollout.num_prompts)
+    cfg = session.cfg
+    prompts = session.order.take(cfg.rollout.num_prompts)
+    requests = requests_for(prompts, cfg.rollout.num_samples, seed=cfg.seed, step=step)
     rollouts = session.rollout.decode(requests, session.params, phase="rehearse", step=step)
     seconds = time.perf_counter() - began_s
     session.group.exchange_ngrams()
