@@ -145,6 +145,13 @@ def _speculation(choice: str) -> SpeculationConfig:
     return SpeculationConfig(drafter_path=choice)
 
 
+def _report(args: argparse.Namespace) -> None:
+    from flows.report import report
+
+    path, verdict = report(args.run, out=args.out)
+    print(f"{verdict}\nreport: {path}    open it in a browser")
+
+
 def _doctor(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -223,6 +230,7 @@ ON_CONFIG = {
 OTHERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "generate": _generate,
     "verify-export": _verify_export,
+    "report": _report,
     "doctor": _doctor,
     "ui": _ui,
     "deploy": _deploy,
