@@ -50,6 +50,7 @@ def _train(cfg: RunConfig, args: argparse.Namespace) -> None:
         return
     policy = _run(cfg, "flows.train:train", before="flows._announcement:announce")
     print(f"policy: {policy}    figures, samples, metrics: {cfg.run_dir}    MLflow: tlt ui --uri {cfg.tracking.uri}")
+    print(f"all of it on one page: tlt report {cfg.run_dir}")
 
 
 def _warmup(cfg: RunConfig, args: argparse.Namespace) -> None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -128,5 +129,6 @@ def _svg(figure: Figure, axes: Axes) -> str:
     axes.set_ylim(bottom=min(axes.get_ylim()[0], 0.0))
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None})
+    with matplotlib.rc_context({"svg.hashsalt": "tlt"}):  # the same run gives the same page
+        figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
