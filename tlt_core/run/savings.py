@@ -249,7 +249,7 @@ def _in_words(part: Part) -> str:
     if part.outcome in ("off", "not measured"):
         return f"{part.name} was {part.outcome}"
     why = f"set {part.change}" if part.change else part.finding[0].lower() + part.finding[1:].rstrip(".")
-    seconds = "" if part.saved_s is None else f"{part.saved_s:+.1f} s, "
+    seconds = "" if abs(part.saved_s or 0.0) < 0.05 else f"{part.saved_s:+.1f} s, "
     return f"{part.name} {'was ' if part.outcome == 'not used' else ''}{part.outcome} ({seconds}{why})"
 
 

@@ -114,7 +114,11 @@ def test_what_to_change_where_nothing_was_streamed(
     settings: list[str], rows: list[dict[str, float]], change: str
 ) -> None:
     rows = [{**row, "bubble/streamed_s": 0.0, "actor/streamed_share": 0.0} for row in rows]
-    assert _part(savings(rows, _cfg(*settings)), "streamed update") == ("did not help", change)
+    found = savings(rows, _cfg(*settings))
+    assert _part(found, "streamed update") == ("did not help", change)
+    assert (
+        f"streamed update did not help ({'set ' + change if change else 'there is no tail: workers'}" in found.verdict
+    )
 
 
 def test_an_update_that_cannot_be_streamed_names_the_reason() -> None:
