@@ -50,6 +50,7 @@ def _train(cfg: RunConfig, args: argparse.Namespace) -> None:
         return
     policy = _run(cfg, "flows.train:train", before="flows._announcement:announce")
     print(f"policy: {policy}    figures, samples, metrics: {cfg.run_dir}    MLflow: tlt ui --uri {cfg.tracking.uri}")
+    print(f"all of it on one page: tlt report {cfg.run_dir}")
 
 
 def _warmup(cfg: RunConfig, args: argparse.Namespace) -> None:
@@ -145,6 +146,13 @@ def _speculation(choice: str) -> SpeculationConfig:
     return SpeculationConfig(drafter_path=choice)
 
 
+def _report(args: argparse.Namespace) -> None:
+    from flows.report import report
+
+    path, verdict = report(args.run, out=args.out)
+    print(f"{verdict}\nreport: {path}    open it in a browser")
+
+
 def _doctor(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -223,6 +231,7 @@ ON_CONFIG = {
 OTHERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "generate": _generate,
     "verify-export": _verify_export,
+    "report": _report,
     "doctor": _doctor,
     "ui": _ui,
     "deploy": _deploy,

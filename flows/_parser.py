@@ -51,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands.add_parser("verify-export", help="may this export be served?  Exit code 0: yes, 1: no"))
     _add_bench(commands.add_parser("bench", help="measure, and write reports/NAME.json"))
     _add_generate(commands.add_parser("generate", help="batch generation: JSONL of prompts in, JSONL out"))
+    _add_report(commands.add_parser("report", help="one run as one HTML file: what TLT has saved, curves, timelines"))
     doctor = commands.add_parser("doctor", help="what this machine has, what is used, and how long a run would take")
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help="of that run (default: conf/demo.yaml)")
     ui = commands.add_parser("ui", help="look at the runs in MLflow")
@@ -112,6 +113,11 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--other-weights", action="store_true", help="the target may have other weights than those that were exported"
     )
+
+
+def _add_report(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run's folder (runs/demo), or its configuration file")
+    parser.add_argument("--out", type=output_file, metavar="FILE", help="default: report.html in the run's folder")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

@@ -80,6 +80,7 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
             tracker.outcome(took.metrics(predicted))
             provenance.end_attempt(cfg.run_dir, took_s=took.stages)
             log.info("%s", took.in_words(predicted))
+            log.info("verdict: %s", tracker.verdict())
             return trained
 
 

@@ -74,6 +74,10 @@ class MlflowRun:
         """
         self._send(lambda: self._describe(params, tags, dataset) if self._is_new else None)
 
+    def tag(self, name: str, value: str) -> None:
+        """Set a tag; a later value replaces an earlier one."""
+        self._send(lambda: self._client.set_tag(self.run_id, name, value))
+
     def artifact(self, path: Path, *, folder: str = "") -> None:
         """Upload a file."""
         self._send(lambda: self._client.log_artifact(self.run_id, str(path), artifact_path=folder or None))

@@ -23,6 +23,7 @@ from tlt_core.items.metrics import require_declared
 from tlt_core.items.store import Ref, write_atomically
 from tlt_core.items.types import ScoredBatch
 from tlt_core.machine import provenance
+from tlt_core.run.savings import savings
 from tlt_core.run.session import Session
 from tlt_core.run.step_metrics import time_metrics
 
@@ -88,6 +89,13 @@ class Tracker:
         """Log numbers of the whole run at its last step, in MLflow alone."""
         require_declared(values)
         self._mlflow.metrics(values, step=self._cfg.num_steps)
+
+    def verdict(self) -> str:
+        """What the run has saved, in one line; also MLflow's tag `verdict` and metrics `saved/*`."""
+        found = savings(self._rows, self._cfg)
+        self._mlflow.tag("verdict", found.verdict)
+        self.outcome(found.metrics())
+        return found.verdict
 
     def step(self, session: Session, step: int, scored: ScoredBatch) -> dict[str, float]:
         """See `track`.  Returns the step's metrics."""

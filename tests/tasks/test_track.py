@@ -215,6 +215,17 @@ def test_a_step_leaves_metrics_figures_and_samples(cfg: RunConfig, caplog: pytes
     assert provenance.tracker_run_id(cfg.run_dir) == session.tracker_run_id
 
 
+def test_the_verdict_is_a_tag_and_its_seconds_are_metrics(cfg: RunConfig) -> None:
+    session: Any = _Session(cfg)
+    with _tracker(session, cfg) as tracker:
+        tracker.record({"timing_s/step": 8.0, "timing_s/gen": 4.0, "rollout/spec_speedup_est": 1.5}, step=1)
+        verdict = tracker.verdict()
+    assert verdict.startswith("2.0 s saved of about 10.0 s in 1 step (20%, estimate)")
+    stored = MlflowClient(cfg.tracking.uri).get_run(session.tracker_run_id).data
+    assert stored.tags["verdict"] == verdict
+    assert (stored.metrics["saved/speculation_s"], stored.metrics["saved/total_s"]) == (2.0, 2.0)
+
+
 def test_a_resumed_attempt_drops_the_rows_that_it_will_write_again(cfg: RunConfig) -> None:
     rows = [{"step": s, "critic/rewards/mean": 0.1 * s} for s in range(4)]
     path = cfg.run_dir / "metrics.jsonl"

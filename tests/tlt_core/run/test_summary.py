@@ -25,6 +25,12 @@ def test_summary_takes_the_latest_value_and_the_median() -> None:
     assert run_summary.summary([]) == {"steps": 0, "last": {}, "median": {}}
 
 
+def test_half_a_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
+    assert run_summary.rows_of(tmp_path) == []
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "crit')
+    assert run_summary.rows_of(tmp_path) == [{"step": 1}]
+
+
 def test_curves_have_a_row_a_training_step_and_gaps(tmp_path: Path) -> None:
     run_summary.write_csv(tmp_path / "x.csv", run_summary.curves(_ROWS), ["step", *run_summary.CURVES])
     head, *lines = (tmp_path / "x.csv").read_text().splitlines()

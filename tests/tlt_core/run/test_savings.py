@@ -1,0 +1,143 @@
+"""What a run has saved, from rows with numbers that can be added up by hand."""
+
+import pytest
+
+from conf.load import load
+from conf.run import RunConfig
+from tlt_core.items.metrics import require_declared
+from tlt_core.run.savings import Savings, savings
+
+# Two steps of two workers, 100 s in all.  Speculation: 40 s of rollout at 1.5 times the speed of plain decoding: 20 s.
+# Streamed update: step 1 has 6 worker seconds, so 3 s (half of the gradient work, so at most 10 s); step 2 has 8 worker
+# seconds, so 4 s, but only a fifth of the gradient work, so at most 8 * 0.2 / 0.8 = 2 s.  Together 5 s.
+_ROWS = [
+    {"step": 0, "timing_s/testing": 13.0},
+    {
+        "step": 1,
+        "timing_s/step": 60.0,
+        "timing_s/gen": 30.0,
+        "timing_s/update_actor": 10.0,
+        "rollout/spec_speedup_est": 1.2,
+        "bubble/idle_s": 16.0,
+        "bubble/harvested_s": 10.0,
+        "bubble/streamed_s": 6.0,
+        "bubble/untrained_s/throttled": 5.0,
+        "actor/streamed_share": 0.5,
+        "drafter/version": 0.0,
+    },
+    {
+        "step": 2,
+        "timing_s/step": 40.0,
+        "timing_s/gen": 10.0,
+        "timing_s/update_actor": 8.0,
+        "rollout/spec_speedup_est": 1.5,
+        "bubble/idle_s": 8.0,
+        "bubble/harvested_s": 8.0,
+        "bubble/streamed_s": 8.0,
+        "actor/streamed_share": 0.2,
+        "drafter/version": 1.0,
+        "drafter/canary_accept_length": 3.5,
+        "drafter/canary_accept_length_before": 3.25,
+        "drafter/canary_error": 0.1,
+    },
+]
+
+
+def _cfg(*overrides: str) -> RunConfig:
+    return load("conf/demo.yaml", ["update.tokens_per_micro_batch=512", *overrides])
+
+
+def _with(**changes: float) -> list[dict[str, float]]:
+    """The rows with other values; `a__b` stands for `a/b`."""
+    new = {name.replace("__", "/"): value for name, value in changes.items()}
+    return [{**row, **{k: v for k, v in new.items() if row["step"] > 0}} for row in _ROWS]
+
+
+def _part(found: Savings, name: str) -> tuple[str, str]:
+    (part,) = [part for part in found.parts if part.name == name]
+    return part.outcome, part.change
+
+
+def test_seconds_and_shares_of_a_run_in_which_all_parts_helped() -> None:
+    found = savings(_ROWS, _cfg())
+    assert (found.steps, found.step_s, found.saved_s, found.plain_s) == (2, 100.0, 25.0, 125.0)
+    assert [part.saved_s for part in found.parts] == [20.0, 5.0, None]
+    assert [part.share for part in found.parts] == [0.16, 0.04, None]
+    assert {part.outcome for part in found.parts} == {"helped"}
+    assert found.verdict == (
+        "25.0 s saved of about 125.0 s in 2 steps (20%, estimate); speculation +20.0 s; streamed update +5.0 s; "
+        "drafter training helped"
+    )
+    assert found.metrics() == {"saved/speculation_s": 20.0, "saved/streamed_update_s": 5.0, "saved/total_s": 25.0}
+    require_declared(found.metrics())
+
+
+def test_idle_time_is_accounted_for() -> None:
+    # 24 worker seconds: 14 for the update, 4 for the drafter, 5 throttled, and 1 that nothing explains
+    assert dict(savings(_ROWS, _cfg()).idle) == {"update": 14.0, "throttled": 5.0, "drafter": 4.0, "unknown": 1.0}
+
+
+def test_speculation_that_costs_time_is_said_to() -> None:
+    rows = _with(rollout__spec_speedup_est=0.9)  # 40 s * -0.1 = -4 s
+    found = savings(rows, _cfg())
+    assert found.parts[0].saved_s == pytest.approx(-4.0)
+    assert found.saved_s == pytest.approx(1.0)
+    assert _part(found, "speculation") == ("did not help", "rollout.speculation.policy=off")
+    fixed = _cfg("rollout.speculation.policy=fixed")
+    assert _part(savings(rows, fixed), "speculation") == ("did not help", "rollout.speculation.policy=cost_model")
+    assert "speculation did not help (-4.0 s, set rollout.speculation.policy=off)" in found.verdict
+    worse = savings(_with(rollout__spec_speedup_est=0.5), _cfg())
+    assert worse.verdict.startswith("15.0 s lost in 2 steps of 100.0 s")
+
+
+def test_plain_decoding_is_off_and_not_a_failure() -> None:
+    rows = [{"step": s, "timing_s/step": 5.0, "timing_s/gen": 2.0, "bubble/idle_s": 1.0} for s in (1, 2)]
+    found = savings(rows, _cfg("rollout.speculation.policy=off", "update.streamed=off"))
+    assert [part.outcome for part in found.parts] == ["off", "off", "off"]
+    assert found.verdict == (
+        "nothing saved in 2 steps of 10.0 s; speculation was off; streamed update was off; drafter training was off"
+    )
+    assert found.metrics() == {"saved/total_s": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "change"),
+    [
+        (["cluster.num_workers=1"], _with(), "cluster.num_workers=2"),
+        ([], _with(bubble__idle_s=0.5), ""),  # 1 of 80 worker seconds: no tail
+        ([], _with(), "update.streamed=first"),  # idle time trained the drafter
+        (["update.streamed=first", "update.groups_per_pack=4"], _with(), "update.groups_per_pack=1"),
+        (["update.streamed=first", "update.groups_per_pack=1"], _with(), "update.tokens_per_micro_batch=256"),
+    ],
+)
+def test_what_to_change_where_nothing_was_streamed(
+    settings: list[str], rows: list[dict[str, float]], change: str
+) -> None:
+    rows = [{**row, "bubble/streamed_s": 0.0, "actor/streamed_share": 0.0} for row in rows]
+    found = savings(rows, _cfg(*settings))
+    assert _part(found, "streamed update") == ("did not help", change)
+    assert (
+        f"streamed update did not help ({'set ' + change if change else 'there is no tail: workers'}" in found.verdict
+    )
+
+
+def test_an_update_that_cannot_be_streamed_names_the_reason() -> None:
+    part = savings(_ROWS, _cfg("algorithm.kl.coef=0.1")).parts[1]
+    assert (part.outcome, part.change) == ("off", "algorithm.kl.coef")
+
+
+def test_a_drafter_helps_only_beyond_chance() -> None:
+    assert _part(savings(_with(drafter__canary_error=0.3), _cfg()), "drafter training") == (
+        "did not help",
+        "drafter.spot.enabled=false",
+    )
+    refused = savings(_with(drafter__version=0.0), _cfg())
+    assert _part(refused, "drafter training")[0] == "did not help"
+    assert "no new drafter came into use" in refused.parts[2].finding
+
+
+def test_a_run_without_a_step_has_no_verdict() -> None:
+    found = savings(_ROWS[:1], _cfg())
+    assert found.verdict == "nothing to judge: no step was recorded"
+    assert {part.outcome for part in found.parts} == {"not measured"}
+    assert found.metrics() == {}

@@ -1,0 +1,263 @@
+"""What speculation, the streamed update and drafter training have saved in one run: seconds, shares, a verdict.
+
+In: the rows of `metrics.jsonl` and the configuration.  Out: `Savings`.  All seconds are estimates, against what plain
+work costs on this machine in this run; each part says how it was computed, and which setting to change where it did
+not help.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from conf.run import RunConfig
+
+Row = Mapping[str, float]
+Outcome = Literal["helped", "did not help", "not measured", "not used", "off"]
+
+SPECULATION, STREAMED, DRAFTER = "speculation", "streamed update", "drafter training"
+_NOTICEABLE = 0.005  # of the step time: less counts as nothing
+_NO_TAIL = 0.05  # of the workers' rollout time: with less idle time there is nothing to use
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Part("speculation", "helped", 43.6, 0.29, "Decoding took ...", "Rollout time times ...", "")"""
+
+    name: str
+    outcome: Outcome
+    saved_s: float | None  # estimated; negative: it cost time; None: not known in seconds
+    share: float | None  # of the estimated step time without TLT
+    finding: str
+    how: str  # it was computed
+    change: str  # setting that would help; empty where none is needed
+
+
+class Idle(NamedTuple):
+    """Idle("throttled", 3.5): idle worker seconds by what became of them."""
+
+    use: str
+    worker_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Savings:
+    """See the module's docstring."""
+
+    steps: int
+    step_s: float  # measured, all steps
+    saved_s: float  # estimated, all parts
+    plain_s: float  # step_s + saved_s: what the steps would have taken
+    parts: tuple[Part, ...]
+    idle: tuple[Idle, ...]  # adds up to the idle worker seconds of the rollouts
+    verdict: str  # one line
+
+    def metrics(self) -> dict[str, float]:
+        """`saved/PART_s` of the parts that are known in seconds, and of all of them; nothing without a step."""
+        if not self.steps:
+            return {}
+        known = {part.name.replace(" ", "_"): part.saved_s for part in self.parts if part.saved_s is not None}
+        return {f"saved/{name}_s": seconds for name, seconds in {**known, "total": self.saved_s}.items()}
+
+
+class _Totals(NamedTuple):
+    """Sums over the steps that were recorded whole."""
+
+    rows: list[Row]
+    step_s: float
+    gen_s: float
+    idle_s: float  # worker seconds, as the next two
+    streamed_s: float
+    trained_s: float
+    idle_share: float  # of the workers' rollout time
+
+
+def savings(rows: Sequence[Row], cfg: RunConfig) -> Savings:
+    """What a run has saved.  rows: as in `metrics.jsonl`; those without a step time do not count."""
+    total = _totals(rows, cfg.cluster.num_workers)
+    found = (_speculation(total, cfg), _streamed(total, cfg), _drafter(total, cfg))
+    saved_s = sum(part.saved_s or 0.0 for part in found)
+    plain_s = total.step_s + saved_s
+    parts = tuple(_with_share(part, plain_s) for part in found)
+    return Savings(
+        steps=len(total.rows),
+        step_s=total.step_s,
+        saved_s=saved_s,
+        plain_s=plain_s,
+        parts=parts,
+        idle=_idle(total),
+        verdict=_verdict(total, parts, saved_s=saved_s, plain_s=plain_s),
+    )
+
+
+def _totals(rows: Sequence[Row], num_workers: int) -> _Totals:
+    whole = [row for row in rows if "timing_s/step" in row]
+
+    def of(name: str) -> float:
+        return math.fsum(row.get(name, 0.0) for row in whole)
+
+    gen_s, idle_s, streamed_s = of("timing_s/gen"), of("bubble/idle_s"), of("bubble/streamed_s")
+    trained_s = max(of("bubble/harvested_s") - streamed_s, 0.0)
+    worker_s = num_workers * gen_s
+    share = idle_s / worker_s if worker_s else 0.0
+    return _Totals(whole, of("timing_s/step"), gen_s, idle_s, streamed_s, trained_s, share)
+
+
+def _speculation(total: _Totals, cfg: RunConfig) -> Part:
+    policy = cfg.rollout.speculation.policy
+    how = (
+        "Rollout time x (estimated plain over actual decode time - 1). The tuner measures what plain rounds cost here; "
+        "its ratio counts all rounds since the run began, and is the mean over the workers."
+    )
+    if policy == "off":
+        return _part(SPECULATION, "off", "Decoding was plain.", change="rollout.speculation.policy=cost_model")
+    ratios = [row["rollout/spec_speedup_est"] for row in total.rows if "rollout/spec_speedup_est" in row]
+    if not ratios:
+        return _part(SPECULATION, "not measured", "The rollout engine does not say what plain rounds would have cost.")
+    saved_s = total.gen_s * (ratios[-1] - 1)
+    if saved_s >= _NOTICEABLE * total.step_s:
+        text = f"Decoding was {ratios[-1]:.2f} times as fast as plain: rollouts took {total.gen_s:.1f} s."
+        return Part(SPECULATION, "helped", saved_s, None, text, how, "")
+    text = f"Decoding was {ratios[-1]:.2f} times as fast as plain decoding would have been."
+    change = "off" if policy == "cost_model" else "cost_model"
+    return Part(SPECULATION, "did not help", saved_s, None, text, how, f"rollout.speculation.policy={change}")
+
+
+def _streamed(total: _Totals, cfg: RunConfig) -> Part:
+    workers = cfg.cluster.num_workers
+    how = (
+        f"Per step, the smaller of two estimates: idle worker seconds spent on passes of the update, over {workers} "
+        "workers; and update time x share / (1 - share), with the share of the gradient work done in idle time. What "
+        "it costs those who still decode is not measured."
+    )
+    if cfg.update.streamed == "off":
+        return _part(STREAMED, "off", "The update began after the rollout.", change="update.streamed=auto")
+    if cfg.why_not_streamed:
+        return _part(STREAMED, "off", f"Not possible: {cfg.why_not_streamed}.", change=cfg.why_not_streamed.split()[0])
+    if not any("bubble/streamed_s" in row or "actor/streamed_share" in row for row in total.rows):
+        return _part(STREAMED, "not measured", "No step says how much of the update was done in idle time.")
+    saved_s = math.fsum(_streamed_s(row, workers) for row in total.rows)
+    share = max((row.get("actor/streamed_share", 0.0) for row in total.rows), default=0.0)
+    if saved_s >= _NOTICEABLE * total.step_s:
+        text = (
+            f"{total.streamed_s:.1f} idle worker seconds went into it; at most {share:.0%} of a step's gradient work."
+        )
+        return Part(STREAMED, "helped", saved_s, None, text, how, "")
+    text, change = _why_nothing_streamed(total, cfg)
+    return Part(STREAMED, "did not help", saved_s, None, text, how, change)
+
+
+def _streamed_s(row: Row, workers: int) -> float:
+    """Seconds that idle work took off the update of one step: see `_streamed`."""
+    by_time, share = row.get("bubble/streamed_s", 0.0) / workers, row.get("actor/streamed_share", 0.0)
+    return by_time if share >= 1 else min(by_time, row.get("timing_s/update_actor", 0.0) * share / (1 - share))
+
+
+def _why_nothing_streamed(total: _Totals, cfg: RunConfig) -> tuple[str, str]:
+    """A sentence, and the setting to change; empty where none would help."""
+    nothing = _why_no_idle_time(total, cfg)
+    if nothing is not None:
+        return nothing
+    if total.trained_s > total.streamed_s and cfg.update.streamed != "first":
+        return "Idle time went to drafter training first.", "update.streamed=first"
+    if cfg.update.groups_per_pack > 1:
+        return "Hardly a pack of groups was complete before the rollout ended.", "update.groups_per_pack=1"
+    smaller = max(cfg.update.tokens_per_micro_batch // 2, 64)
+    return "Hardly a pass was finished before the rollout ended.", f"update.tokens_per_micro_batch={smaller}"
+
+
+def _why_no_idle_time(total: _Totals, cfg: RunConfig) -> tuple[str, str] | None:
+    if cfg.cluster.num_workers == 1:
+        return "A lone worker has no idle time while it decodes.", "cluster.num_workers=2"
+    if total.idle_share < _NO_TAIL:
+        return f"There is no tail: workers were idle for {total.idle_share:.1%} of the rollouts.", ""
+    return None
+
+
+def _drafter(total: _Totals, cfg: RunConfig) -> Part:
+    speculation, off = cfg.rollout.speculation, "drafter.spot.enabled=false"
+    has_drafter = speculation.policy != "off" and (speculation.drafter_path is not None or cfg.drafter.warmup)
+    how = (
+        "Seconds are part of speculation's. It helped if the new drafters, on held-back responses, gained more tokens "
+        "a round than one standard error."
+    )
+    if not total.rows:
+        return _part(DRAFTER, "not measured", "No step was recorded.")
+    if not (cfg.drafter.spot.enabled and has_drafter):
+        text = "No drafter was trained in idle time."
+        return _part(DRAFTER, "off", text, change="drafter.spot.enabled=true" if has_drafter else "")
+    if total.trained_s == 0:
+        nothing = _why_no_idle_time(total, cfg)
+        text, change = nothing or ("All idle time that could be used went to the update.", "")
+        return _part(DRAFTER, "not used", text, change=change)
+    gain, error, published = _drafter_gain(total.rows)
+    spent = f"{total.trained_s:.1f} idle worker seconds went into it"
+    if not published:
+        text = f"{spent}; no new drafter came into use."
+        return Part(DRAFTER, "did not help", None, None, text, how, f"{off}, or more num_steps")
+    text = (
+        f"{spent}; {published} new drafter{'s' if published > 1 else ''}, {gain:+.3f} tokens a round (+-{error:.3f})."
+    )
+    if gain > error:
+        return Part(DRAFTER, "helped", None, None, text, how, "")
+    return Part(DRAFTER, "did not help", None, None, f"{text} That is no more than chance.", how, off)
+
+
+def _drafter_gain(rows: Sequence[Row]) -> tuple[float, float, int]:
+    """Gain in acceptance length over all drafters that came into use, its standard error, and their number."""
+    gain, variance, published, version = 0.0, 0.0, 0, 0.0
+    for row in rows:
+        if row.get("drafter/version", version) > version and "drafter/canary_accept_length" in row:
+            before = row.get("drafter/canary_accept_length_before", row["drafter/canary_accept_length"])
+            gain += row["drafter/canary_accept_length"] - before
+            variance += row.get("drafter/canary_error", 0.0) ** 2
+            published += 1
+        version = row.get("drafter/version", version)
+    return gain, math.sqrt(variance), published
+
+
+def _idle(total: _Totals) -> tuple[Idle, ...]:
+    """Largest first; the rest has no reason."""
+    uses = {"update": total.streamed_s, "drafter": total.trained_s}
+    for row in total.rows:
+        for name, seconds in row.items():
+            if name.startswith("bubble/untrained_s/"):
+                reason = name.rpartition("/")[2]
+                uses[reason] = uses.get(reason, 0.0) + seconds
+    uses["unknown"] = max(total.idle_s - math.fsum(uses.values()), 0.0)
+    known = [Idle(use, seconds) for use, seconds in uses.items() if seconds >= 0.05]
+    return tuple(sorted(known, key=lambda item: -item.worker_s))
+
+
+def _verdict(total: _Totals, parts: Sequence[Part], *, saved_s: float, plain_s: float) -> str:
+    if not total.rows:
+        return "nothing to judge: no step was recorded"
+    count = f"{len(total.rows)} step{'s' if len(total.rows) > 1 else ''}"
+    if abs(saved_s) < _NOTICEABLE * total.step_s:
+        head = f"nothing saved in {count} of {total.step_s:.1f} s"
+    elif saved_s < 0:
+        head = f"{-saved_s:.1f} s lost in {count} of {total.step_s:.1f} s (estimate)"
+    else:
+        head = f"{saved_s:.1f} s saved of about {plain_s:.1f} s in {count} ({saved_s / plain_s:.0%}, estimate)"
+    return "; ".join([head, *(_in_words(part) for part in parts)])
+
+
+def _in_words(part: Part) -> str:
+    """The part's piece of the verdict."""
+    if part.outcome == "helped":
+        return f"{part.name} helped" if part.saved_s is None else f"{part.name} {part.saved_s:+.1f} s"
+    if part.outcome in ("off", "not measured"):
+        return f"{part.name} was {part.outcome}"
+    why = f"set {part.change}" if part.change else part.finding[0].lower() + part.finding[1:].rstrip(".")
+    seconds = "" if abs(part.saved_s or 0.0) < 0.05 else f"{part.saved_s:+.1f} s, "
+    return f"{part.name} {'was ' if part.outcome == 'not used' else ''}{part.outcome} ({seconds}{why})"
+
+
+def _part(name: str, outcome: Outcome, finding: str, *, change: str = "") -> Part:
+    """A part without seconds."""
+    return Part(name, outcome, None, None, finding, "", change)
+
+
+def _with_share(part: Part, plain_s: float) -> Part:
+    share = None if part.saved_s is None or plain_s <= 0 else part.saved_s / plain_s
+    return Part(part.name, part.outcome, part.saved_s, share, part.finding, part.how, part.change)
