@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -66,7 +67,8 @@ def test_it_is_said_before_prefect_is_imported_and_once(tmp_path: Path) -> None:
         "found = announce(cfg); announce(cfg)\n"
         "print(json.dumps([list(found.stages), 'prefect' in sys.modules, 'mlflow' in sys.modules]))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    env = os.environ | {"TLT_HOME": str(tmp_path / "artifacts")}  # without the cold start of another run
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
     stages, prefect, mlflow = json.loads(done.stdout)
     assert {"cold start", "rollouts", "updates", "end"} <= set(stages)
     assert not prefect
