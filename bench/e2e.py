@@ -56,7 +56,7 @@ _FIGURES = (
     "bubble/harvested_ratio",
     "bubble/streamed_s",
     "bubble/preempt_ms_p95",
-    "actor/streamed_share",
+    "bubble/streamed_share",
     "critic/rewards/mean",
 )
 _WORKLOADS = ("tail", "no-tail", "exact")

@@ -97,7 +97,7 @@ _CHOSEN: dict[str, tuple[str, ...]] = {  # of rows with more figures than a page
         "bubble/idle_s",
         "bubble/harvested_s",
         "bubble/streamed_s",
-        "actor/streamed_share",
+        "bubble/streamed_share",
         "same_steps",
     ),
     "spot": (

@@ -73,6 +73,7 @@ bubble/streamed_s | worker s | sum over workers | idle time used for passes of t
 bubble/long_idle_s | worker s | sum over workers | idle time in windows of more than 0.5 s
 bubble/harvested_ratio | share | of long_idle_s | long windows' time that was used | there were such windows
 bubble/overlap_headroom_s | worker s | sum over workers | long windows' time that was not used
+bubble/streamed_share | share | of tokens with a gradient | the update computed in idle time | not off
 bubble/update_worth | s per idle s | last value | what an idle second gains by a pass of the update | drafter training
 bubble/drafter_worth | s per idle s | moving average | the same, by training the drafter | drafter training
 bubble/throttled_s | worker s | sum over workers | training paused, as it slows those who decode
@@ -120,7 +121,6 @@ actor/pg_clipfrac | share | over response tokens | the ratio was clipped
 actor/pg_clipfrac_lower | share | over response tokens | the dual clip applied
 actor/ppo_kl | nats | mean over response tokens | KL estimate from the policy before the step to the current one
 actor/entropy | nats | mean over response tokens | entropy of the policy
-actor/streamed_share | share | of tokens with a gradient | computed in idle time of the rollout | not off
 actor/grad_norm | norm | mean over optimizer steps | of the gradient, before clipping
 actor/lr | per step | last optimizer step | learning rate
 training/tis_weight_mean | ratio | mean over response tokens | truncated importance weight, update over rollout

@@ -134,10 +134,10 @@ def _streamed(total: _Totals, cfg: RunConfig) -> Part:
         return _part(STREAMED, "off", "The update began after the rollout.", change="update.streamed=auto")
     if cfg.why_not_streamed:
         return _part(STREAMED, "off", f"Not possible: {cfg.why_not_streamed}.", change=cfg.why_not_streamed.split()[0])
-    if not any("bubble/streamed_s" in row or "actor/streamed_share" in row for row in total.rows):
+    if not any("bubble/streamed_s" in row or "bubble/streamed_share" in row for row in total.rows):
         return _part(STREAMED, "not measured", "No step says how much of the update was done in idle time.")
     saved_s = math.fsum(_streamed_s(row, workers) for row in total.rows)
-    share = max((row.get("actor/streamed_share", 0.0) for row in total.rows), default=0.0)
+    share = max((row.get("bubble/streamed_share", 0.0) for row in total.rows), default=0.0)
     if saved_s >= _NOTICEABLE * total.step_s:
         text = (
             f"{total.streamed_s:.1f} idle worker seconds went into it; at most {share:.0%} of a step's gradient work."
@@ -149,7 +149,7 @@ def _streamed(total: _Totals, cfg: RunConfig) -> Part:
 
 def _streamed_s(row: Row, workers: int) -> float:
     """Seconds that idle work took off the update of one step: see `_streamed`."""
-    by_time, share = row.get("bubble/streamed_s", 0.0) / workers, row.get("actor/streamed_share", 0.0)
+    by_time, share = row.get("bubble/streamed_s", 0.0) / workers, row.get("bubble/streamed_share", 0.0)
     return by_time if share >= 1 else min(by_time, row.get("timing_s/update_actor", 0.0) * share / (1 - share))
 
 

@@ -22,7 +22,7 @@ _ROWS = [
         "bubble/harvested_s": 10.0,
         "bubble/streamed_s": 6.0,
         "bubble/untrained_s/throttled": 5.0,
-        "actor/streamed_share": 0.5,
+        "bubble/streamed_share": 0.5,
         "drafter/version": 0.0,
     },
     {
@@ -34,7 +34,7 @@ _ROWS = [
         "bubble/idle_s": 8.0,
         "bubble/harvested_s": 8.0,
         "bubble/streamed_s": 8.0,
-        "actor/streamed_share": 0.2,
+        "bubble/streamed_share": 0.2,
         "drafter/version": 1.0,
         "drafter/canary_accept_length": 3.5,
         "drafter/canary_accept_length_before": 3.25,
@@ -113,7 +113,7 @@ def test_plain_decoding_is_off_and_not_a_failure() -> None:
 def test_what_to_change_where_nothing_was_streamed(
     settings: list[str], rows: list[dict[str, float]], change: str
 ) -> None:
-    rows = [{**row, "bubble/streamed_s": 0.0, "actor/streamed_share": 0.0} for row in rows]
+    rows = [{**row, "bubble/streamed_s": 0.0, "bubble/streamed_share": 0.0} for row in rows]
     found = savings(rows, _cfg(*settings))
     assert _part(found, "streamed update") == ("did not help", change)
     assert (
