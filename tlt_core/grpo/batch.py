@@ -109,7 +109,7 @@ def make_train_batches(
             passes = [
                 p
                 for p in make_passes(scored, chosen.tolist(), cfg, algorithm, pack_of=pack_of)
-                if not (p.needs_grad and p.key in streamed)
+                if p.key not in streamed
             ]
             minibatches.append(
                 [

@@ -14,7 +14,8 @@ from conf.update import AlgorithmConfig, UpdateConfig
 from tlt_core.items.types import FinishReason, RolloutBatch, ScoredBatch
 
 Key = tuple[int, int]
-"""Pack of a pass, and its number among the pack's passes with, or without, a gradient."""
+"""Pack of a pass, and its number: 0, 1, ... with a gradient, -1, -2, ... without one.  Dynamic sampling drops groups
+without a gradient later, which must not change the others' numbers."""
 
 
 class Pass(NamedTuple):
@@ -66,7 +67,7 @@ def make_passes(
         needs_grad = not skips or float(scored.advantages_R[row]) != 0
         by_pack.setdefault((pack_of[prompts[row]], needs_grad), []).append(row)
     return [
-        Pass((pack, number), run, needs_grad)
+        Pass((pack, number if needs_grad else -1 - number), run, needs_grad)
         for (pack, needs_grad), members in by_pack.items()
         for number, run in enumerate(fill(members, cost, budget=cfg.tokens_per_micro_batch))
     ]

@@ -77,6 +77,16 @@ def _streamable(batch: ScoredBatch, algorithm: AlgorithmConfig) -> list[tuple[tu
     return offered
 
 
+def test_each_pass_has_a_key_of_its_own() -> None:
+    """Passes with and without a gradient, too: what was streamed is known by its key."""
+    algorithm = AlgorithmConfig()
+    batch = _batch(0, algorithm)
+    pack_of = {int(p): 0 for p in batch.rollouts.prompt_ids_R}
+    passes = make_passes(batch, range(len(batch.rollouts)), CFG, algorithm, pack_of=pack_of)
+    assert {p.needs_grad for p in passes} == {True, False}
+    assert len({p.key for p in passes}) == len(passes)
+
+
 def _state(trainer: PolicyTrainer) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in trainer.state_dict().items()}
 
