@@ -8,7 +8,7 @@ from typing import Literal
 
 from conf.load import ConfigError
 
-Benchmark = Literal["step", "e2e", "rollout", "tuner", "spot", "idle", "engines", "kernels", "sizes", "demo"]
+Benchmark = Literal["step", "e2e", "rollout", "tuner", "spot", "idle", "engines", "peers", "kernels", "sizes", "demo"]
 
 BENCHMARKS: dict[Benchmark, str] = {
     "step": "bench.step:bench_step",
@@ -18,6 +18,7 @@ BENCHMARKS: dict[Benchmark, str] = {
     "spot": "bench.spot.command:bench_spot",
     "idle": "bench.idle:bench_idle",
     "engines": "bench.engines.command:bench_engines",
+    "peers": "bench.peers.command:bench_peers",
     "kernels": "bench.kernels.command:bench_kernels_flow",
     "sizes": "bench.sizes.command:bench_sizes_flow",
     "demo": "bench.demo:bench_demo",

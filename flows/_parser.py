@@ -127,9 +127,10 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         help="step: the phases of a training step; e2e: whole steps without speculation, with a fixed drafter, and "
         "with all of TLT; rollout: decoding under every speculation policy; tuner: those policies on planted "
         "workloads; spot: what the drafter gains by training in idle time; engines: our engine beside transformers, "
-        "vLLM, llama.cpp and OpenVINO; kernels: bytes and operations a second of every op, beside the device's own "
-        "ceilings; sizes: plain beside adaptive decoding at the shapes of large models, with random weights and "
-        "planted acceptance; demo: what a whole run takes and brings, from its folder (trained first if need be)",
+        "vLLM, llama.cpp and OpenVINO; peers: whole steps of ours beside TRL's; kernels: bytes and operations a "
+        "second of every op, beside the device's own ceilings; sizes: plain beside adaptive decoding at the shapes of "
+        "large models, with random weights and planted acceptance; demo: what a whole run takes and brings, from its "
+        "folder (trained first if need be)",
     )
     parser.add_argument("config", nargs="?", default=DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

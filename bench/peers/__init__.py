@@ -1,0 +1,1 @@
+"""Whole training steps of ours beside those of another framework's trainer."""

@@ -1,0 +1,136 @@
+"""`tlt bench peers`: whole training steps of ours beside those of TRL's GRPOTrainer, on the same cores.
+
+Equal are the start model, the prompts of each step, group size, longest response, temperature, algorithm, optimizer,
+the precision (float32 weights, passes in bfloat16 where the machine has it) and the rewards, which our processes
+compute for both.  The noise is not, so responses differ.  TRL generates with transformers, in one process that has all
+cores: padded batches of all prompts of a step.  The first step of each warms up and does not count for the time.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from prefect import flow
+
+from bench.engines import environment
+from bench.peers.trl import TRL, Trl, TrlStep, arguments
+from bench.report import Bound, judge, write_report
+from bench.runs import drop_checkpoints, first_drafter, steps_of, take_turns, variants
+from bench.verdicts import summarise
+from conf.load import ConfigError
+from conf.run import RunConfig
+from tlt_core.data.prompt_order import PromptOrder
+from tlt_core.grpo.reward import Scorer
+from tlt_core.items.store import load_scored
+from tlt_core.items.types import Prompt
+from tlt_core.run.inputs import artifacts_dir, data_dir
+from tlt_core.run.prompts import Prompts
+
+_OURS = ("plain", "tlt")
+_FIGURES = (
+    "timing_s/step",
+    "timing_s/gen",
+    "timing_s/update_actor",
+    "perf/rollout_tokens_per_s",
+    "response_length/mean",
+    "critic/rewards/mean",
+)
+_LEAST_FASTER = 6.0
+
+
+@flow(name="bench-peers")
+def bench_peers(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
+    """`num_steps` steps of each trainer; returns the report.  repeats: not used, steps are the repeats."""
+    if cfg.num_steps < 2:
+        raise ConfigError("num_steps=1: the first step of each trainer does not count; set num_steps to 2 or more")
+    drafter, policy = first_drafter(cfg)
+    work_dir = cfg.run_dir.with_name(f"bench-{cfg.name}-trl")
+    work_dir.mkdir(parents=True, exist_ok=True)
+    given = arguments(cfg, num_steps=cfg.num_steps, out=work_dir)
+    python = environment.interpreter(TRL, artifacts_dir() / "peers")
+    prompts = Prompts.load(data_dir(cfg), policy, num_prompts=cfg.rollout.num_prompts)
+    order = PromptOrder(prompts.train, seed=cfg.seed)
+    rows = [prompt for _ in range(cfg.num_steps) for prompt in order.take(cfg.rollout.num_prompts)]
+
+    with closing(
+        Trl(python, _settings(cfg, policy, rows, prompts) | {"arguments": given}, work_dir / "log.txt")
+    ) as trl:
+        with Scorer(cfg.reward) as scorer:
+            theirs = [trl.step(lambda at, texts: _score(scorer, rows, at, texts)) for _ in range(cfg.num_steps)]
+        versions = trl.versions
+    every = variants(cfg, drafter)
+    runs = {name: every[name] for name in _OURS}
+    for _ in take_turns(runs, num_steps=cfg.num_steps, blocks=1):
+        pass
+    drop_checkpoints(runs)
+    report_rows: list[dict[str, Any]] = [
+        {"configuration": name, **summarise(steps_of(run), _FIGURES)} for name, run in runs.items()
+    ]
+    report_rows.append({"configuration": "trl", **summarise(_figures(theirs)[1:], _FIGURES), **versions})
+    gains = _reward_gains(runs["tlt"], rows, theirs)
+    report_rows.append({"configuration": "reward, tlt minus trl", **gains})
+    return write_report(
+        out,
+        command=command,
+        repeats=cfg.num_steps - 1,
+        rows=report_rows,
+        verdicts=_verdicts(steps_of(runs["tlt"]), _figures(theirs)[1:], gains),
+    )
+
+
+def _settings(cfg: RunConfig, policy: Path, rows: Sequence[Prompt], prompts: Prompts) -> dict[str, Any]:
+    token_ids = [prompt.tokens.tolist() for prompt in rows]
+    return {
+        "model": str(policy),
+        "threads": cfg.cluster.num_workers * cfg.cluster.threads_per_worker,
+        "weights": "float32",
+        "prompts": [prompts.tokenizer.decode(ids) for ids in token_ids],
+        "token_ids": token_ids,
+    }
+
+
+def _score(scorer: Scorer, rows: Sequence[Prompt], at: Sequence[int], texts: Sequence[str]) -> list[float]:
+    for index, (row, text) in enumerate(zip(at, texts, strict=True)):
+        scorer.submit(index, rows[row], text)
+    return [score.total for score in scorer.collect(range(len(texts)))]
+
+
+def _figures(steps: Sequence[TrlStep]) -> list[dict[str, float]]:
+    """TRL's steps under the names of our metrics."""
+    return [
+        {
+            "timing_s/step": step.seconds,
+            "timing_s/gen": step.rollout_s,
+            "timing_s/update_actor": step.seconds - step.rollout_s,
+            "perf/rollout_tokens_per_s": step.tokens / step.rollout_s,
+            "response_length/mean": statistics.fmean(step.lengths),
+            "critic/rewards/mean": statistics.fmean(step.rewards),
+        }
+        for step in steps
+    ]
+
+
+def _reward_gains(run: RunConfig, rows: Sequence[Prompt], theirs: Sequence[TrlStep]) -> dict[str, float]:
+    """Mean over all prompts of all steps of the difference between the groups' mean rewards, and its standard error."""
+    differences: list[float] = []
+    size = run.rollout.num_samples
+    for index, prompt in enumerate(rows):
+        step, group = divmod(index, run.rollout.num_prompts)
+        scored = load_scored(run.run_dir / "steps" / f"{step + 1:06d}" / "scored.safetensors")
+        own = float(scored.scores_R[scored.rollouts.prompt_ids_R == prompt.id].mean())
+        differences.append(own - statistics.fmean(theirs[step].rewards[group * size : (group + 1) * size]))
+    error = statistics.stdev(differences) / len(differences) ** 0.5
+    return {"mean": statistics.fmean(differences), "standard_error": error, "prompts": float(len(differences))}
+
+
+def _verdicts(
+    ours: Sequence[Mapping[str, float]], theirs: Sequence[Mapping[str, float]], gains: Mapping[str, float]
+) -> list[dict[str, Any]]:
+    ratios = [{"ratio": b["timing_s/step"] / a["timing_s/step"]} for a, b in zip(ours, theirs, strict=True)]
+    claim = "reward after equal steps, TLT minus TRL, plus two standard errors"
+    return [
+        *judge(ratios, [Bound("step time, TRL over TLT", "ratio", _LEAST_FASTER, at_least=True)]),
+        *judge([{"upper": gains["mean"] + 2 * gains["standard_error"]}], [Bound(claim, "upper", 0.0, at_least=True)]),
+    ]

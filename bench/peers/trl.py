@@ -1,0 +1,163 @@
+"""TRL's trainer in its own environment, driven step by step.  See `trl_process`."""
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.engines import environment
+from bench.engines.environment import Peer, PeerError
+from conf.load import ConfigError
+from conf.run import RunConfig
+
+_PROCESS = Path(__file__).with_name("trl_process.py")
+_LOG_LINES = 15
+_MOST_IN_A_PASS = 8  # responses of an update's pass; they are padded, and longer passes take more memory
+
+TRL = Peer(
+    "trl",
+    "torch==2.13.0",
+    (
+        "accelerate==1.15.0",
+        "annotated-doc==0.0.7",
+        "anyio==4.16.0",
+        "click==8.5.1",
+        "datasets==5.2.0",
+        "dill==0.4.1",
+        "h11==0.16.0",
+        "hf-xet==1.8.0",
+        "httpcore2==2.16.2",
+        "httpx2==2.16.2",
+        "huggingface_hub==2.4.0",
+        "idna==3.20",
+        "multiprocess==0.70.19",
+        "numpy==2.4.6",
+        "packaging==26.3",
+        "pandas==3.1.1",
+        "psutil==7.2.2",
+        "pyarrow==26.0.1",
+        "python-dateutil==4.0.0",
+        "PyYAML==6.0.4",
+        "regex==2026.11.19",
+        "safetensors==0.8.0",
+        "shellingham==1.5.4",
+        "tokenizers==0.23.3",
+        "tqdm==4.70.1",
+        "transformers==5.24.0",
+        "trl==1.16.0",
+        "truststore==0.10.5",
+        "typer==0.29.2",
+        "tzdata==2026.6",
+        "xxhash==4.1.0",
+    ),
+)
+
+_LOSSES = {"token_mean": "dapo", "sequence_mean": "grpo", "constant": "dr_grpo"}
+_SCALES = {"grpo": "group", "dr_grpo": "none"}
+Score = Callable[[Sequence[int], Sequence[str]], list[float]]
+
+
+class TrlStep(NamedTuple):
+    """One step of TRL's."""
+
+    seconds: float
+    rollout_s: float
+    tokens: int
+    lengths: list[int]  # of the responses, in the order of `rewards`
+    rewards: list[float]
+
+
+def arguments(cfg: RunConfig, *, num_steps: int, out: Path) -> dict[str, Any]:
+    """GRPOConfig's, for the same algorithm.  Raises ConfigError where TRL has no counterpart."""
+    algorithm, rollout, optimizer = cfg.algorithm, cfg.rollout, cfg.update.optimizer
+    if algorithm.advantage not in _SCALES or algorithm.dynamic_sampling or cfg.update.num_minibatches > 1:
+        raise ConfigError(
+            f"algorithm.advantage={algorithm.advantage}, dynamic_sampling={algorithm.dynamic_sampling}, "
+            f"update.num_minibatches={cfg.update.num_minibatches}: compared with TRL are grpo and dr_grpo without "
+            "dynamic sampling, in one optimizer step; change these settings"
+        )
+    responses = rollout.num_prompts * rollout.num_samples
+    in_a_pass = max(n for n in range(1, _MOST_IN_A_PASS + 1) if responses % n == 0)
+    return {
+        "output_dir": str(out),
+        "max_steps": num_steps,
+        "per_device_train_batch_size": in_a_pass,
+        "gradient_accumulation_steps": responses // in_a_pass,
+        "num_generations": rollout.num_samples,
+        "max_completion_length": rollout.max_new_tokens,
+        "temperature": rollout.temperature,
+        "beta": algorithm.kl.coef,
+        "epsilon": algorithm.clip_low,
+        "epsilon_high": algorithm.clip_high,
+        "loss_type": _LOSSES[algorithm.loss_aggregation],
+        "scale_rewards": _SCALES[algorithm.advantage],
+        "mask_truncated_completions": algorithm.mask_truncated,
+        "learning_rate": optimizer.learning_rate,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": optimizer.schedule.warmup_steps,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "adam_epsilon": optimizer.eps,
+        "max_grad_norm": optimizer.max_grad_norm,
+        "bf16": cfg.update.dtype == "bfloat16",
+        "gradient_checkpointing": False,
+        "shuffle_dataset": False,
+        "seed": cfg.seed,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+
+
+class Trl:
+    """A trainer that waits before each of its steps.  Raises PeerError when it cannot go on."""
+
+    def __init__(self, python: Path, settings: Mapping[str, Any], log: Path) -> None:
+        """Start it, and wait until its model is loaded."""
+        self._log = log
+        with log.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                [str(python), "-P", str(_PROCESS)],
+                env=environment.variables(threads=settings["threads"]),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+            )
+        self._say(settings)
+        self.versions: dict[str, str] = self._hear()["ready"]
+
+    def step(self, score: Score) -> TrlStep:
+        """One step.  score: rewards of responses, by the rows of their prompts."""
+        self._say({"go": True})
+        asked = self._hear()["score"]
+        self._say({"rewards": score(asked["rows"], asked["responses"])})
+        return TrlStep(**self._hear()["step"])
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _say(self, value: Mapping[str, Any]) -> None:
+        assert self._process.stdin is not None, "opened as a pipe"
+        try:
+            self._process.stdin.write(json.dumps(dict(value)) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            self._fail()
+
+    def _hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None, "opened as a pipe"
+        line = self._process.stdout.readline()
+        if not line:
+            self._fail()
+        heard: dict[str, Any] = json.loads(line)
+        return heard
+
+    def _fail(self) -> None:
+        end = "\n".join(self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+        raise PeerError(f"TRL's process ended; the end of {self._log}:\n{end}")

@@ -1,0 +1,106 @@
+"""TRL's GRPOTrainer in a process of its own, to be measured: lines of JSON in and out.
+
+    stdin   {"model": ..., "prompts": [...], "token_ids": [[...], ...], ...}                      settings, once
+    stdout  {"ready": {"trl": version, ...}}
+    stdin   {"go": true}                                                                          before a step
+    stdout  {"score": {"rows": [...], "responses": [...]}}        of the step; the answer is {"rewards": [...]}
+    stdout  {"step": {"seconds": ..., "rollout_s": ..., "tokens": ..., "lengths": [...], "rewards": [...]}}
+    stdout  {"done": true}                                                          after the last step
+
+Runs in TRL's environment: nothing of ours is imported.
+"""
+
+import json
+import os
+import sys
+import time
+
+
+def main() -> None:
+    """Train for as many steps as the settings say."""
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever TRL prints must not look like a reply
+    settings = json.loads(sys.stdin.readline())
+    trainer, versions = _trainer(settings, _Link(replies))
+    _say(replies, {"ready": versions})
+    trainer.train()
+    _say(replies, {"done": True})
+
+
+class _Link:
+    """Questions to the process that measures."""
+
+    def __init__(self, replies):  # type: ignore[no-untyped-def]
+        self._replies = replies
+        self.rewards, self.lengths, self.rollout_s = [], [], 0.0
+
+    def score(self, prompts, completions, completion_ids, row, **_):  # type: ignore[no-untyped-def]
+        """TRL's reward function: ours scores."""
+        _say(self._replies, {"score": {"rows": row, "responses": completions}})
+        self.rewards = json.loads(sys.stdin.readline())["rewards"]
+        self.lengths = [len(ids) for ids in completion_ids]
+        return self.rewards
+
+    def wait(self) -> None:
+        """Until the next step may begin."""
+        if not sys.stdin.readline():
+            raise SystemExit(1)
+
+    def tell(self, seconds: float) -> None:
+        """A step has ended."""
+        figures = {"seconds": seconds, "rollout_s": self.rollout_s, "tokens": sum(self.lengths)}
+        _say(self._replies, {"step": {**figures, "lengths": self.lengths, "rewards": self.rewards}})
+
+
+def _trainer(settings, link):  # type: ignore[no-untyped-def]
+    import torch
+    import transformers
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+    torch.set_num_threads(settings["threads"])
+
+    class _Steps(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, *_, **__):  # type: ignore[no-untyped-def]
+            link.wait()
+            self.began_s = time.perf_counter()
+
+        def on_step_end(self, *_, **__):  # type: ignore[no-untyped-def]
+            link.tell(time.perf_counter() - self.began_s)
+
+    tokenizer = AutoTokenizer.from_pretrained(settings["model"])
+    model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=getattr(torch, settings["weights"]))
+    given = settings["token_ids"]
+    found = tokenizer(text=settings["prompts"])["input_ids"]
+    if found != given:
+        raise SystemExit("TRL's tokens of the prompts are not ours")
+    rows = Dataset.from_dict({"prompt": settings["prompts"], "row": list(range(len(given)))})
+    trainer = trl.GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        reward_funcs=link.score,
+        args=trl.GRPOConfig(**settings["arguments"]),
+        train_dataset=rows,
+        callbacks=[_Steps()],
+    )
+    generate = trainer._generate
+
+    def timed(*args, **kwargs):  # type: ignore[no-untyped-def]
+        began_s = time.perf_counter()
+        result = generate(*args, **kwargs)
+        link.rollout_s = time.perf_counter() - began_s
+        return result
+
+    trainer._generate = timed
+    versions = {"trl": trl.__version__, "transformers": transformers.__version__, "torch": torch.__version__}
+    return trainer, versions
+
+
+def _say(replies, value):  # type: ignore[no-untyped-def]
+    replies.write(json.dumps(value) + "\n")
+    replies.flush()
+
+
+if __name__ == "__main__":
+    main()
