@@ -153,6 +153,13 @@ def _report(args: argparse.Namespace) -> None:
     print(f"{verdict}\nreport: {path}    open it in a browser")
 
 
+def _plan(args: argparse.Namespace) -> None:
+    from flows.plan import plan, table
+
+    lines, said = plan(args.run, speculative=args.speculative, workers=args.workers)
+    print(f"{table(lines)}\n{said}")
+
+
 def _doctor(args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -232,6 +239,7 @@ OTHERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "generate": _generate,
     "verify-export": _verify_export,
     "report": _report,
+    "plan": _plan,
     "doctor": _doctor,
     "ui": _ui,
     "deploy": _deploy,

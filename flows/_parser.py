@@ -52,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands.add_parser("bench", help="measure, and write reports/NAME.json"))
     _add_generate(commands.add_parser("generate", help="batch generation: JSONL of prompts in, JSONL out"))
     _add_report(commands.add_parser("report", help="one run as one HTML file: what TLT has saved, curves, timelines"))
+    _add_plan(commands.add_parser("plan", help="what TLT and other ways would bring: simulated from a run's own costs"))
     doctor = commands.add_parser("doctor", help="what this machine has, what is used, and how long a run would take")
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help="of that run (default: conf/demo.yaml)")
     ui = commands.add_parser("ui", help="look at the runs in MLflow")
@@ -118,6 +119,12 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's folder (runs/demo), or its configuration file")
     parser.add_argument("--out", type=output_file, metavar="FILE", help="default: report.html in the run's folder")
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run without speculation: its folder or configuration file")
+    parser.add_argument("--speculative", metavar="RUN", help="a run with speculation, on the same machine")
+    parser.add_argument("--workers", type=whole(1, 4096), help="of the planned run (default: as recorded)")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,147 @@
+"""One RL step of N workers, event by event.  Times in seconds, amounts of work in tokens.
+
+    queue of requests --pull--> live requests of a worker --rates--> responses end --> idle worker
+                                                                        '-- groups that have ended: passes of the update
+
+A worker with n live requests decodes each of them at `rates(n)` tokens a second, so between two events everything is
+linear.  Requests are dealt as `cluster/dispatcher` deals them with dispatch=pull.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+BINS = (1, 2, 4, 8, 16, 32, 64, 1 << 30)
+"""Largest number of live requests of each bin of `Rates`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Tokens a second of one request by the number of live ones on its worker: one entry for each of `BINS`."""
+
+    by_bin: tuple[float, ...]
+
+    def __call__(self, live: int) -> float:
+        """Rate at `live` requests."""
+        return self.by_bin[bin_of(live)]
+
+
+class Costs(NamedTuple):
+    """What a step costs besides decoding."""
+
+    update_token_s: float  # worker seconds of one token of a response in the update
+    update_fixed_s: float  # of each update, on all workers at once: sum of gradients, optimizer, publish
+    rollout_fixed_s: float  # of each rollout: calls, results
+    other_s: float  # rest of the step
+
+
+class Step(NamedTuple):
+    """A simulated step."""
+
+    rollout_s: float
+    update_s: float
+    step_s: float
+    idle_s: float  # worker seconds without requests while others decode
+    streamed_share: float  # of the update's tokens, computed in idle time
+
+
+@dataclass(slots=True)
+class _Worker:
+    """Live requests as a heap of (`done` when it ends, group, `done` when it began)."""
+
+    live: list[tuple[float, int, float]]
+    done: float = 0.0  # tokens that each live request has decoded since the start
+    at_s: float = 0.0
+
+
+def bin_of(live: int) -> int:
+    """Index into `BINS`."""
+    return next(i for i, most in enumerate(BINS) if live <= most)
+
+
+def simulate(
+    groups: Sequence[Sequence[int]], rates: Rates, costs: Costs, *, workers: int, max_live: int, streams: bool = False
+) -> Step:
+    """One step.  groups: response lengths by prompt, in the order of sampling.  streams: idle workers compute the
+    update of groups that have ended, one group at a time."""
+    ends = decode(groups, rates, workers=workers, max_live=max_live)
+    over_s = max(ends.worker_s)
+    idle_s = sum(over_s - s for s in ends.worker_s)
+    tokens = [sum(group) for group in groups]
+    streamed = _streamed(tokens, ends, over_s, costs.update_token_s) if streams else 0
+    update_s = update_seconds(sum(tokens) - streamed, costs, workers=workers)
+    rollout_s = over_s + costs.rollout_fixed_s
+    return Step(rollout_s, update_s, rollout_s + update_s + costs.other_s, idle_s, streamed / max(sum(tokens), 1))
+
+
+def update_seconds(tokens: float, costs: Costs, *, workers: int) -> float:
+    """Of an update on so many tokens."""
+    return tokens * costs.update_token_s / workers + costs.update_fixed_s
+
+
+class Ends(NamedTuple):
+    """When work has ended, in seconds since the rollout began."""
+
+    worker_s: list[float]  # of each worker: its last request
+    group_s: list[float]  # of each group: its last response
+    marks_s: list[float]  # when the 1st, 2nd, ... `mark` responses had ended
+    begun: list[int]  # at these times: tokens of responses that had not ended
+
+
+def decode(groups: Sequence[Sequence[int]], rates: Rates, *, workers: int, max_live: int, mark: int = 1 << 62) -> Ends:
+    """Decode all responses.  mark: a mark is made after every so many responses."""
+    queue = deque((length, g) for g, group in enumerate(groups) for length in group)
+    outstanding, missing = len(queue), [len(group) for group in groups]
+    ends, team = Ends([], [0.0] * len(groups), [], []), [_Worker([]) for _ in range(workers)]
+
+    def pull(worker: _Worker) -> None:
+        fair = -(-outstanding // workers)
+        while queue and len(worker.live) < min(max_live, fair):
+            length, group = queue.popleft()
+            heapq.heappush(worker.live, (worker.done + length, group, worker.done))
+
+    def next_end_s(worker: _Worker) -> float:
+        return worker.at_s + (worker.live[0][0] - worker.done) / rates(len(worker.live))
+
+    def begun(worker: _Worker, at_s: float) -> float:
+        done = worker.done + (at_s - worker.at_s) * (rates(len(worker.live)) if worker.live else 0.0)
+        return sum(done - first for _, _, first in worker.live)
+
+    for worker in team:
+        pull(worker)
+    while busy := [worker for worker in team if worker.live]:
+        worker = min(busy, key=next_end_s)
+        worker.at_s = next_end_s(worker)
+        worker.done, group, _ = heapq.heappop(worker.live)
+        outstanding -= 1
+        missing[group] -= 1
+        if not missing[group]:
+            ends.group_s[group] = worker.at_s
+        if (sum(map(len, groups)) - outstanding) % mark == 0:
+            ends.marks_s.append(worker.at_s)
+            ends.begun.append(round(sum(begun(other, worker.at_s) for other in team)))
+        pull(worker)
+        for other in team:  # who had no request when the queue was longer than its fair share
+            if not other.live and queue:
+                other.at_s = worker.at_s
+                pull(other)
+    ends.worker_s.extend(worker.at_s for worker in team)
+    return ends
+
+
+def _streamed(tokens: Sequence[int], ends: Ends, over_s: float, token_s: float) -> int:
+    """Tokens of the groups whose update idle workers finish before the rollout is over."""
+    free = [(s, w) for w, s in enumerate(ends.worker_s) if s < over_s]
+    heapq.heapify(free)
+    done = 0
+    for ended_s, count in sorted(zip(ends.group_s, tokens, strict=True)):
+        if not free:
+            break
+        at_s, worker = heapq.heappop(free)
+        end_s = max(at_s, ended_s) + count * token_s
+        if end_s <= over_s:
+            done += count
+            heapq.heappush(free, (end_s, worker))
+    return done
