@@ -31,6 +31,7 @@ from bench.runs import (
     variants,
 )
 from bench.verdicts import summarise
+from bench.written import written
 from conf.load import ConfigError
 from conf.run import RunConfig
 from tasks import figures
@@ -92,6 +93,7 @@ def bench_e2e(cfg: RunConfig, *, repeats: int, out: Path, command: str, workload
         drop_checkpoints(runs)
         steps = {variant: steps_of(run) for variant, run in runs.items()}
         rows += _rows(name, steps, _same_steps(runs))
+        rows.append({"workload": name, "configuration": "responses", **written(runs["plain"])})
         verdicts += _verdicts(name, steps)
         if name == "tail":
             _draw_timelines(runs, steps, out.with_name(f"{out.stem}-timelines.png"))
