@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {"cuda": ("smollm2-135m", "qwen2.5-7b", "llama-3-8b"), "cpu": ("tiny",)}
 ACCEPTANCE = 4.0
-NEEDS_PREFECT = ("tests/flows",)
+NEEDS_PREFECT = ("tests/flows", "tests/bench")
 
 
 def main() -> int:

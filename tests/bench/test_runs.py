@@ -79,7 +79,7 @@ def test_e2e_shows_identity_and_the_ceiling(home: Path) -> None:
     report = bench_e2e(_config(home, "num_steps=2"), repeats=1, out=out, command="by hand")
     rows = {(row["workload"], row["configuration"]): row for row in report["rows"]}
     for workload in ("tail", "no-tail"):
-        assert {name for own, name in rows if own == workload} == {*VARIANTS, "ceiling"}
+        assert {name for own, name in rows if own == workload} == {*VARIANTS, "responses", "ceiling"}
         assert rows[workload, "plain"]["over_plain_in_all"] == 1.0
         ceiling = rows[workload, "ceiling"]
         assert ceiling["speedup_if_rollout_were_free"] > ceiling["speedup_tlt_if_the_rest_stays"] > 0
