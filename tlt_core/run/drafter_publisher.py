@@ -59,22 +59,28 @@ class DrafterPublisher:
         self._rounds: Sequence[Sequence[RoundTrace]] = ()
         self._results: list[SpotResult] = []  # ... and what its workers have trained
 
-    def spot_settings(self, *, nobody_decodes: bool = False) -> SpotSettings:
-        """When workers train in the next phase.  nobody_decodes: then training slows nobody and needs no pauses."""
+    def spot_settings(self, step: int, *, nobody_decodes: bool = False) -> SpotSettings:
+        """When workers train in the next phase, of this RL step.
+
+        nobody_decodes: then training slows nobody and needs no pauses.
+        """
         settings = SpotSettings(
             enabled=trains_drafter(self._cfg),
             min_idle_s=self._spot.min_idle_s,
             max_steps=self._spot.max_steps,
             interval=self._spot.interval,
             duty=self._payoff.duty,
-            stream_first=self._stream_first(),
+            stream_first=self._stream_first(step),
         )
         return replace(settings, duty=1.0) if nobody_decodes else settings
 
-    def _stream_first(self) -> bool:
+    def _stream_first(self, step: int) -> bool:
         """The rule of `idle_value`, unless the configuration decides."""
         chosen = self._cfg.update.streamed
-        return chosen == "first" or (chosen == "auto" and update_worth(self._group.num_workers) >= self._payoff.worth)
+        return chosen == "first" or (chosen == "auto" and update_worth(self._group.num_workers) >= self._worth(step))
+
+    def _worth(self, step: int) -> float:
+        return self._payoff.worth(self._cfg.num_steps - step)
 
     @property
     def has_all_results(self) -> bool:
@@ -105,7 +111,11 @@ class DrafterPublisher:
         log.log(logging.INFO if refused else logging.DEBUG, "drafter: %s", reason)
         lag = step - 1 - self._policy_version
         self._metrics.log(spot_metrics(results, decision=decision, published=published, version=self._version, lag=lag))
-        self._metrics.log(self._payoff.metrics() | {"bubble/update_worth": update_worth(self._group.num_workers)})
+        worth = {
+            "bubble/update_worth": update_worth(self._group.num_workers),
+            "bubble/drafter_worth": self._worth(step),
+        }
+        self._metrics.log(self._payoff.metrics() | worth)
         return reason
 
     def export(self, out_dir: Path, *, steps: int) -> Path | None:

@@ -59,7 +59,7 @@ class RolloutPhase:
         started_s = time.perf_counter()
         with self._metrics.timed("gen"):
             finished, done = self._generate(
-                groups, params, phase=phase, step=step, spot=self._drafter.spot_settings(), stream=stream
+                groups, params, phase=phase, step=step, spot=self._drafter.spot_settings(step), stream=stream
             )
             for report in done.reports:
                 stream.computed(report.streamed)
@@ -86,7 +86,7 @@ class RolloutPhase:
         waited = self._group.train_while(
             lambda: not self._scoring.is_ready(rollouts),
             step=step,
-            spot=self._drafter.spot_settings(nobody_decodes=True),
+            spot=self._drafter.spot_settings(step, nobody_decodes=True),
         )
         self._drafter.observe_waiting(waited.results)
         self._add(waited.phase)

@@ -3,11 +3,11 @@
     the update     1 / W           seconds of this step, W workers: what is not done now, all of them do later
     the drafter    g u n / (d c)   seconds of later steps
 
-g is the relative gain in acceptance length from one phase of training, n the phases that it lasts.  It matters in the t
-seconds in which somebody is idle, as far as the tuner uses this drafter in them: a share u.  So a phase of training
-gains g u n t seconds.  It took d t seconds, on c workers at a time.  All of this is measured (`payoff`).  At the start
-g is a usual value, and high: a drafter that does not know the policy's newest habits gains much.  Later g falls, and
-the update comes first.
+g is the relative gain in acceptance length from one phase of training, n the phases that it lasts, at most those that
+the run has left.  It matters in the t seconds in which somebody is idle, as far as the tuner uses this drafter in them:
+a share u.  So a phase of training gains g u n t seconds.  It took d t seconds, on c workers at a time.  All of this is
+measured (`payoff`).  At the start g is a usual value, and high: a drafter that does not know the policy's newest habits
+gains much.  Later g falls, and the update comes first; in a short run it does so from the start.
 
 Training follows when no pass is left.  Passes follow when the drafter cannot be trained.
 """

@@ -123,14 +123,13 @@ class Payoff:
             return full
         return budget_s / cost_s
 
-    @property
-    def worth(self) -> float:
-        """Seconds gained by an idle second of training, see `idle_value`."""
+    def worth(self, phases_left: int) -> float:
+        """Seconds gained by an idle second of training, see `idle_value`.  phases_left: of the run, after this one."""
         known = self._known
         return drafter_worth(
             known.gain,
             used=known.used,
-            lasting_phases=self._settings.lasting_phases,
+            lasting_phases=min(self._settings.lasting_phases, max(phases_left, 0)),
             share=known.share,
             workers=known.workers,
         )
@@ -152,16 +151,12 @@ class Payoff:
 
     def metrics(self) -> dict[str, float]:
         """drafter/slowdown and its error (as measured alone, absent before), drafter/expected_gain (relative, of a
-        phase), drafter/duty (of the next phase), bubble/drafter_worth."""
+        phase), drafter/duty (of the next phase)."""
         difference, error = PaceSums(*self._known.pace).difference()
         measured = {} if math.isinf(error) else {"drafter/slowdown": math.expm1(difference)}
         if measured:
             measured["drafter/slowdown_error"] = error
-        return measured | {
-            "drafter/expected_gain": self._known.gain,
-            "drafter/duty": self.duty,
-            "bubble/drafter_worth": self.worth,
-        }
+        return measured | {"drafter/expected_gain": self._known.gain, "drafter/duty": self.duty}
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values."""

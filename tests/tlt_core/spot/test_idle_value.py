@@ -3,6 +3,7 @@
 import pytest
 
 from tlt_core.spot.idle_value import drafter_worth, update_worth
+from tlt_core.spot.payoff import Payoff, PayoffSettings
 
 
 def test_worth_by_hand() -> None:
@@ -12,3 +13,10 @@ def test_worth_by_hand() -> None:
     assert drafter_worth(0.02, used=0.5, lasting_phases=24, share=1.0, workers=4) == pytest.approx(0.06)
     assert drafter_worth(0.02, used=0.0, lasting_phases=24, share=1.0, workers=1) == pytest.approx(0.048)
     assert drafter_worth(-0.02, used=1.0, lasting_phases=24, share=1.0, workers=1) == 0.0
+
+
+def test_a_drafter_is_trained_first_only_where_the_run_is_long_enough() -> None:
+    """Before anything was measured, on two workers."""
+    payoff = Payoff(PayoffSettings())
+    assert payoff.worth(30) > update_worth(2) > payoff.worth(5)
+    assert payoff.worth(30) == payoff.worth(24)

@@ -125,7 +125,7 @@ def test_for_any_sequence_of_phases(settings, phases):
         duty = payoff.duty
         assert 0 <= duty <= 1
         assert payoff.slowdown >= 0
-        assert payoff.worth >= 0
+        assert 0 == payoff.worth(0) <= payoff.worth(1) <= payoff.worth(1000) == payoff.worth(10**6)
         cost_s = payoff.slowdown * payoff._known.idle_s * duty
         if settings.max_slowdown < 1 and not payoff.pays:
             assert cost_s <= settings.max_slowdown * payoff._known.rollout_s * (1 + 1e-9)
