@@ -5,7 +5,6 @@
     stdin   {"go": true}                                                                          before a step
     stdout  {"score": {"rows": [...], "responses": [...]}}        of the step; the answer is {"rewards": [...]}
     stdout  {"step": {"seconds": ..., "rollout_s": ..., "tokens": ..., "lengths": [...], "rewards": [...]}}
-    stdout  {"done": true}                                                          after the last step
 
 Runs in TRL's environment: nothing of ours is imported.
 """
@@ -14,6 +13,7 @@ import json
 import os
 import sys
 import time
+from typing import Any, TextIO
 
 
 def main() -> None:
@@ -24,17 +24,18 @@ def main() -> None:
     trainer, versions = _trainer(settings, _Link(replies))
     _say(replies, {"ready": versions})
     trainer.train()
-    _say(replies, {"done": True})
 
 
 class _Link:
     """Questions to the process that measures."""
 
-    def __init__(self, replies):  # type: ignore[no-untyped-def]
+    def __init__(self, replies: TextIO) -> None:
         self._replies = replies
-        self.rewards, self.lengths, self.rollout_s = [], [], 0.0
+        self.rewards: list[float] = []
+        self.lengths: list[int] = []
+        self.rollout_s = 0.0
 
-    def score(self, prompts, completions, completion_ids, row, **_):  # type: ignore[no-untyped-def]
+    def score(self, completions: list[str], completion_ids: list[list[int]], row: list[int], **_: Any) -> list[float]:
         """TRL's reward function: ours scores."""
         _say(self._replies, {"score": {"rows": row, "responses": completions}})
         self.rewards = json.loads(sys.stdin.readline())["rewards"]
@@ -52,7 +53,7 @@ class _Link:
         _say(self._replies, {"step": {**figures, "lengths": self.lengths, "rewards": self.rewards}})
 
 
-def _trainer(settings, link):  # type: ignore[no-untyped-def]
+def _trainer(settings: dict[str, Any], link: _Link) -> tuple[Any, dict[str, str]]:
     import torch
     import transformers
     import trl
@@ -61,12 +62,12 @@ def _trainer(settings, link):  # type: ignore[no-untyped-def]
 
     torch.set_num_threads(settings["threads"])
 
-    class _Steps(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, *_, **__):  # type: ignore[no-untyped-def]
+    class _Steps(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
             link.wait()
             self.began_s = time.perf_counter()
 
-        def on_step_end(self, *_, **__):  # type: ignore[no-untyped-def]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
             link.tell(time.perf_counter() - self.began_s)
 
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
@@ -86,7 +87,7 @@ def _trainer(settings, link):  # type: ignore[no-untyped-def]
     )
     generate = trainer._generate
 
-    def timed(*args, **kwargs):  # type: ignore[no-untyped-def]
+    def timed(*args: Any, **kwargs: Any) -> Any:
         began_s = time.perf_counter()
         result = generate(*args, **kwargs)
         link.rollout_s = time.perf_counter() - began_s
@@ -97,7 +98,7 @@ def _trainer(settings, link):  # type: ignore[no-untyped-def]
     return trainer, versions
 
 
-def _say(replies, value):  # type: ignore[no-untyped-def]
+def _say(replies: TextIO, value: dict[str, Any]) -> None:
     replies.write(json.dumps(value) + "\n")
     replies.flush()
 

@@ -40,7 +40,7 @@ def _over_provisioning(steps: Sequence[Groups], rates: Rates, costs: Costs, *, w
     for groups, more in zip(steps, _shifted(steps), strict=True):
         sampled = [*groups, *more[: max(1, len(groups) // _MORE)]]
         ends = decode(sampled, rates, workers=workers, max_live=max_live)
-        first = sorted(range(len(sampled)), key=lambda g, own=ends: own.group_s[g])[: len(groups)]  # type: ignore[misc]
+        first = [g for _, g in sorted(zip(ends.group_s, range(len(sampled)), strict=True))][: len(groups)]
         chosen = [length for g in first for length in sampled[g]]
         over_s = max(ends.group_s[g] for g in first) + costs.rollout_fixed_s
         seconds.append(over_s + update_seconds(sum(chosen), costs, workers=workers) + costs.other_s)
@@ -82,8 +82,7 @@ def _partial_rollout(steps: Sequence[Groups], rates: Rates, costs: Costs, *, wor
     full = max(len(ends.marks_s) - 1, 1)  # the last one waits for the longest: not so in a run that goes on
     rollout_s = ends.marks_s[full - 1] / full + costs.rollout_fixed_s
     update_s = update_seconds(tokens / len(steps), costs, workers=workers)
-    stale = sum(ends.begun[:full]) / full / (tokens / len(steps))
-    return Plan("partial rollout", rollout_s + update_s + costs.other_s, min(stale, 1.0), 0.0)
+    return Plan("partial rollout", rollout_s + update_s + costs.other_s, ends.before_mark / tokens, 0.0)
 
 
 def _shifted(steps: Sequence[Groups]) -> list[Groups]:

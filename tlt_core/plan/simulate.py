@@ -8,6 +8,7 @@ linear.  Requests are dealt as `cluster/dispatcher` deals them with dispatch=pul
 """
 
 import heapq
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,9 +50,9 @@ class Step(NamedTuple):
 
 @dataclass(slots=True)
 class _Worker:
-    """Live requests as a heap of (`done` when it ends, group, `done` when it began)."""
+    """Live requests as a heap of (`done` when it ends, its number, group, `done` when it began)."""
 
-    live: list[tuple[float, int, float]]
+    live: list[tuple[float, int, int, float]]
     done: float = 0.0  # tokens that each live request has decoded since the start
     at_s: float = 0.0
 
@@ -87,48 +88,49 @@ class Ends(NamedTuple):
     worker_s: list[float]  # of each worker: its last request
     group_s: list[float]  # of each group: its last response
     marks_s: list[float]  # when the 1st, 2nd, ... `mark` responses had ended
-    begun: list[int]  # at these times: tokens of responses that had not ended
+    before_mark: float  # tokens that were decoded before the last mark that their response has seen
 
 
 def decode(groups: Sequence[Sequence[int]], rates: Rates, *, workers: int, max_live: int, mark: int = 1 << 62) -> Ends:
     """Decode all responses.  mark: a mark is made after every so many responses."""
     queue = deque((length, g) for g, group in enumerate(groups) for length in group)
     outstanding, missing = len(queue), [len(group) for group in groups]
-    ends, team = Ends([], [0.0] * len(groups), [], []), [_Worker([]) for _ in range(workers)]
+    group_s, marks_s, team = [0.0] * len(groups), list[float](), [_Worker([]) for _ in range(workers)]
+    numbers, seen = itertools.count(), dict[int, float]()  # tokens of each response at the last mark
 
     def pull(worker: _Worker) -> None:
         fair = -(-outstanding // workers)
         while queue and len(worker.live) < min(max_live, fair):
             length, group = queue.popleft()
-            heapq.heappush(worker.live, (worker.done + length, group, worker.done))
+            heapq.heappush(worker.live, (worker.done + length, next(numbers), group, worker.done))
 
     def next_end_s(worker: _Worker) -> float:
         return worker.at_s + (worker.live[0][0] - worker.done) / rates(len(worker.live))
 
-    def begun(worker: _Worker, at_s: float) -> float:
-        done = worker.done + (at_s - worker.at_s) * (rates(len(worker.live)) if worker.live else 0.0)
-        return sum(done - first for _, _, first in worker.live)
+    def see(worker: _Worker, at_s: float) -> None:
+        for _, number, _, first in worker.live:
+            seen[number] = worker.done + (at_s - worker.at_s) * rates(len(worker.live)) - first
 
     for worker in team:
         pull(worker)
     while busy := [worker for worker in team if worker.live]:
         worker = min(busy, key=next_end_s)
         worker.at_s = next_end_s(worker)
-        worker.done, group, _ = heapq.heappop(worker.live)
+        worker.done, _, group, _ = heapq.heappop(worker.live)
         outstanding -= 1
         missing[group] -= 1
         if not missing[group]:
-            ends.group_s[group] = worker.at_s
+            group_s[group] = worker.at_s
         if (sum(map(len, groups)) - outstanding) % mark == 0:
-            ends.marks_s.append(worker.at_s)
-            ends.begun.append(round(sum(begun(other, worker.at_s) for other in team)))
+            marks_s.append(worker.at_s)
+            for other in team:
+                see(other, worker.at_s)
         pull(worker)
         for other in team:  # who had no request when the queue was longer than its fair share
             if not other.live and queue:
                 other.at_s = worker.at_s
                 pull(other)
-    ends.worker_s.extend(worker.at_s for worker in team)
-    return ends
+    return Ends([worker.at_s for worker in team], group_s, marks_s, sum(seen.values()))
 
 
 def _streamed(tokens: Sequence[int], ends: Ends, over_s: float, token_s: float) -> int:

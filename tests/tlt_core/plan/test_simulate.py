@@ -42,10 +42,10 @@ def test_nobody_takes_more_than_a_fair_share() -> None:
     assert ends.worker_s == pytest.approx([1.0, 1.0])
 
 
-def test_marks_count_what_has_begun() -> None:
-    ends = decode([[10, 30]], EVEN, workers=1, max_live=2, mark=1)
-    assert ends.marks_s == pytest.approx([1.0, 3.0])
-    assert ends.begun == [10, 0]
+def test_what_was_decoded_before_a_mark_counts_once() -> None:
+    ends = decode([[10, 20, 40]], EVEN, workers=1, max_live=3, mark=1)
+    assert ends.marks_s == pytest.approx([1.0, 2.0, 4.0])
+    assert ends.before_mark == pytest.approx(10 + 20)  # of the second at the first mark, of the third at the second
 
 
 def test_alternatives_pay_with_stale_tokens_or_lost_lengths() -> None:
