@@ -7,6 +7,7 @@ cores: padded batches of all prompts of a step.  The first step of each warms up
 """
 
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -21,6 +22,7 @@ from bench.runs import drop_checkpoints, first_drafter, steps_of, take_turns, va
 from bench.verdicts import summarise
 from conf.load import ConfigError
 from conf.run import RunConfig
+from flows._heartbeat import Heartbeat
 from tlt_core.data.prompt_order import PromptOrder
 from tlt_core.grpo.reward import Scorer
 from tlt_core.items.store import load_scored
@@ -57,8 +59,15 @@ def bench_peers(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dic
     with closing(
         Trl(python, _settings(cfg, policy, rows, prompts) | {"arguments": given}, work_dir / "log.txt")
     ) as trl:
-        with Scorer(cfg.reward) as scorer:
-            theirs = [trl.step(lambda at, texts: _score(scorer, rows, at, texts)) for _ in range(cfg.num_steps)]
+        theirs: list[TrlStep] = []
+        sentence = f"TRL: {{}} of {cfg.num_steps} steps, {{:.0f}} s so far"
+        began_s = time.monotonic()
+        with (
+            Scorer(cfg.reward) as scorer,
+            Heartbeat(lambda: sentence.format(len(theirs), time.monotonic() - began_s)),
+        ):
+            while len(theirs) < cfg.num_steps:
+                theirs.append(trl.step(lambda at, texts: _score(scorer, rows, at, texts)))
         versions = trl.versions
     every = variants(cfg, drafter)
     runs = {name: every[name] for name in _OURS}
