@@ -171,7 +171,7 @@ def readme_table(reports: Mapping[str, Report]) -> str:
             results = "<br>".join(_result_in_words(v) for _, _, v in answers)
             machines = "<br>".join(_short_machine(report) for _, report, _ in answers)
             sources = "<br>".join(
-                f"`tlt bench {_kind(report)}`, [{name}](docs/results.md#{name})" for name, report, _ in answers
+                f"`{_command(report)}`, [{name}](docs/results.md#{name})" for name, report, _ in answers
             )
             lines.append(f"| {question.text} | {results} | {machines} | {sources} |")
     verdicts = [v for report in reports.values() for v in report.get("verdicts", ())]
