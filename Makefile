@@ -3,7 +3,7 @@
 #   make demo      train SmolLM2-135M by reinforcement learning on this machine's CPU, a quarter of an hour
 #   make test      the test suite        make test-all  ... and the tests that take minutes
 #   make test-gpu  tests and benchmarks that need a GPU, with torch, Triton, transformers and pytest alone (8 minutes)
-#   make test-vllm the drafter in a real vLLM server, in an environment of its own (make vllm-env)
+#   make test-vllm drafter and plug-in in a real vLLM, in an environment of its own (make vllm-env)
 #   make check     lint, format, types, layers
 #   make ui        show the runs         make doctor    what this machine has and uses, and how long the demo takes here
 #   make deploy    Prefect server and worker in the background, all deployments      make deploy-stop    end them
@@ -21,7 +21,6 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VLLM_VENV)/.installed
-VLLM_FIX := tlt_core/rollout/vllm/cpu_fix
 # Tests use tiny tensors, which threads only slow down; two processes share the test files.
 TEST_PROCESSES ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -81,11 +80,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # vLLM's pins conflict with ours.  Every package is pinned without dependencies; only torch brings its own.
-$(VLLM_STAMP): constraints-vllm.txt $(VLLM_FIX)/pyproject.toml $(VLLM_FIX)/tlt_vllm_cpu_fix.py
+$(VLLM_STAMP): constraints-vllm.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11-3.13 with venv was found" >&2; exit 2; }
 	test -x $(VLLM_VENV)/bin/python || "$(PYTHON)" -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation \
-	  --force-reinstall ./$(VLLM_FIX)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@

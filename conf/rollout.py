@@ -106,9 +106,8 @@ class RolloutConfig(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     """Speculative decoding."""
     engine: Literal["own", "vllm"] = "own"
-    """own: the engine of this package; vllm: vLLM, for rollouts and validation.  vLLM draws its own random numbers, so
-    its responses differ.  It supports the policies fixed, threshold and off with chains, and no training of the drafter
-    in idle time."""
+    """own: the engine of this package; vllm: vLLM with the plug-in `tlt_vllm`, for rollouts and validation.  Responses
+    are the same up to rounding.  vLLM drafts chains, of one drafter."""
     vllm: VllmConfig = VllmConfig()
     """Settings of engine vllm."""
 
@@ -116,16 +115,18 @@ class RolloutConfig(Section):
     def _vllm_can(self) -> "RolloutConfig":
         if self.engine != "vllm":
             return self
-        speculation = self.speculation
-        if speculation.policy in ("cost_model", "beg_mab"):
+        if self.speculation.policy == "off":
+            return self
+        menu = self.speculation.menu or ()
+        wide = next((strategy.width for strategy in menu if strategy.width > 1), None)
+        if wide is not None:
             raise ValueError(
-                f"rollout.engine='vllm' with rollout.speculation.policy={speculation.policy!r}: vLLM lets no tuner "
-                "choose round by round; set rollout.speculation.policy to threshold (drafts up to "
-                "rollout.speculation.max_live requests), fixed or off"
+                f"rollout.engine='vllm' with width={wide} in rollout.speculation.menu: vLLM drafts chains; set every "
+                "width to 1"
             )
-        if speculation.policy != "off" and speculation.menu is not None and speculation.menu[0].width > 1:
+        if len({strategy.drafter for strategy in menu}) > 1:
             raise ValueError(
-                f"rollout.engine='vllm' with width={speculation.menu[0].width} in the first strategy of "
-                "rollout.speculation.menu: vLLM drafts chains; set its width to 1"
+                "rollout.engine='vllm' with eagle3 and ngram in rollout.speculation.menu: a vLLM engine has one "
+                "drafter; keep the strategies of one"
             )
         return self

@@ -132,11 +132,6 @@ class RunConfig(Section):
                 "every response would score 0; set reward.functions to [{kind: math_verify}], [{kind: exact}] or your "
                 "own function ({kind: python, path: 'package.module:function'})"
             )
-        if self.rollout.engine == "vllm" and self.drafter.spot.enabled:
-            raise ValueError(
-                "rollout.engine='vllm' with drafter.spot.enabled=true: vLLM does not give out the hidden states that a "
-                "drafter is trained on; set drafter.spot.enabled to false, or rollout.engine to own"
-            )
         if self.rollout.engine == "vllm" and self.cluster.release_rollout_memory:
             raise ValueError(
                 "rollout.engine='vllm' with cluster.release_rollout_memory=true: vLLM is a process with its own memory "

@@ -22,9 +22,9 @@ def plan(plain: str, *, speculative: str | None, workers: int | None) -> tuple[l
     plain: a run that did not speculate.  speculative: one that did, on the same machine.  workers: of the planned run.
     Raises ConfigError.
     """
-    from tlt_core.plan.alternatives import alternatives
-    from tlt_core.plan.fit import PlanError, Recorded, recorded
-    from tlt_core.plan.simulate import simulate
+    from tlt_core.run.plan.alternatives import alternatives
+    from tlt_core.run.plan.fit import PlanError, Recorded, recorded
+    from tlt_core.run.plan.simulate import simulate
     from tlt_core.run.summary import rows_of
 
     def read(run: str) -> tuple[Any, Recorded]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("bench", "conf", "deploy", "flows", "kernels", "tasks", "tlt_core")
+PACKAGES = ("bench", "conf", "deploy", "flows", "kernels", "tasks", "tlt_core", "tlt_vllm")
 MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_PUBLIC_METHODS, MOST_ROOMS = 350, 60, 15, 18
 SOURCES = sorted(
     path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in (".py", ".c", ".h")

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README, CONTRIBUTING, GLOSSARY = ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "docs" / "glossary.md"
-NAMED = re.compile(r"`((?:bench|conf|docs|flows|kernels|tasks|tests|tlt_core)/[\w./-]*)`")
+NAMED = re.compile(r"`((?:bench|conf|docs|flows|kernels|tasks|tests|tlt_core|tlt_vllm)/[\w./-]*)`")
 
 
 def section(page: Path, heading: str) -> str:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 
 from conf.rollout import SpeculationConfig, StrategyConfig
+from tests.vllm.counters import SpecCounters
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.model.load import load_decoder
 from tlt_core.rollout import build
 from tlt_core.rollout.engine import RoundTrace
-from tlt_core.rollout.replica import SpecCounters
 
 DEPTH = 3
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.vllm.counters import SpecCounters
 from tests.vllm.vllm_server import Completion, VllmServer
 from tlt_core.model.decoder import Decoder
-from tlt_core.rollout.replica import SpecCounters
 
 MAX_TOKENS = 48
 SAMPLES, SAMPLED_TOKENS = 600, 5

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
 
-from tlt_core.rollout.replica import SpecCounters
+from tests.vllm.counters import SpecCounters
 from tlt_core.rollout.vllm.environment import environment
 
 _START_S = 1200.0  # loading takes a minute, on a busy machine ten

@@ -16,17 +16,14 @@ from torch import Tensor
 
 from conf.drafter import DrafterConfig
 from conf.rollout import SpeculationConfig
-from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
 from tlt_core.drafter.eagle3.files import export_weights, load_eagle3, save_eagle3
-from tlt_core.drafter.ngram.drafter import NgramDrafter
 from tlt_core.items.speculation import RoundReport
 from tlt_core.machine.doctor import machine
-from tlt_core.rollout import build
-from tlt_core.rollout.engine import RolloutEngine
+from tlt_core.rollout.drafts import Drafts
 from tlt_core.spot.comparison import Comparison
 from tlt_core.spot.training import SpotTraining
 from tlt_core.tuner.collapse import CollapseMonitor, CollapseReport
-from tlt_core.tuner.policies import UNKNOWN, RecordedTuner
+from tlt_core.tuner.policies import UNKNOWN
 
 _DRAFTER_DIR = "drafter-eagle3"  # of a checkpoint: the drafter in use
 _STATE_FILE = "tuner_{}.json"  # by rank
@@ -54,20 +51,13 @@ def newest_drafter(cfg: SpeculationConfig, checkpoint: Path | None) -> Speculati
 class Drafting:
     """See the module docstring.  One a worker."""
 
-    def __init__(self, engine: RolloutEngine | None, *, rank: int, world_size: int) -> None:
-        """engine: None where the worker's replica is not ours.  Nothing is drafted, tuned or trained here then."""
-        self._engine, self._rank, self._world_size = engine, rank, world_size
-        self._speculation = None if engine is None else engine.speculation
+    def __init__(self, drafts: Drafts | None, *, rank: int, world_size: int) -> None:
+        """drafts: None where the engine does not speculate."""
+        self._drafts, self._rank, self._world_size = drafts, rank, world_size
+        self._tuner = None if drafts is None else drafts.tuner
         self.spot: SpotTraining | None = None
-        drafters = {} if self._speculation is None else self._speculation.drafters
-        self._drafter = drafters.get("eagle3")
         self._trial_errors = 0.0
-        self._canary = CollapseMonitor(name for name, drafter in drafters.items() if drafter.taps)
-
-    @property
-    def _tuner(self) -> RecordedTuner | None:
-        tuner = None if self._speculation is None else self._speculation.tuner
-        return tuner if isinstance(tuner, RecordedTuner) else None
+        self._canary = CollapseMonitor(() if drafts is None else drafts.learned)
 
     def prepare(self, checkpoint: Path | None) -> None:
         """What tuner and canary had learnt before the restart, or a first measurement."""
@@ -77,8 +67,8 @@ class Drafting:
         if self._tuner is not None and state.pop("of", None) == self._tuner_of():
             self._tuner.load_state_dict(state)
             return
-        if self._engine is not None:
-            build.calibrate(self._engine)
+        if self._drafts is not None:
+            self._drafts.calibrate()
         for drafter in self._canary.report().suspended:
             if self._tuner is not None:
                 self._tuner.suspend(drafter)
@@ -95,13 +85,14 @@ class Drafting:
     ) -> None:
         """Make the drafter trainable.  speculation: names the folder that the engine's drafter came from.
         compute_dtype: of the training; the engine drafts in its own.  folder: each worker has a subfolder."""
-        if speculation.drafter_path is None or self._drafter is None or self._engine is None:
+        if speculation.drafter_path is None or self._drafts is None or "eagle3" not in self._drafts.learned:
             return
-        decoder = self._engine.decoder
+        ends = self._drafts.ends
+        assert ends is not None, "whoever starts an engine of which a drafter learns keeps them"
         self.spot = SpotTraining(
             cfg.spot,
-            model=load_eagle3(Path(speculation.drafter_path), decoder.config),
-            decoder=decoder,
+            model=load_eagle3(Path(speculation.drafter_path), ends.config),
+            target=ends,
             depth=cfg.depth,
             temperature=temperature,
             compute_dtype=compute_dtype,
@@ -133,7 +124,7 @@ class Drafting:
         for name in resumed:
             self._tuner.resume(name)
 
-    def publish(self, shares: Sequence[float], version: int, *, measured: Comparison | None) -> DrafterPublished:
+    def publish(self, shares: Sequence[float], *, measured: Comparison | None) -> DrafterPublished:
         """Sum the workers' candidates, each times its share, and draft with the result from now on.
 
         A collective: every worker takes part.  shares: by rank.  measured: the trial of the sum.  None: nobody has
@@ -143,7 +134,7 @@ class Drafting:
         trial = self._tried(parameters_N) if measured is None else measured
         accepted = measured is not None or not trial.is_worse(errors=self._trial_errors)
         if accepted:
-            self._swap(parameters_N, version, is_mine=shares[self._rank] == 1)
+            self._swap(parameters_N, is_mine=shares[self._rank] == 1)
             self.changed("eagle3", change=trial.change)
         else:
             spot.reject()
@@ -155,9 +146,8 @@ class Drafting:
 
     def exchange_ngrams(self) -> None:
         """See `NgramDrafter.exchange`."""
-        for drafter in () if self._speculation is None else self._speculation.drafters.values():
-            if isinstance(drafter, NgramDrafter):
-                drafter.exchange()
+        if self._drafts is not None:
+            self._drafts.exchange_ngrams()
 
     def export(self, out_dir: Path, *, dtype: torch.dtype) -> None:
         """Write the drafter in use as a folder that vLLM and SGLang load."""
@@ -181,24 +171,17 @@ class Drafting:
 
     def _tuner_of(self) -> dict[str, Any]:
         """What a tuner's knowledge holds for: another policy knows other things, another machine has other costs."""
-        assert self._speculation is not None, "there is a tuner"
+        assert self._drafts is not None, "there is a tuner"
         own = {name: value for name, value in machine().items() if name in _COSTS_DEPEND_ON}
-        arms = [str(strategy) for strategy in self._speculation.menu]
-        return own | {"policy": type(self._tuner).__name__, "arms": arms}
+        return own | {"policy": self._drafts.policy, "arms": [str(strategy) for strategy in self._drafts.menu]}
 
     def _spot(self) -> SpotTraining:
         assert self.spot is not None, "only a worker that trains a drafter is asked"
         return self.spot
 
-    def _swap(self, parameters_N: Tensor, version: int, *, is_mine: bool) -> None:
-        assert self._engine is not None, "there is training, so there is an engine with a drafter"
-        assert isinstance(self._drafter, Eagle3Drafter), "there is training, so there is a drafter"
-        decoder = self._engine.decoder
-        shared = list({w.data_ptr(): w for w in (decoder.head_weight, decoder.embed_tokens.weight)}.values())
-        target = [_checksum(weight) for weight in shared]
-        self._drafter.load_weights(export_weights(self._spot().adopt(parameters_N, is_mine=is_mine)))
-        if [_checksum(weight) for weight in shared] != target:
-            raise RuntimeError(f"publishing drafter {version} changed the target's weights: stop and report this")
+    def _swap(self, parameters_N: Tensor, *, is_mine: bool) -> None:
+        assert self._drafts is not None, "there is training, so something is drafted"
+        self._drafts.load_drafter(export_weights(self._spot().adopt(parameters_N, is_mine=is_mine)))
 
     def _weighted(self, shares: Sequence[float]) -> Tensor:
         """The candidates' parameters, each times its share; where it is one worker's alone, that one's."""
@@ -225,8 +208,3 @@ class Drafting:
 
 def _followers(rank: int, world_size: int) -> list[int]:
     return [(rank + more) % world_size for more in range(1, min(world_size, _MOST_PEERS + 1))]
-
-
-def _checksum(weight: Tensor) -> int:
-    """Of every 61st row: cheap, and a push that overwrites a shared tensor changes them all."""
-    return int(weight[::61].contiguous().view(torch.uint8).sum(dtype=torch.int64))

@@ -206,11 +206,9 @@ class WorkerGroup:
 
     # ------------------------------------------------------------------------------------------ drafter
 
-    def publish_drafter(
-        self, shares: Sequence[float], *, version: int, measured: Comparison | None
-    ) -> list[DrafterPublished]:
+    def publish_drafter(self, shares: Sequence[float], *, measured: Comparison | None) -> list[DrafterPublished]:
         """Publish the sum of the workers' candidates, weighted by `shares`.  See `Drafting.publish`."""
-        return self._on_all("call_drafting", "publish", tuple(shares), version, measured=measured)
+        return self._on_all("call_drafting", "publish", tuple(shares), measured=measured)
 
     def refuse_drafter(self) -> None:
         """Drop the workers' candidates."""

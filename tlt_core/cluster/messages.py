@@ -9,7 +9,6 @@ from conf.update import AlgorithmConfig, UpdateConfig
 from tlt_core.grpo.passes import Key
 from tlt_core.items.types import WorkerSpan
 from tlt_core.rollout.engine import RoundTrace
-from tlt_core.rollout.replica import SpecCounters
 from tlt_core.rollout.vllm.replica import VllmSpec
 from tlt_core.spot.training import SpotResult
 from tlt_core.tuner.collapse import CollapseReport
@@ -44,12 +43,11 @@ class WorkerSpec(NamedTuple):
 class GenerateReport(NamedTuple):
     """What one worker did in a rollout phase."""
 
-    rounds: tuple[RoundTrace, ...]  # this, tuner, drafter_failures and chains: see `DecodeReport`
+    rounds: tuple[RoundTrace, ...]  # this, tuner and drafter_failures: see `DecodeReport`
     tuner: dict[str, Any]
     drafter_failures: int
     spot: SpotResult | None = None  # None: this worker trains no drafter
     canary: CollapseReport = CollapseReport((), ())
-    chains: SpecCounters | None = None
     streamed: tuple[Key, ...] = ()  # passes of the update whose gradient this worker has
 
 

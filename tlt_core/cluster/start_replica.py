@@ -3,18 +3,22 @@
 from pathlib import Path
 from typing import NamedTuple
 
+from conf.rollout import SpeculationConfig
 from tlt_core.cluster.drafting import Drafting, newest_drafter
 from tlt_core.cluster.messages import WorkerSpec
 from tlt_core.machine.precision import as_torch
+from tlt_core.model.ends import PolicyEnds
 from tlt_core.model.load import load_decoder
 from tlt_core.rollout import build
+from tlt_core.rollout.drafts import Drafts, OwnDrafts
 from tlt_core.rollout.own import OwnReplica
 from tlt_core.rollout.replica import Replica
+from tlt_core.rollout.vllm.drafts import VllmDrafts
 from tlt_core.rollout.vllm.replica import start_vllm
 
 
 class Started(NamedTuple):
-    """A worker's replica, and what is drafted and trained in this process: nothing with vLLM."""
+    """A worker's replica, and what it drafts with."""
 
     replica: Replica
     drafting: Drafting
@@ -27,34 +31,13 @@ def start_replica(
 
     checkpoint: where tuner and drafter go on from.  Raises ModelError, VllmError, VllmUnusable.
     """
-    if spec.rollout.engine == "own":
-        return _own(spec, checkpoint=checkpoint, policy_version=policy_version, rank=rank, world_size=world_size)
-    assert spec.vllm is not None, "the driver names vLLM's environment where the configuration asks for vLLM"
-    replica = start_vllm(
-        spec.vllm,
-        spec.rollout,
-        model_dir=spec.model_dir,
-        max_len=spec.max_len,
-        threads=spec.threads,
-        rank=rank,
-        seed=spec.seed,
-        policy_version=policy_version,
-    )
-    return Started(replica, Drafting(None, rank=rank, world_size=world_size))
-
-
-def _own(spec: WorkerSpec, *, checkpoint: Path | None, policy_version: int, rank: int, world_size: int) -> Started:
     speculation = newest_drafter(spec.rollout.speculation, checkpoint)
-    engine = build.make_engine(
-        load_decoder(spec.model_dir, dtype=as_torch(spec.rollout.dtype), device=spec.device),
-        speculation,
-        max_live=spec.rollout.max_live_requests,
-        max_len=spec.max_len,
-        seed=spec.seed + rank,
-        capture=spec.spot_dir is not None,
-        kv_memory_fraction=spec.rollout.kv_memory_fraction,
-    )
-    drafting = Drafting(engine, rank=rank, world_size=world_size)
+    drafts: Drafts | None
+    if spec.rollout.engine == "own":
+        replica, drafts = _own(spec, speculation, policy_version=policy_version, rank=rank)
+    else:
+        replica, drafts = _vllm(spec, speculation, policy_version=policy_version, rank=rank)
+    drafting = Drafting(drafts, rank=rank, world_size=world_size)
     drafting.prepare(checkpoint)
     if spec.spot_dir is not None:
         drafting.train_in_idle_time(
@@ -65,4 +48,41 @@ def _own(spec: WorkerSpec, *, checkpoint: Path | None, policy_version: int, rank
             folder=spec.spot_dir,
             resume=checkpoint is not None,
         )
-    return Started(OwnReplica(engine, policy_version=policy_version), drafting)
+    return Started(replica, drafting)
+
+
+def _vllm(
+    spec: WorkerSpec, speculation: SpeculationConfig, *, policy_version: int, rank: int
+) -> tuple[Replica, Drafts | None]:
+    assert spec.vllm is not None, "the driver names vLLM's environment where the configuration asks for vLLM"
+    ends = PolicyEnds.load(spec.model_dir, dtype=as_torch(spec.rollout.dtype)) if spec.spot_dir is not None else None
+    replica = start_vllm(
+        spec.vllm,
+        spec.rollout.model_copy(update={"speculation": speculation}),
+        ends=ends,
+        model_dir=spec.model_dir,
+        max_len=spec.max_len,
+        threads=spec.threads,
+        rank=rank,
+        seed=spec.seed,
+        policy_version=policy_version,
+    )
+    if speculation.policy == "off":
+        return replica, None
+    return replica, VllmDrafts(replica.ask, speculation, ends, folder=replica.folder)
+
+
+def _own(
+    spec: WorkerSpec, speculation: SpeculationConfig, *, policy_version: int, rank: int
+) -> tuple[Replica, Drafts | None]:
+    engine = build.make_engine(
+        load_decoder(spec.model_dir, dtype=as_torch(spec.rollout.dtype), device=spec.device),
+        speculation,
+        max_live=spec.rollout.max_live_requests,
+        max_len=spec.max_len,
+        seed=spec.seed + rank,
+        capture=spec.spot_dir is not None,
+        kv_memory_fraction=spec.rollout.kv_memory_fraction,
+    )
+    replica = OwnReplica(engine, policy_version=policy_version)
+    return replica, None if engine.speculation is None else OwnDrafts(engine, engine.speculation)

@@ -52,7 +52,6 @@ rollout/checksum | 48 bits | over all tokens | equal figures: equal rollouts, to
 # Speculation
 > The acceptance length is what a request gets from a speculative round, the bonus token included: 1 is no gain.
 > A draft can be accepted at depth i if it was accepted at depth i - 1.  Cumulative figures count from the run's start.
-> vLLM counts chains, not rounds: it gives the acceptance length and rates alone.
 rollout/spec_accept_length | tokens | mean over requests and rounds | acceptance length | speculation
 rollout/spec_accept_length_requests | tokens | mean over requests of their means | the same | speculation
 rollout/spec_accept_rate | share | over drafts | verified draft tokens accepted | speculation

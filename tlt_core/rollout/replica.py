@@ -18,32 +18,12 @@ from tlt_core.rollout.engine import Pull, RoundTrace
 OnCaptured = Callable[[TrainSequence], None]
 
 
-class SpecCounters(NamedTuple):
-    """vLLM's counters of speculative decoding.  SpecCounters(2, 6, 4, (2, 1, 1)): two chains of three, four accepted"""
-
-    drafts: int  # chains drafted, one per request and round
-    draft_tokens: int
-    accepted: int
-    accepted_per_pos: tuple[int, ...]  # entry i: chains of which at least i + 1 tokens were accepted
-
-    def __sub__(self, earlier: "SpecCounters") -> "SpecCounters":
-        """What was counted since."""
-        before = earlier.accepted_per_pos or (0,) * len(self.accepted_per_pos)
-        return SpecCounters(
-            self.drafts - earlier.drafts,
-            self.draft_tokens - earlier.draft_tokens,
-            self.accepted - earlier.accepted,
-            tuple(now - then for now, then in zip(self.accepted_per_pos, before, strict=True)),
-        )
-
-
 class DecodeReport(NamedTuple):
     """What a replica has decoded since its last report."""
 
-    rounds: tuple[RoundTrace, ...]  # empty for vLLM, which does not report rounds
+    rounds: tuple[RoundTrace, ...]
     tuner: dict[str, Any]  # `RecordedTuner.snapshot`; empty without a tuner
     drafter_failures: int  # proposals that could not be used, since the start
-    chains: SpecCounters | None = None  # vLLM's counters
 
 
 class Replica(Protocol):
@@ -66,8 +46,7 @@ class Replica(Protocol):
         """Decode until `pull` has nothing to give and every request has ended.  `pull(n)` returns up to n requests.
 
         on_finish: gets each response as it ends.  on_tokens: gets the number of tokens emitted, several times a second.
-        on_round: gets what each round did; vLLM does not call it.  on_captured: gets the hidden states of each
-        response; only our engine has them.
+        on_round: gets what each round did.  on_captured: gets the hidden states of each response.
         """
 
     def report(self) -> DecodeReport:

@@ -152,7 +152,7 @@ class DrafterPublisher:
                 self._group.refuse_drafter()
             return []
         version = self._version + 1
-        published = self._group.publish_drafter(decision.shares, version=version, measured=decision.measured)
+        published = self._group.publish_drafter(decision.shares, measured=decision.measured)
         if len(set(published)) > 1:
             raise RuntimeError(f"workers disagree about drafter {version} ({published}): stop and report this")
         if published[0].accepted:

@@ -15,7 +15,7 @@ from tlt_core.run.drafter_publisher import DrafterPublisher
 from tlt_core.run.drafter_release import bubble_metrics, results_of
 from tlt_core.run.progress import Reporter
 from tlt_core.run.scoring import Scoring
-from tlt_core.run.spec_metrics import spec_metrics, vllm_spec_metrics
+from tlt_core.run.spec_metrics import spec_metrics
 from tlt_core.run.step_metrics import StepMetrics, rollout_metrics
 from tlt_core.run.streamed_update import StreamedUpdate
 from tlt_core.spot.coordinator import PhaseReport, SpotSettings
@@ -64,7 +64,7 @@ class RolloutPhase:
             for report in done.reports:
                 stream.computed(report.streamed)
             self.rounds = [report.rounds for report in done.reports]
-            self._metrics.log(spec_metrics(done.reports) | vllm_spec_metrics(done.reports))
+            self._metrics.log(spec_metrics(done.reports))
             self._metrics.log(collapse_metrics([report.canary for report in done.reports]))
             self._drafter.observe(done.phase, self.rounds, results_of(done.reports))
             rollouts = RolloutBatch.pack(finished)

@@ -60,22 +60,3 @@ def spec_metrics(reports: Sequence[GenerateReport]) -> dict[str, float]:
         if reached[depth]:
             metrics[f"rollout/spec_accept_rate_pos_{depth}"] = passed[depth] / reached[depth]
     return metrics
-
-
-def vllm_spec_metrics(reports: Sequence[GenerateReport]) -> dict[str, float]:
-    """From vLLM's counters of chains.  Empty when nothing was drafted, or the engine is our own."""
-    counted = [report.chains for report in reports if report.chains is not None and report.chains.drafts]
-    if not counted:
-        return {}
-    drafts, drafted = sum(c.drafts for c in counted), sum(c.draft_tokens for c in counted)
-    accepted = sum(c.accepted for c in counted)
-    metrics = {
-        "rollout/spec_accept_length": 1 + accepted / drafts,
-        "rollout/spec_accept_rate": accepted / max(drafted, 1),
-    }
-    reached = drafts
-    for depth, passed in enumerate(map(sum, zip(*(c.accepted_per_pos for c in counted), strict=True)), start=1):
-        if reached and depth <= _DEEPEST:
-            metrics[f"rollout/spec_accept_rate_pos_{depth}"] = passed / reached
-        reached = passed
-    return metrics

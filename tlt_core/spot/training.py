@@ -34,6 +34,7 @@ from tlt_core.drafter.eagle3.weights import copy_of, fill, move_towards
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import SamplingParams
 from tlt_core.model.decoder import Decoder
+from tlt_core.model.ends import PolicyEnds
 from tlt_core.spot.buffer import SequenceBuffer
 from tlt_core.spot.candidate import DrafterCandidate
 from tlt_core.spot.checkpoint import SpotCheckpoint, TrainingCheckpoint
@@ -85,7 +86,7 @@ class SpotTraining:
         cfg: SpotConfig,
         *,
         model: Eagle3Model,
-        decoder: Decoder,
+        target: Decoder | PolicyEnds,
         depth: int,
         temperature: float,
         compute_dtype: torch.dtype,
@@ -96,10 +97,11 @@ class SpotTraining:
         loss: LossKind = "soft_ce",
     ) -> None:
         """model: float32, the drafter in use, which becomes this object's.  depth: of the training-time test and of a
-        trial's chains.  compute_dtype: of training and trials; the decoder has its own.  folder: where hidden states
+        trial's chains.  target: whose embedding and head are those of the policy in the engine.  compute_dtype: of
+        training and trials.  folder: where hidden states
         and training state are kept; others may read there.  resume: go on from what is there; else it is cleared.
         peers: other workers' folders."""
-        self._cfg, self._decoder = cfg, decoder
+        self._cfg, self._target = cfg, target
         self._settings = TrainSettings(
             learning_rate=cfg.learning_rate, depth=depth, compute_dtype=compute_dtype, method=method, loss=loss
         )
@@ -119,23 +121,23 @@ class SpotTraining:
         self._peers = PeerFiles(peers)
         self._curriculum = Curriculum(cfg, self._buffer, self._peers, self._heads)
         params = SamplingParams(temperature=temperature)
-        trials = TrialSettings(decoder.embed_tokens.weight, depth, params, compute_dtype)
+        trials = TrialSettings(target.embed_tokens.weight, depth, params, compute_dtype)
         self.candidate = DrafterCandidate(copy_of(model), trials, max_starts=cfg.canary_tokens)
         self._learn_from(model)
         if saved is not None:
             self._resume(saved)
 
     def _learn_from(self, model: Eagle3Model) -> None:
-        self._trainer = Eagle3Trainer(model, self._decoder, self._settings, heads=self._heads)
+        self._trainer = Eagle3Trainer(model, self._target, self._settings, heads=self._heads)
         self._average = copy_of(model)  # of the trainer's weights, over its steps
 
     # ------------------------------------------------------------------------------------------ rollout
 
     def begin(self, step: int, policy_version: int) -> None:
-        """A rollout phase begins, with this policy in the decoder."""
+        """A rollout phase begins, with this policy in the engine."""
         self._step, self._policy_version, self._phase = step, policy_version, _Phase()
         if policy_version not in self._heads:
-            self._keep_head(policy_version, self._decoder.head_weight[self.candidate.used.draft_ids_J])
+            self._keep_head(policy_version, self._target.head_weight[self.candidate.used.draft_ids_J])
         self.candidate.begin_phase()
         self._curriculum.begin_phase(step)
 

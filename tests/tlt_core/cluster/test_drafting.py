@@ -12,6 +12,7 @@ from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import eagle3_from_target
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.rollout import build
+from tlt_core.rollout.drafts import OwnDrafts
 from tlt_core.spot.comparison import Comparison, Group
 
 MAX_LIVE, MAX_LEN = 3, 48
@@ -38,7 +39,8 @@ def make(decoder, policy, *, drafter_path=None):
     cfg = SpeculationConfig(policy=policy, drafter_path=drafter_path and str(drafter_path), max_live=2)
     capture = drafter_path is not None
     engine = build.make_engine(decoder, cfg, max_live=MAX_LIVE, max_len=MAX_LEN, seed=0, capture=capture)
-    return engine, Drafting(engine, rank=0, world_size=1)
+    drafts = None if engine.speculation is None else OwnDrafts(engine, engine.speculation)
+    return engine, Drafting(drafts, rank=0, world_size=1)
 
 
 def roll_out(engine, *, step=1, on_captured=None):
@@ -138,7 +140,7 @@ def test_a_published_candidate_is_what_the_engine_drafts_with(trained, monkeypat
     monkeypatch.setattr(own._tuner, "notify_change", lambda name, *, change: told.append((name, change)))
     drafter, before = engine.speculation.drafters["eagle3"], own.spot.candidate.checksum
     old, candidate = weights_of(drafter), own.spot.candidate.contribution(1.0).clone()
-    published = own.publish([1.0], 1, measured=BETTER)
+    published = own.publish([1.0], measured=BETTER)
     assert published.accepted
     assert told == [("eagle3", BETTER.change)]
     assert 0 < BETTER.change < 0.05
@@ -153,7 +155,7 @@ def test_a_sum_that_drafts_worse_changes_nothing(trained, monkeypatch):
     drafter, before = engine.speculation.drafters["eagle3"], own.spot.candidate.checksum
     old = weights_of(drafter)
     monkeypatch.setattr(own.spot.candidate, "compare", lambda _: WORSE)
-    published = own.publish([1.0], 1, measured=None)
+    published = own.publish([1.0], measured=None)
     assert not published.accepted
     assert published.trial == WORSE
     assert published.checksum == before
@@ -173,5 +175,5 @@ def test_a_publish_that_touches_the_policy_stops_the_run(trained, monkeypatch, n
         target.data.mul_(0.5)
 
     monkeypatch.setattr(drafter, "load_weights", overwrite)
-    with pytest.raises(RuntimeError, match="changed the target's weights"):
-        own.publish([1.0], 7, measured=BETTER)
+    with pytest.raises(RuntimeError, match="have changed the policy"):
+        own.publish([1.0], measured=BETTER)

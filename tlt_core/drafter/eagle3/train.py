@@ -40,6 +40,7 @@ from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.drafter.eagle3.windows import Pack, TrainPack, Window, whole
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.model.decoder import Decoder
+from tlt_core.model.ends import PolicyEnds
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _TOKEN_WEIGHT = 0.1  # of soft CE beside feature regression
@@ -97,7 +98,7 @@ class Eagle3Trainer:
     def __init__(
         self,
         model: Eagle3Model,
-        target: Decoder,
+        target: Decoder | PolicyEnds,
         settings: TrainSettings,
         *,
         heads: Mapping[int, Tensor] | None = None,

@@ -8,9 +8,9 @@ Requests and responses go through pipes, weights through a safetensors file.  Ev
 limit and names the policy version that it decoded with.  A process that hangs, has died or missed an update ends the
 phase with a message and the end of its log.
 
-vLLM samples with random numbers of its own, from a seed per request, and with speculation they depend on the drafts.
-So responses are not those of our engine, and a run is repeatable only as far as vLLM's batches are.  Log-probs are
-those of the sampling policy after temperature and filters, as in our engine.
+The process runs the plug-in `tlt_vllm`: tokens are sampled with our noise, so speculation does not change them, and
+responses are those of our engine up to rounding.  The tuner chooses draft lengths, and hidden states come back for
+training a drafter.  Log-probs are those of the sampling policy after temperature and filters, as in our engine.
 """
 
 import contextlib
@@ -21,20 +21,22 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from conf.rollout import SpeculationConfig
 from tlt_core.items.speculation import RoundReport, Strategy
+from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import FinishReason, GenerationRequest, Rollout, SamplingParams
 from tlt_core.model.sampling import stream_key
-from tlt_core.rollout.engine import Pull
-from tlt_core.rollout.replica import DecodeReport, OnCaptured, SpecCounters
+from tlt_core.rollout.engine import Pull, RoundTrace
+from tlt_core.rollout.replica import DecodeReport, OnCaptured
 from tlt_core.rollout.vllm.environment import environment
 
 _SCRIPT = Path(__file__).with_name("process.py")
@@ -72,12 +74,14 @@ class VllmRollout:
         kv_cache_mb: int = 512,
         eager: bool = True,
         speculative: Mapping[str, Any] | None = None,
+        tlt: Mapping[str, Any] | None = None,
         seed: int = 0,
         policy_version: int = 0,
     ) -> None:
         """python: of the environment with vLLM.  folder: this object's own, for the log and for weights on their way.
         write_policy: writes weights under our names as a Hugging Face folder.  speculative: vLLM's
-        speculative_config (`vllm_speculation` makes one).  policy_version: of the weights in `model`.
+        speculative_config (`vllm_speculation` makes one).  tlt: settings of `tlt_vllm`.  policy_version: of the weights
+        in `model`.
 
         Raises VllmUnusable."""
         require_vllm(python)
@@ -92,13 +96,16 @@ class VllmRollout:
             "kv_cache_mb": kv_cache_mb,
             "eager": eager,
             "speculative": None if speculative is None else dict(speculative),
+            "tlt": dict(tlt or {}),
+            "folder": str(folder),
             "seed": seed,
             "version": policy_version,
         }
+        self.folder = folder
         self._log_file = folder / "vllm.log"
         self._process: subprocess.Popen[bytes] | None = None
         self._unread = b""
-        self._counters = SpecCounters(0, 0, 0, ())  # at the last report
+        self._rounds: list[RoundTrace] = []  # since the last report
         self._count = 0  # requests so far; they are named by their number
 
     def __enter__(self) -> "VllmRollout":
@@ -115,11 +122,11 @@ class VllmRollout:
             )
         try:
             began_s = time.monotonic()
-            described = self._ask(self._settings, limit_s=_START_S)["ready"]
+            described = self.ask(self._settings, limit_s=_START_S)["ready"]
             if self._settings["speculative"] is not None and not described["samples_rightly"]:
                 raise VllmUnusable(
                     f"this build of vLLM ({described['version']}) samples wrongly when it speculates on a CPU, and the "
-                    f"plugin that repairs it (tlt_cpu_fix) is not in the environment of {self._python}: run 'make "
+                    f"plug-in that repairs it (tlt_vllm) is not in the environment of {self._python}: run 'make "
                     "vllm-env', or set rollout.speculation.policy to off"
                 )
         except BaseException:
@@ -151,7 +158,7 @@ class VllmRollout:
         folder = self._folder / "policy"
         self._write_policy(weights, folder)
         file = folder / "model.safetensors"
-        self._ask({"ask": "weights", "file": str(file), "version": policy_version})
+        self.ask({"ask": "weights", "file": str(file), "version": policy_version})
         file.unlink()
         self._version = policy_version
 
@@ -166,8 +173,7 @@ class VllmRollout:
         on_captured: OnCaptured | None = None,
         worker: int = 0,
     ) -> None:
-        """As `Replica.decode`; vLLM reports no rounds.  Raises VllmError."""
-        assert on_captured is None, "vLLM keeps its hidden states: conf/run refuses to train a drafter on them"
+        """As `Replica.decode`.  Raises VllmError."""
         live: dict[str, tuple[GenerationRequest, float]] = {}
         sampling = _sampling(params)
         while True:
@@ -177,31 +183,51 @@ class VllmRollout:
             if not live:
                 return
             rows = [_row(name, request) for name, request in started.items()]
-            answer = self._ask({"ask": "decode", "params": sampling, "requests": rows})
+            answer = self.ask({"ask": "decode", "params": sampling, "requests": rows})
             if answer["version"] != self._version:
                 raise VllmError(f"vLLM decoded with policy {answer['version']}, {self._version} was published to it")
             on_tokens(answer["tokens"])
+            self._hear(answer["rounds"], on_round)
             for done in answer["finished"]:
                 request, started_s = live.pop(done["id"])
-                on_finish(_rollout(request, done, policy_version=self._version, worker=worker, started_s=started_s))
+                rollout = _rollout(request, done, policy_version=self._version, worker=worker, started_s=started_s)
+                if on_captured is not None and done["states"] is not None:
+                    on_captured(_sequence(rollout, Path(done["states"])))
+                on_finish(rollout)
 
     def report(self) -> DecodeReport:
-        """As `Replica.report`: counters alone."""
-        answer = self._ask({"ask": "counters"})
-        per_pos = tuple(answer["accepted_per_pos"])
-        now = SpecCounters(answer["drafts"], answer["draft_tokens"], answer["accepted"], per_pos)
-        since, self._counters = now - self._counters, now
-        return DecodeReport((), {}, 0, chains=since)
+        """As `Replica.report`."""
+        rounds, self._rounds = tuple(self._rounds), []
+        speculates = self._settings["speculative"] is not None
+        return DecodeReport(rounds, self.counters()["tuner"] if speculates else {}, 0)
+
+    def counters(self) -> dict[str, Any]:
+        """vLLM's own counters of drafts since the start, the tuner's figures, and responses whose hidden states were
+        lost."""
+        return self.ask({"ask": "counters"})
 
     def release_memory(self) -> None:
         """Not possible: the memory is vLLM's own, so conf/run refuses `cluster.release_rollout_memory` with vLLM."""
         raise VllmError("vLLM cannot release its memory; set cluster.release_rollout_memory to false")
 
+    def _hear(self, rounds: Iterable[Mapping[str, Any]], on_round: Callable[[RoundReport], None] | None) -> None:
+        for told in rounds:
+            strategy, *counted = told["report"]
+            live, context, drafted, offered, accepted, *seconds = counted
+            report = RoundReport(
+                Strategy(*strategy), live, context, tuple(drafted), tuple(offered), tuple(accepted), *seconds
+            )
+            tokens = sum(accepted) + live
+            self._rounds.append(RoundTrace(report, tuple(told["rows"]), tokens, told["end_s"], told["seconds"]))
+            if on_round is not None:
+                on_round(report)
+
     def _name(self) -> str:
         self._count += 1
         return str(self._count)
 
-    def _ask(self, value: Mapping[str, Any], *, limit_s: float = _ANSWER_S) -> dict[str, Any]:
+    def ask(self, value: Mapping[str, Any], *, limit_s: float = _ANSWER_S) -> dict[str, Any]:
+        """One question to the process, and its answer.  Raises VllmError."""
         process = self._process
         if process is None:
             raise VllmError("vLLM is not running: start it first")
@@ -240,32 +266,38 @@ def require_vllm(python: Path) -> None:
         raise VllmUnusable(
             f"rollout.engine='vllm' needs vLLM in an environment of its own, but {python} does not exist: {remedy}"
         )
-    look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    look = (
+        "from importlib.util import find_spec; "
+        "raise SystemExit(2 * (not find_spec('vllm')) or 3 * (not find_spec('tlt_vllm')))"
+    )
     kept = environment(python, threads=1)
-    if subprocess.run([str(python), "-P", "-c", look], env=kept, check=False, capture_output=True).returncode:
-        raise VllmUnusable(f"rollout.engine='vllm', but {python} has no package vllm: {remedy}")
+    found = subprocess.run([str(python), "-P", "-c", look], env=kept, check=False, capture_output=True).returncode
+    if found:
+        lacks = {2: "vllm", 3: "tlt_vllm"}.get(found, f"vllm (it ends with {found})")
+        raise VllmUnusable(f"rollout.engine='vllm', but {python} has no package {lacks}: {remedy}")
 
 
-def vllm_speculation(cfg: SpeculationConfig, first: Strategy | None, *, max_live: int) -> dict[str, Any] | None:
-    """vLLM's speculative_config for our section; None: plain decoding.
-
-    first: the first strategy of the menu, the only one that `fixed` and `threshold` use.  vLLM switches by the number
-    of requests in a step.  For `threshold`, requests are drafted for up to `cfg.max_live` of them, and not above.  The
-    configuration refuses the other policies with vLLM.
-    """
-    if cfg.policy == "off" or first is None:
+def vllm_speculation(cfg: SpeculationConfig, menu: Sequence[Strategy]) -> dict[str, Any] | None:
+    """vLLM's speculative_config for our section; None: plain decoding.  menu: chains of one drafter."""
+    if not menu:
         return None
-    assert cfg.policy in ("fixed", "threshold") and first.width == 1, "the configuration was checked"  # noqa: PT018
-    settings: dict[str, Any] = {"num_speculative_tokens": first.depth}
-    if first.drafter == "eagle3":
-        settings |= {"method": "eagle3", "model": str(Path(str(cfg.drafter_path)).absolute())}
-    else:
-        shortest = cfg.ngram.min_match
-        settings |= {"method": "ngram", "prompt_lookup_min": shortest, "prompt_lookup_max": max(shortest, _NGRAM_MATCH)}
-    if cfg.policy == "threshold" and cfg.max_live < max_live:
-        table = [[1, cfg.max_live, first.depth], [cfg.max_live + 1, max_live, 0]]
-        settings["num_speculative_tokens_per_batch_size"] = table
-    return settings
+    settings: dict[str, Any] = {"num_speculative_tokens": max(s.depth for s in menu)}
+    if menu[0].drafter == "eagle3":
+        return settings | {"method": "eagle3", "model": str(Path(str(cfg.drafter_path)).absolute())}
+    shortest = cfg.ngram.min_match
+    return settings | {
+        "method": "ngram",
+        "prompt_lookup_min": shortest,
+        "prompt_lookup_max": max(shortest, _NGRAM_MATCH),
+    }
+
+
+def tlt_settings(cfg: SpeculationConfig, menu: Sequence[Strategy], *, capture_mb: int) -> dict[str, Any]:
+    """What `tlt_vllm` is told.  capture_mb: memory for hidden states; 0: none are kept."""
+    settings: dict[str, Any] = {"policy": cfg.policy, "max_live": cfg.max_live, "log_every_s": 0}
+    if menu:
+        settings["menu"] = [s.depth for s in menu]
+    return settings | {"capture_mb": capture_mb}
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
@@ -279,8 +311,21 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
 
 
 def _row(name: str, request: GenerationRequest) -> dict[str, Any]:
-    seed = stream_key(request.key) & ((1 << 63) - 1)
-    return {"id": name, "tokens": request.prompt_tokens.tolist(), "seed": seed}
+    return {"id": name, "tokens": request.prompt_tokens.tolist(), "stream": stream_key(request.key)}
+
+
+def _sequence(rollout: Rollout, states: Path) -> TrainSequence:
+    """What the drafter learns from, with the hidden states of a file, which is deleted."""
+    tensors = load_file(states)
+    states.unlink()
+    return TrainSequence(
+        key=rollout.key,
+        policy_version=rollout.policy_version,
+        stream=stream_key(rollout.key),
+        first=rollout.prompt_len,
+        tokens_L=rollout.tokens.clone(),
+        **tensors,
+    )
 
 
 def _rollout(

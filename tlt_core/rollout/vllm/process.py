@@ -1,22 +1,28 @@
 """vLLM as a rollout engine: requests in, responses out, new weights in between.  A line of JSON in, a line of JSON out.
 
-    python -P process.py       run by the interpreter of vLLM's own environment; nothing of ours is imported
+    python -P process.py       run by the interpreter of vLLM's own environment, where `tlt_vllm` is installed
 
     stdin   {"model": ..., "dtype": ..., "max_len": ..., ...}                                      settings, once
     stdout  {"ready": {"version": ..., "threads": ...}}
     stdin   {"ask": "weights", "file": "x.safetensors", "version": 3}
-    stdout  {"tensors": 272, "seconds": 0.4}
-    stdin   {"ask": "decode", "params": {...}, "requests": [{"id": "7", "tokens": [...], "seed": 1}, ...]}
-    stdout  {"live": 3, "tokens": 40, "finished": [{"id", "tokens", "logprobs", "stopped"}, ...], "version": 3}
+    stdout  {"tensors": 272, "checked": 120, "seconds": 0.4}
+    stdin   {"ask": "drafter", "file": "y.safetensors"}
+    stdout  {"tensors": 12, "checked": 6}
+    stdin   {"ask": "decode", "params": {...}, "requests": [{"id": "7", "tokens": [...], "stream": 1}, ...]}
+    stdout  {"live": 3, "tokens": 40, "finished": [{"id", "tokens", "logprobs", "stopped", "states"}, ...],
+             "rounds": [...], "version": 3}
+    stdin   {"ask": "tuner", "call": "suspend", "arguments": ["eagle3"], "options": {}}
+    stdout  {"answer": ...}
     stdin   {"ask": "counters"}
     stdout  {"drafts": ..., "draft_tokens": ..., "accepted": ..., "accepted_per_pos": [...]}
     any     {"error": "..."} instead, when a request was refused; the process goes on
 
 A decode call takes new requests, and steps until a response ends or a quarter of a second has passed.  It returns at
-once when no request is live.  The process ends when stdin does, so it does not outlive the worker that started it.
+once when no request is live.  `states` names a file with the hidden states of the response, where those are kept; the
+reader deletes it.  The process ends when stdin does, so it does not outlive the worker that started it.
 
 The engine core runs in this process (the caller sets VLLM_ENABLE_V1_MULTIPROCESSING=0), so weights are loaded by a
-plain call.  They go through vLLM's layer-wise reload, which undoes and redoes the packing for CPU kernels.
+plain call, and drafting is what `tlt_vllm` makes of it.
 """
 
 # Run by another interpreter than the type checker's.
@@ -52,6 +58,8 @@ class Server:
     def __init__(self, settings):
         import vllm
 
+        keeps_states = bool(settings["tlt"].get("capture_mb"))
+        self._folder = settings["folder"] if keeps_states else None
         self._llm = vllm.LLM(
             settings["model"],
             skip_tokenizer_init=True,
@@ -65,8 +73,11 @@ class Server:
             speculative_config=settings["speculative"],
             logprobs_mode="processed_logprobs",  # after temperature and filters, as the update computes them
             disable_log_stats=False,  # counters of speculation
+            additional_config={"tlt": settings["tlt"]},
         )
         self._engine = self._llm.llm_engine
+        self._lengths = self._engine.engine_core.engine_core.scheduler.draft_lengths
+        self._lengths.trace = []
         self._version = settings["version"]
         self._live = {}  # by id: [tokens, logprobs]
 
@@ -86,11 +97,19 @@ class Server:
         if self._live:
             raise RuntimeError(f"{len(self._live)} responses are being decoded: weights change between rollouts only")
         started_s = time.monotonic()
-        tensors = self._llm.collective_rpc(_load, args=(file,))[0]
+        report = self._llm.collective_rpc("tlt_load_policy", args=(file,))[0]
         self._version = version
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache was not emptied: it holds states of the old weights")
-        return {"tensors": tensors, "seconds": time.monotonic() - started_s}
+        return report | {"seconds": time.monotonic() - started_s}
+
+    def drafter(self, *, file):
+        """Replace the drafter's weights by those of a safetensors file."""
+        return self._llm.collective_rpc("tlt_load_drafter", args=(file,))[0]
+
+    def tuner(self, *, call, arguments, options):
+        """Call a method of the tuner."""
+        return {"answer": getattr(self._lengths.tuner, call)(*arguments, **options)}
 
     def decode(self, *, params, requests):
         """See the module docstring."""
@@ -99,7 +118,7 @@ class Server:
 
         for request in requests:
             wanted = vllm.SamplingParams(
-                seed=request["seed"],
+                extra_args={"tlt_stream": request["stream"]},
                 logprobs=0,  # of the sampled token alone
                 ignore_eos=True,  # tokens that stop are named
                 detokenize=False,
@@ -107,27 +126,43 @@ class Server:
                 **params,
             )
             self._engine.add_request(request["id"], {"prompt_token_ids": request["tokens"]}, wanted)
-            self._live[request["id"]] = ([], [])
+            self._live[request["id"]] = ([], [], len(request["tokens"]))
         finished, made, until_s = [], 0, time.monotonic() + _STEPS_S
         while self._live and not finished and time.monotonic() < until_s:
             for output in self._engine.step():
                 made += self._take(output, finished)
-        return {"live": len(self._live), "tokens": made, "finished": finished, "version": self._version}
+        rounds, self._lengths.trace = self._lengths.trace, []
+        told = {"live": len(self._live), "tokens": made, "finished": finished, "version": self._version}
+        return told | {"rounds": rounds}
 
     def _take(self, output, finished):
         """New tokens of one response; returns how many."""
         part = output.outputs[0]
-        tokens, logprobs = self._live[output.request_id]
+        tokens, logprobs, first = self._live[output.request_id]
         tokens.extend(part.token_ids)
         logprobs.extend(at[token].logprob for token, at in zip(part.token_ids, part.logprobs, strict=True))
         if output.finished:
             del self._live[output.request_id]
             stopped = part.finish_reason == "stop"
-            finished.append({"id": output.request_id, "tokens": tokens, "logprobs": logprobs, "stopped": stopped})
+            told = {"id": output.request_id, "tokens": tokens, "logprobs": logprobs, "stopped": stopped}
+            finished.append(told | {"states": self._states(output.request_id, first, first + len(tokens))})
         return len(part.token_ids)
 
+    def _states(self, name, first, length):
+        """Write what was kept of a response; returns the file, None where nothing was."""
+        if self._folder is None:
+            return None
+        from safetensors.torch import save_file
+
+        kept = self._llm.collective_rpc("tlt_take", args=(name, first, length))[0]
+        if kept is None:
+            return None
+        file = f"{self._folder}/states_{name}.safetensors"
+        save_file(kept._asdict(), file)
+        return file
+
     def counters(self):
-        """Of speculation, since the start."""
+        """Of speculation, since the start; the tuner's figures; responses whose hidden states are lost."""
         told = {metric.name: metric for metric in self._llm.get_metrics() if "spec_decode" in metric.name}
         values = {
             name: getattr(told.get(f"vllm:spec_decode_num_{metric}"), "value", 0)
@@ -138,32 +173,8 @@ class Server:
             )
         }
         per_pos = getattr(told.get("vllm:spec_decode_num_accepted_tokens_per_pos"), "values", [])
-        return values | {"accepted_per_pos": list(per_pos)}
-
-
-def _load(worker, file):
-    """In the worker: load all tensors, return how many.  Raises ValueError when the file does not fill the model."""
-    from safetensors import safe_open
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
-
-    runner = worker.model_runner
-    model = runner.get_model()
-    wanted = {name for name, _ in model.named_parameters()}
-    with safe_open(file, framework="pt") as tensors:
-        names = list(tensors.keys())
-        with set_current_vllm_config(runner.vllm_config):
-            initialize_layerwise_reload(model)
-            loaded = model.load_weights((name, tensors.get_tensor(name)) for name in names)
-            finalize_layerwise_reload(model, runner.vllm_config.model_config)
-        # A head that is tied to the embedding is not in the file, but it is packed apart.
-        head = getattr(model, "lm_head", None)
-        if head is not None and "lm_head.weight" not in names:
-            head.quant_method.process_weights_after_loading(head)
-    missing = sorted(wanted - set(loaded or wanted))
-    if missing:
-        raise ValueError(f"{file} has no weights for {len(missing)} parameters of the policy, e.g. {missing[0]}")
-    return len(names)
+        told = {"tuner": self._lengths.tuner.snapshot()} | self._llm.collective_rpc("tlt_report")[0]
+        return values | {"accepted_per_pos": list(per_pos)} | told
 
 
 def _spreads_temperatures():

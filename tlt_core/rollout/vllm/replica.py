@@ -8,9 +8,11 @@ from torch import Tensor
 
 from conf.rollout import RolloutConfig
 from tlt_core.machine.precision import as_torch
+from tlt_core.model.config import DecoderConfig
+from tlt_core.model.ends import PolicyEnds
 from tlt_core.model.load import load_config, save_hf
-from tlt_core.rollout import build
-from tlt_core.rollout.vllm.client import VllmRollout, vllm_speculation
+from tlt_core.rollout.vllm.client import VllmRollout, tlt_settings, vllm_speculation
+from tlt_core.rollout.vllm.drafts import vllm_menu
 
 # vLLM stops drafting for the whole batch while the drafts of any request could pass the length limit.
 _ROOM = 32
@@ -33,11 +35,17 @@ def start_vllm(
     rank: int,
     seed: int,
     policy_version: int,
+    ends: PolicyEnds | None = None,
 ) -> VllmRollout:
-    """A running engine with the weights of `model_dir`.  Raises VllmError, VllmUnusable."""
-    model, speculation = load_config(model_dir), cfg.speculation
+    """A running engine with the weights of `model_dir`.
+
+    ends: kept up to date with the policy, and hidden states are kept; None: neither.  Raises VllmError, VllmUnusable.
+    """
+    model, menu = load_config(model_dir), vllm_menu(cfg.speculation)
+    max_len = max(max_len, min(max_len + _ROOM, model.max_position_embeddings))
 
     def write_policy(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+        weights = weights if ends is None else ends.through(weights)
         save_hf(weights, model, folder, tokenizer_from=model_dir, dtype=as_torch(cfg.dtype))
 
     engine = VllmRollout(
@@ -46,13 +54,21 @@ def start_vllm(
         folder=spec.folder / f"worker_{rank}",
         write_policy=write_policy,
         dtype=cfg.dtype,
-        max_len=max(max_len, min(max_len + _ROOM, model.max_position_embeddings)),
+        max_len=max_len,
         max_live=cfg.max_live_requests,
         threads=threads,
         kv_cache_mb=cfg.vllm.kv_cache_mb,
         eager=cfg.vllm.eager,
-        speculative=vllm_speculation(speculation, build.menu_of(speculation)[0], max_live=cfg.max_live_requests),
+        speculative=vllm_speculation(cfg.speculation, menu),
+        tlt=tlt_settings(cfg.speculation, menu, capture_mb=_capture_mb(cfg, model, max_len) if ends else 0),
         seed=seed,
         policy_version=policy_version,
     )
     return engine.__enter__()
+
+
+def _capture_mb(cfg: RolloutConfig, model: DecoderConfig, max_len: int) -> int:
+    """Room for the hidden states of all live requests, and of as many that have ended and are read as donors."""
+    taps = 3  # of an EAGLE-3 drafter
+    each = max_len * ((taps + 1) * model.hidden_size * as_torch(cfg.dtype).itemsize + 4)
+    return 1 + (2 * cfg.max_live_requests * each >> 20)

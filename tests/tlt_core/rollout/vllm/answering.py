@@ -23,11 +23,18 @@ def main() -> None:
                     sys.exit("something broke")
                 live += request["requests"]
                 done, decoded = live.pop(0), decoded + 1
-                finished = [{"id": done["id"], "tokens": [5, 6, 2], "logprobs": [-1, -2, -3], "stopped": True}]
-                _say({"live": len(live), "tokens": 3, "finished": finished, "version": version})
+                told = {"id": done["id"], "tokens": [5, 6, 2], "logprobs": [-1, -2, -3], "stopped": True}
+                chain = [["ngram", 3, 1, 3], 1, 9, [3], [3], [1], 0.25, 0.5, 0.0]
+                rounds = [{"report": chain, "rows": [decoded], "end_s": 10.0, "seconds": 0.75}]
+                answer = {"live": len(live), "tokens": 3, "finished": [told | {"states": None}], "rounds": rounds}
+                _say(answer | {"version": version})
             case "counters":
-                counts = {"drafts": decoded, "draft_tokens": 3 * decoded, "accepted": decoded}
-                _say(counts | {"accepted_per_pos": [decoded, 0, 0]})
+                _say({"drafts": decoded, "draft_tokens": 3 * decoded, "accepted": decoded, "tuner": {"speedup_est": 1}})
+            case "tuner":
+                if request["call"] == "suspend":
+                    _say({"error": "KeyError: no such drafter"})
+                else:
+                    _say({"answer": {"given": request["arguments"], "options": request["options"]}})
 
 
 def _say(value: dict) -> None:

@@ -13,14 +13,14 @@ from conf.load import ConfigError, load
 from conf.rollout import RolloutConfig, SpeculationConfig
 from tlt_core.items.speculation import Strategy
 from tlt_core.items.types import FinishReason, GenerationRequest, NoiseKey, Rollout, SamplingParams
-from tlt_core.rollout.replica import SpecCounters
 from tlt_core.rollout.vllm import client
-from tlt_core.rollout.vllm.client import VllmError, VllmRollout, VllmUnusable, vllm_speculation
+from tlt_core.rollout.vllm.client import VllmError, VllmRollout, VllmUnusable, tlt_settings, vllm_speculation
+from tlt_core.rollout.vllm.drafts import RemoteTuner, vllm_menu
 from tlt_core.run import preflight
 from tlt_core.run.engine_agreement import DisagreementError, require_agreement
+from tlt_vllm.settings import Settings
 
 VLLM = ["rollout.engine=vllm", "rollout.speculation.policy=off", "drafter.spot.enabled=false"]
-CHAIN = Strategy("ngram", 3, 1, 3)
 
 
 def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -38,12 +38,14 @@ def test_an_interpreter_without_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ("rollout.speculation.policy=cost_model", "set rollout.speculation.policy to threshold"),
-        ("rollout.speculation.policy=beg_mab", "set rollout.speculation.policy to threshold"),
-        ("drafter.spot.enabled=true", "set drafter.spot.enabled to false"),
         (
             "rollout.speculation={policy: fixed, menu: [{drafter: ngram, depth: 3, width: 2, tokens: 6}]}",
-            "vLLM drafts chains; set its width to 1",
+            "vLLM drafts chains; set every width to 1",
+        ),
+        (
+            "rollout.speculation={policy: cost_model, drafter_path: d, menu: [{drafter: ngram, depth: 3, tokens: 3}, "
+            "{drafter: eagle3, depth: 3, tokens: 3}]}",
+            "keep the strategies of one",
         ),
     ],
 )
@@ -57,30 +59,32 @@ def test_our_engine_is_the_default() -> None:
 
 
 def test_off_drafts_nothing() -> None:
-    assert vllm_speculation(SpeculationConfig(policy="off"), CHAIN, max_live=8) is None
+    cfg = SpeculationConfig(policy="off")
+    assert vllm_menu(cfg) == ()
+    assert vllm_speculation(cfg, ()) is None
+    assert "menu" not in tlt_settings(cfg, (), capture_mb=0)
 
 
-def test_threshold_is_a_table_of_live_requests() -> None:
+def test_the_tuner_gets_the_chains_of_one_drafter(tmp_path: Path) -> None:
+    """By default our engine has strategies of both drafters."""
+    cfg = SpeculationConfig(drafter_path=str(tmp_path / "d-eagle3"))
+    menu = vllm_menu(cfg)
+    assert [str(s) for s in menu] == ["eagle3:2x1/2", "eagle3:4x1/4", "eagle3:7x1/7"]
+    speculative = vllm_speculation(cfg, menu)
+    assert speculative == {"method": "eagle3", "num_speculative_tokens": 7, "model": str(tmp_path / "d-eagle3")}
+    settings = tlt_settings(cfg, menu, capture_mb=3)
+    assert settings == {"policy": "cost_model", "max_live": 32, "log_every_s": 0, "menu": [2, 4, 7], "capture_mb": 3}
+    assert Settings.read({"tlt": settings}, longest=7) is not None
+
+
+def test_a_fixed_policy_has_one_chain() -> None:
     cfg = SpeculationConfig(policy="threshold", max_live=2)
-    settings = vllm_speculation(cfg, CHAIN, max_live=8)
-    assert settings == {
+    speculative = vllm_speculation(cfg, vllm_menu(cfg))
+    assert speculative == {
         "method": "ngram",
-        "num_speculative_tokens": 3,
+        "num_speculative_tokens": 2,
         "prompt_lookup_min": 1,
         "prompt_lookup_max": 3,
-        "num_speculative_tokens_per_batch_size": [[1, 2, 3], [3, 8, 0]],
-    }
-    never_above = vllm_speculation(cfg, CHAIN, max_live=2)
-    assert never_above is not None
-    assert "num_speculative_tokens_per_batch_size" not in never_above
-
-
-def test_a_trained_drafter_is_named_by_its_folder(tmp_path: Path) -> None:
-    cfg = SpeculationConfig(policy="fixed", drafter_path=str(tmp_path / "d-eagle3"))
-    assert vllm_speculation(cfg, Strategy("eagle3", 2, 1, 2), max_live=8) == {
-        "method": "eagle3",
-        "num_speculative_tokens": 2,
-        "model": str(tmp_path / "d-eagle3"),
     }
 
 
@@ -137,7 +141,10 @@ def test_what_the_process_answers_becomes_rollouts_and_a_report(start) -> None:
             assert sorted(r.key.prompt_id for r in finished) == [0, 1, 2]
             assert {(r.policy_version, r.worker, r.finish) for r in finished} == {(version, 1, FinishReason.STOP)}
             assert all(r.tokens.tolist() == [*range(3, 6 + r.key.prompt_id), 5, 6, 2] for r in finished)
-            assert replica.report().chains == SpecCounters(3, 9, 3, (3, 0, 0)), "since the last report"
+            rounds = replica.report().rounds
+            assert len(rounds) == 3, "since the last report"
+            assert rounds[0].report.strategy == Strategy("ngram", 3, 1, 3)
+            assert (rounds[0].report.accepted, rounds[0].tokens, rounds[0].seconds) == ((1,), 2, 0.75)
     replica.close()  # again
 
 
@@ -156,3 +163,12 @@ def test_a_process_that_died_ends_the_phase_with_the_end_of_its_log(start) -> No
 def test_memory_that_is_not_ours_cannot_be_released(start) -> None:
     with start(seed=0) as replica, pytest.raises(VllmError, match=r"set cluster\.release_rollout_memory to false"):
         replica.release_memory()
+
+
+def test_the_tuner_in_the_process_is_told(start) -> None:
+    with start(seed=0) as replica:
+        tuner = RemoteTuner(replica.ask)
+        tuner.notify_change("eagle3", change=0.5)
+        assert tuner.state_dict() == {"given": [], "options": {}}
+        with pytest.raises(VllmError, match="no such drafter"):
+            tuner.suspend("eagle3")

@@ -14,7 +14,7 @@ import torch
 
 from tlt_core.items.store import load_scored
 from tlt_core.items.types import RolloutBatch
-from tlt_core.plan.simulate import BINS, Costs, Rates, bin_of
+from tlt_core.run.plan.simulate import BINS, Costs, Rates, bin_of
 
 _LEAST_S = 1.0  # of a bin over all responses: with less, the neighbour's rate is taken
 

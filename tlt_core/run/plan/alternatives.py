@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tlt_core.plan.simulate import Costs, Rates, decode, simulate, update_seconds
+from tlt_core.run.plan.simulate import Costs, Rates, decode, simulate, update_seconds
 
 _MORE = 4  # one group more for every four: a quarter
 Groups = Sequence[Sequence[int]]

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from tlt_core.plan.alternatives import alternatives
-from tlt_core.plan.simulate import BINS, Costs, Rates, decode, simulate
+from tlt_core.run.plan.alternatives import alternatives
+from tlt_core.run.plan.simulate import BINS, Costs, Rates, decode, simulate
 
 EVEN = Rates((10.0,) * len(BINS))  # tokens a second, whatever else is live
 FREE = Costs(0.0, 0.0, 0.0, 0.0)

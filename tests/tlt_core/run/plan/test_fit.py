@@ -9,8 +9,8 @@ import torch
 from tests.tlt_core.grpo.rollouts import scored
 from tlt_core.items.store import save_scored
 from tlt_core.items.types import FinishReason, NoiseKey, Rollout, RolloutBatch
-from tlt_core.plan.fit import PlanError, recorded
-from tlt_core.plan.simulate import BINS, Costs, Rates, simulate
+from tlt_core.run.plan.fit import PlanError, recorded
+from tlt_core.run.plan.simulate import BINS, Costs, Rates, simulate
 
 RATES = Rates((40.0, 38.0, 33.0, 25.0, *[15.0] * (len(BINS) - 4)))
 COSTS = Costs(update_token_s=0.004, update_fixed_s=0.3, rollout_fixed_s=0.2, other_s=0.7)

@@ -1,0 +1,109 @@
+"""`vllm serve` with the plug-in alone: no worker, no flow of ours.
+
+A request with a seed gets the same tokens from a plain server and from one that speculates adaptively.  New weights of
+the drafter arrive over HTTP, and the log says what is drafted.
+"""
+
+import json
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.vllm.counters import SpecCounters
+from tests.vllm.vllm_server import Completion, ServerError, VllmServer
+
+pytestmark = pytest.mark.vllm
+
+TOKENS = 32
+
+
+class Answers(NamedTuple):
+    """What one server said."""
+
+    sampled: list[Completion]
+    filtered: list[Completion]
+    penalised: list[Completion]
+    counters: SpecCounters
+    log: str
+
+
+def with_tlt(**settings: Any) -> tuple[str, ...]:
+    worker = json.dumps({"tlt": {"log_every_s": 0.5} | settings})
+    return ("--enforce-eager", "--additional-config", worker)
+
+
+def ask(server: VllmServer, target) -> Answers:
+    prompts = target.prompts[:4]
+
+    def said(**more: Any) -> list[Completion]:
+        return server.complete(prompts, max_tokens=TOKENS, seed=7, **more)
+
+    return Answers(
+        said(temperature=1.0),
+        said(temperature=0.7, top_p=0.9),
+        said(temperature=0.0, presence_penalty=0.5),
+        server.spec_counters(),
+        server.log(),
+    )
+
+
+@pytest.fixture(scope="module")
+def plain(vllm_python, target, tmp_path_factory) -> Answers:
+    log = tmp_path_factory.mktemp("plain") / "vllm.log"
+    with VllmServer(vllm_python, target.folder, log=log, options=with_tlt()) as server:
+        return ask(server, target)
+
+
+@pytest.fixture(scope="module")
+def speculating(vllm_python, target, drafter, tmp_path_factory) -> tuple[Answers, Any]:
+    """... and what the server said to new weights of the drafter."""
+    log = tmp_path_factory.mktemp("speculating") / "vllm.log"
+    speculative = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 5}
+    server = VllmServer(
+        vllm_python,
+        target.folder,
+        log=log,
+        speculative=speculative,
+        options=with_tlt(menu=[2, 5]),
+        variables={"VLLM_SERVER_DEV_MODE": "1"},
+    )
+    with server:
+        answers = ask(server, target)
+        call = {"method": "tlt_load_drafter", "args": [str(drafter / "model.safetensors")]}
+        loaded = json.loads(server._call("/collective_rpc", call))
+    return answers, loaded
+
+
+def test_seeded_requests_get_the_same_tokens_with_and_without_drafts(plain, speculating):
+    found, _ = speculating
+    assert [c.tokens for c in found.sampled] == [c.tokens for c in plain.sampled]
+    assert [c.tokens for c in found.filtered] == [c.tokens for c in plain.filtered]
+    assert len({c.tokens for c in plain.sampled}) > 1
+    assert found.counters.accepted > 0
+
+
+def test_requests_that_the_definition_lacks_are_sampled_by_vllm(plain, speculating):
+    found, _ = speculating
+    assert all(len(c.tokens) == TOKENS for c in found.penalised + plain.penalised)
+
+
+def test_the_log_says_what_is_drafted(speculating):
+    found, _ = speculating
+    assert "tlt: " in found.log
+    assert "tokens a request" in found.log
+
+
+def test_new_drafter_weights_come_over_http(speculating):
+    """Every layer is asked whether it computes with them."""
+    (report,) = speculating[1]["results"]
+    assert report["tensors"] > 5
+    assert report["checked"] >= 4, "query-key-value, output, gate-up, down"
+
+
+def test_a_wrong_setting_ends_the_start_with_its_name(vllm_python, target, tmp_path):
+    options = with_tlt(menus=[2])
+    with (
+        pytest.raises(ServerError, match=r"tlt\.menus is not known: choose from menu, policy"),
+        VllmServer(vllm_python, target.folder, log=tmp_path / "vllm.log", options=options),
+    ):
+        pass

@@ -1,0 +1,88 @@
+"""What a vLLM process speculates with, as a worker's `cluster/drafting` sees it (`rollout/drafts.Drafts`).
+
+The tuner lives in vLLM's process, beside its scheduler.  What is told to it goes through the process's pipe.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from conf.rollout import SpeculationConfig
+from tlt_core.items.speculation import Strategy
+from tlt_core.model.ends import PolicyEnds
+from tlt_core.rollout import build
+from tlt_core.tuner.policies import UNKNOWN
+
+Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
+
+_ONE = ("fixed", "threshold")  # policies that use one strategy
+
+
+def vllm_menu(cfg: SpeculationConfig) -> tuple[Strategy, ...]:
+    """The chains that vLLM may draft: one drafter an engine, the first strategy's."""
+    if cfg.policy == "off":
+        return ()
+    menu = build.menu_of(cfg)
+    chains = tuple(s for s in menu if s.drafter == menu[0].drafter and s.width == 1)
+    return chains[:1] if cfg.policy in _ONE else chains
+
+
+class VllmDrafts:
+    """A `Drafts`."""
+
+    def __init__(self, ask: Ask, cfg: SpeculationConfig, ends: PolicyEnds | None, *, folder: Path) -> None:
+        """ask: asks the process.  folder: for weights on their way."""
+        self._ask, self._folder = ask, folder
+        self.menu: Sequence[Strategy] = vllm_menu(cfg)
+        self.policy = f"vllm {cfg.policy}"
+        self.tuner = RemoteTuner(ask)
+        self.learned: Sequence[str] = [name for name in ("eagle3",) if any(s.drafter == name for s in self.menu)]
+        self.ends = ends
+
+    def calibrate(self) -> None:
+        """Nothing: the tuner learns costs from vLLM's first steps."""
+
+    def load_drafter(self, weights: Mapping[str, Tensor]) -> None:
+        """As `Drafts.load_drafter`.  Raises VllmError, also when a layer of the running drafter does not compute with
+        them afterwards."""
+        file = self._folder / "drafter.safetensors"
+        save_file({name: value.contiguous() for name, value in weights.items()}, file)
+        self._ask({"ask": "drafter", "file": str(file)})
+        file.unlink()
+
+    def exchange_ngrams(self) -> None:
+        """Nothing: vLLM's n-gram drafter looks into its own prompt alone."""
+
+
+class RemoteTuner:
+    """A `TunerControl`."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+
+    def notify_change(self, drafter: str | None = None, *, change: float = UNKNOWN) -> None:
+        """See `RecordedTuner`."""
+        self._call("notify_change", drafter, change=change)
+
+    def suspend(self, drafter: str) -> None:
+        """See `RecordedTuner`."""
+        self._call("suspend", drafter)
+
+    def resume(self, drafter: str) -> None:
+        """See `RecordedTuner`."""
+        self._call("resume", drafter)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """See `RecordedTuner`."""
+        state: Mapping[str, Any] = self._call("state_dict")
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `RecordedTuner`."""
+        self._call("load_state_dict", dict(state))
+
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return self._ask({"ask": "tuner", "call": method, "arguments": list(arguments), "options": options})["answer"]

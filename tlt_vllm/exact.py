@@ -1,0 +1,232 @@
+"""Sampling in vLLM by our definition of the policy (`tlt_core.model.sampling`): noise is keyed by request and position.
+
+    token at position p = arg-max(z + noise(stream, p))          z: logits / temperature, then top-k and top-p
+
+The noise of a position does not depend on drafts.  So a draft token is accepted exactly if it is the token that plain
+decoding samples there, and the accepted tokens are those of plain decoding, given the same logits.  Drafts are sampled
+with the same noise, which raises acceptance at temperatures above 0.
+
+A request takes part unless it wants something that this definition lacks (penalties, min-p, logit bias, bad words,
+structured output); those are sampled by vLLM, in the same batch.  A request's stream is `extra_args["tlt_stream"]`,
+else made from its seed, else from its id.
+
+Written for vLLM's V1 runner.  Shapes: B requests of the batch, N rows of logits (a request has one, and one more for
+each draft token), V vocabulary, K longest draft of the batch.
+"""
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.sampler import Sampler
+
+from tlt_core.items.types import SamplingParams
+from tlt_core.model.sampling import choose, lognorms, policy_scores, row_keys
+from tlt_vllm.tap import Tap
+
+STREAM = "tlt_stream"
+_NO_TOKEN = -1
+
+
+class Row(NamedTuple):
+    """How one request is sampled."""
+
+    stream: int
+    params: SamplingParams
+
+
+def row_of(request_id: str, wanted: Any) -> Row | None:
+    """None where vLLM must sample.  wanted: vLLM's SamplingParams.  Raises ValueError for a stream that is no int64."""
+    foreign = (
+        wanted.presence_penalty,
+        wanted.frequency_penalty,
+        wanted.repetition_penalty != 1,
+        wanted.min_p,
+        wanted.logit_bias,
+        wanted.bad_words,
+        wanted.allowed_token_ids,
+        wanted.structured_outputs,
+        wanted.min_tokens,
+    )
+    if any(foreign):
+        return None
+    stream = (wanted.extra_args or {}).get(STREAM)
+    if stream is None:
+        named = request_id if wanted.seed is None else f"seed {wanted.seed}"
+        stream = int.from_bytes(hashlib.blake2b(named.encode(), digest_size=8).digest(), "big", signed=True)
+    if not isinstance(stream, int) or not -(1 << 63) <= stream < 1 << 63:
+        raise ValueError(f"extra_args[{STREAM!r}]={stream!r} of request {request_id}: give an integer of 64 bits")
+    # vLLM's "all tokens" is -1 or 0 for top_k.
+    params = SamplingParams(
+        temperature=wanted.temperature, top_p=wanted.top_p, top_k=max(wanted.top_k, 0), max_new_tokens=1
+    )
+    return Row(stream, params)
+
+
+class ExactSampler:
+    """One a runner.  Used through `sample` and `draft`."""
+
+    def __init__(self, runner: Any, tap: Tap | None = None) -> None:
+        """tap: hears the log-normalisers of what is sampled."""
+        self._runner, self._tap = runner, tap
+        self._rows: dict[str, Row | None] = {}
+        self.foreign = 0  # rows of logits that vLLM sampled
+
+    # ------------------------------------------------------------------------------------------ the target's tokens
+
+    def sample(self, original: Callable[..., SamplerOutput], logits_NV: Tensor | None, spec: Any) -> SamplerOutput:
+        """As `GPUModelRunner._sample`.  original: that, for the requests that do not take part."""
+        rows = self._batch()
+        if logits_NV is None or not any(rows):
+            return original(logits_NV, spec)
+        counts = [1] * len(rows) if spec is None else [n + 1 for n in spec.num_draft_tokens]
+        own = [row for row in rows if row is not None]
+        theirs = None
+        if len(own) < len(rows):
+            self.foreign += sum(count for row, count in zip(rows, counts, strict=True) if row is None)
+            theirs = original(logits_NV.clone(), spec)  # it may write to the logits
+        tokens_N = self._choose(rows, counts, logits_NV, spec)
+        return self._output(rows, counts, tokens_N, logits_NV, spec, theirs)
+
+    def _choose(self, rows: Sequence[Row | None], counts: Sequence[int], logits_NV: Tensor, spec: Any) -> Tensor:
+        """The token of every row of logits, [N] int64; meaningless where vLLM samples."""
+        runner = self._runner
+        index_N = runner.query_start_loc.gpu[1 : len(rows) + 1] - 1 if spec is None else spec.logits_indices
+        positions_N = runner._get_positions(index_N.long()).long() + 1
+        row_N = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(counts)).to(logits_NV.device)
+        streams_B = torch.tensor([0 if row is None else row.stream for row in rows], device=logits_NV.device)
+        keys_N2 = row_keys(streams_B[row_N], positions_N)
+        tokens_N, norms_N = torch.zeros_like(positions_N), torch.zeros_like(positions_N, dtype=torch.float32)
+        for params, members in _by_params(rows).items():
+            here_N = torch.isin(row_N, torch.tensor(members, device=row_N.device))
+            part_NV = logits_NV if len(members) == len(rows) else logits_NV[here_N]
+            choice = choose(part_NV, keys_N2[here_N], params)
+            tokens_N[here_N] = choice.tokens_N
+            if self._tap is not None:
+                norms_N[here_N] = lognorms(part_NV, choice, params)
+        if self._tap is not None:
+            self._tap.norms(row_N, positions_N - 1, norms_N)
+        return tokens_N
+
+    def _output(
+        self,
+        rows: Sequence[Row | None],
+        counts: Sequence[int],
+        tokens_N: Tensor,
+        logits_NV: Tensor,
+        spec: Any,
+        theirs: SamplerOutput | None,
+    ) -> SamplerOutput:
+        width = 1 if spec is None else max(counts)
+        emitted_BK = _emitted(tokens_N, counts, None if spec is None else spec.draft_token_ids, width)
+        if theirs is not None:
+            other = torch.tensor([row is None for row in rows], device=emitted_BK.device)
+            emitted_BK[other] = _NO_TOKEN
+            emitted_BK[other, : theirs.sampled_token_ids.shape[1]] = theirs.sampled_token_ids[other].long()
+        wanted = self._runner.input_batch.sampling_metadata.max_num_logprobs
+        if wanted is None:
+            return SamplerOutput(sampled_token_ids=emitted_BK.int(), logprobs_tensors=None)
+        logprobs = self._logprobs(rows, counts, emitted_BK, logits_NV, wanted)
+        return SamplerOutput(sampled_token_ids=emitted_BK.int(), logprobs_tensors=logprobs)
+
+    def _logprobs(
+        self, rows: Sequence[Row | None], counts: Sequence[int], emitted_BK: Tensor, logits_NV: Tensor, most: int
+    ) -> LogprobsTensors:
+        """Of every place of emitted_BK, row by row, as vLLM's rejection sampler lays them out.  Places without a token
+        are dropped later."""
+        mode = self._runner.sampler.logprobs_mode
+        scores_NV = logits_NV.float()
+        if mode.startswith("processed"):
+            scores_NV = scores_NV.clone()
+            starts = [sum(counts[:b]) for b in range(len(counts) + 1)]
+            for b, row in enumerate(rows):
+                if row is not None:
+                    part = slice(starts[b], starts[b + 1])
+                    scores_NV[part] = policy_scores(scores_NV[part], row.params)
+        if mode.endswith("logprobs"):
+            scores_NV = scores_NV.log_softmax(-1)
+        first_B = torch.tensor([0, *counts[:-1]], device=logits_NV.device).cumsum(0)
+        places = first_B[:, None] + torch.arange(emitted_BK.shape[1], device=logits_NV.device)
+        at = scores_NV[places.flatten().clamp_(max=len(scores_NV) - 1)]
+        result: LogprobsTensors = Sampler.gather_logprobs(at, most, emitted_BK.clamp(min=0).flatten())
+        return result
+
+    # ------------------------------------------------------------------------------------------ the drafter's tokens
+
+    def draft(self, original: Callable[..., Any], options: dict[str, Any]) -> Tensor:
+        """As the drafter's `propose(**options)`, with the noise of the positions that the tokens would take."""
+        rows, drafter = self._batch(), self._runner.drafter
+        sampled = [row for row in rows if row is not None and row.params.temperature > 0]
+        if not sampled or not hasattr(drafter, "_sample_draft_tokens"):
+            return original(**options)
+        cad, at = options["common_attn_metadata"], options["token_indices_to_sample"]
+        if at is None:
+            at = cad.query_start_loc[1:] - 1
+        # The input at `at` precedes the newest token, which the first draft token follows.
+        positions_B = options["target_positions"][at.long()].long() + 2
+        streams_B = torch.tensor([0 if row is None else row.stream for row in rows], device=positions_B.device)
+        groups, level = _by_params(rows), 0
+
+        def with_noise(hidden_states: Tensor, metadata: Any) -> tuple[Tensor, None]:
+            nonlocal level
+            keys_B2 = row_keys(streams_B, positions_B + level)
+            level += 1
+            logits_BV = drafter.model.compute_logits(hidden_states)
+            tokens_B = logits_BV.argmax(-1)
+            for params, members in groups.items():
+                if params.temperature > 0:
+                    tokens_B[members] = choose(logits_BV[members], keys_B2[members], params).tokens_N
+            return tokens_B, None
+
+        drafter._sample_draft_tokens = with_noise
+        try:
+            drafted: Tensor = original(**options)
+        finally:
+            del drafter._sample_draft_tokens  # the method of the class is back
+        return drafted
+
+    def _batch(self) -> list[Row | None]:
+        """How each request of the batch is sampled."""
+        runner = self._runner
+        names = runner.input_batch.req_ids
+        known = {name: self._rows[name] for name in names if name in self._rows}
+        for name in names:
+            if name not in known:
+                wanted = runner.requests[name].sampling_params
+                known[name] = None if wanted is None else row_of(name, wanted)
+        self._rows = known  # requests that have ended are forgotten
+        return [known[name] for name in names]
+
+
+def _by_params(rows: Sequence[Row | None]) -> dict[SamplingParams, list[int]]:
+    """Requests that are sampled alike."""
+    groups: dict[SamplingParams, list[int]] = defaultdict(list)
+    for b, row in enumerate(rows):
+        if row is not None:
+            groups[row.params].append(b)
+    return groups
+
+
+def _emitted(tokens_N: Tensor, counts: Sequence[int], drafts: Tensor | None, width: int) -> Tensor:
+    """Accepted tokens and the one after them, [B, width] int64, filled up with -1.
+
+    tokens_N: the target's choice after each input; counts: inputs of each request; drafts: all draft tokens in order.
+    """
+    sizes = torch.tensor(counts, device=tokens_N.device)
+    first_B = sizes.cumsum(0) - sizes
+    steps_K = torch.arange(width, device=tokens_N.device)
+    own_BK = steps_K < sizes[:, None]
+    chosen_BK = tokens_N[(first_B[:, None] + steps_K).clamp(max=len(tokens_N) - 1)]
+    accepted_B = torch.zeros_like(sizes)
+    if drafts is not None and drafts.numel():
+        # Draft token j of a request is right if the target chose it after the j inputs before it.
+        place_BK = (first_B[:, None] - torch.arange(len(counts), device=tokens_N.device)[:, None] + steps_K[:-1]).clamp(
+            max=drafts.numel() - 1
+        )
+        right_BK = (drafts.long()[place_BK] == chosen_BK[:, :-1]) & own_BK[:, 1:]
+        accepted_B = right_BK.long().cumprod(1).sum(1)
+    return torch.where(own_BK & (steps_K <= accepted_B[:, None]), chosen_BK, torch.full_like(chosen_BK, _NO_TOKEN))

@@ -1,0 +1,85 @@
+"""Puts `exact` and `tap` in front of two methods of vLLM's V1 runner.  Imported in the processes that run the model."""
+
+import functools
+import time
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from tlt_vllm.exact import ExactSampler
+from tlt_vllm.settings import Settings
+from tlt_vllm.tap import Tap
+
+_INSTALLED = "_tlt_installed"
+
+
+class Parts:
+    """What of TLT works in one runner."""
+
+    def __init__(self, runner: Any) -> None:
+        speculative = runner.speculative_config
+        longest = 0 if speculative is None else speculative.num_speculative_tokens
+        settings = Settings.read(runner.vllm_config.additional_config, longest=longest)
+        capture_mb = 0 if settings is None else settings.capture_mb
+        self.tap = Tap(runner, capture_mb=capture_mb) if capture_mb else None
+        self.exact = ExactSampler(runner, self.tap) if settings is not None and settings.exact else None
+        self.draft_s = 0.0  # of the step under way
+
+
+def parts_of(runner: Any) -> Parts:
+    """Those of this runner, made at the first call."""
+    parts: Parts | None = getattr(runner, "_tlt_parts", None)
+    if parts is None:
+        parts = runner._tlt_parts = Parts(runner)
+    return parts
+
+
+def install() -> None:
+    """Wrap the methods of the class.  A second call does nothing."""
+    if getattr(GPUModelRunner, _INSTALLED, False):
+        return
+    sample, propose = GPUModelRunner._sample, GPUModelRunner.propose_draft_token_ids
+    sample_tokens = GPUModelRunner.sample_tokens
+
+    @functools.wraps(sample)
+    def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        exact = parts_of(self).exact
+        if exact is None:
+            return sample(self, logits, spec_decode_metadata)
+        return exact.sample(functools.partial(sample, self), logits, spec_decode_metadata)
+
+    @functools.wraps(propose)
+    def propose_draft_token_ids(self: Any, *args: Any, **options: Any) -> Any:
+        parts, began_s = parts_of(self), time.perf_counter()
+        hidden_states, aux_hidden_states = args[3], args[5]
+        if parts.tap is not None and aux_hidden_states is not None:
+            parts.tap.states(torch.cat(aux_hidden_states, dim=-1), hidden_states)
+        if parts.exact is not None:
+            _with_noise(self, parts.exact)
+        result = propose(self, *args, **options)
+        parts.draft_s = time.perf_counter() - began_s
+        return result
+
+    @functools.wraps(sample_tokens)
+    def timed_sample_tokens(self: Any, *args: Any, **options: Any) -> Any:
+        parts = parts_of(self)
+        parts.draft_s = 0.0
+        output = sample_tokens(self, *args, **options)
+        if output is not None and self.device.type == "cpu":  # on a GPU the work has only been queued by now
+            output.tlt_draft_s = parts.draft_s
+        return output
+
+    GPUModelRunner._sample = _sample
+    GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
+    GPUModelRunner.sample_tokens = timed_sample_tokens
+    setattr(GPUModelRunner, _INSTALLED, True)
+
+
+def _with_noise(runner: Any, exact: ExactSampler) -> None:
+    """Let the runner's drafter sample with the target's noise."""
+    drafter = getattr(runner, "drafter", None)
+    if drafter is None or "propose" in vars(drafter) or not hasattr(drafter, "_sample_draft_tokens"):
+        return
+    propose = drafter.propose
+    drafter.propose = lambda **options: exact.draft(propose, options)

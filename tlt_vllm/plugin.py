@@ -1,0 +1,107 @@
+"""Entry point of group `vllm.general_plugins`, called in every process of vLLM.
+
+It repairs the CPU build where that is wrong.  Where the user has set `additional_config={"tlt": ...}`, it also chooses
+TLT's scheduler and worker extension, after a look at vLLM's version and at the methods that they replace.
+"""
+
+import functools
+import inspect
+from typing import Any
+
+from tlt_vllm import cpu_fix
+from tlt_vllm.settings import Settings, table
+
+SCHEDULER = "tlt_vllm.scheduler.AdaptiveScheduler"
+WORKER = "tlt_vllm.worker.WorkerExtension"
+VERSIONS = ("0.32",)  # whose source was read
+# What we replace or call, with the parameters that we rely on.
+SIGNATURES = {
+    ("vllm.v1.core.sched.scheduler", "Scheduler._update_after_schedule"): ("self", "scheduler_output"),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"): (
+        "self",
+        "scheduler_output",
+        "model_runner_output",
+    ),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._sample"): ("self", "logits", "spec_decode_metadata"),
+    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.propose_draft_token_ids"): (
+        "self",
+        "scheduler_output",
+        "sampled_token_ids",
+        "sampling_metadata",
+        "hidden_states",
+        "sample_hidden_states",
+        "aux_hidden_states",
+        "spec_decode_metadata",
+        "common_attn_metadata",
+        "slot_mappings",
+    ),
+    ("vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer._sample_draft_tokens"): (
+        "self",
+        "hidden_states",
+        "sampling_metadata",
+    ),
+    ("vllm.model_executor.model_loader.reload.layerwise", "initialize_layerwise_reload"): ("model",),
+}
+
+
+def register() -> None:
+    """May be called more than once."""
+    cpu_fix.register()
+    from vllm.engine.arg_utils import EngineArgs
+
+    if getattr(EngineArgs, "_tlt_installed", False):
+        return
+    create = EngineArgs.create_engine_config
+
+    @functools.wraps(create)
+    def create_engine_config(self: Any, *args: Any, **options: Any) -> Any:
+        prepare(self)
+        return create(self, *args, **options)
+
+    EngineArgs.create_engine_config = create_engine_config
+    EngineArgs._tlt_installed = True
+
+
+def prepare(args: Any) -> None:
+    """Set what TLT needs in vLLM's EngineArgs, where the user has asked for TLT.
+
+    Raises ValueError: settings that do not fit, or a vLLM whose source was not read."""
+    speculative = args.speculative_config
+    if speculative is not None and not isinstance(speculative, dict):
+        speculative = dict(speculative)
+    longest = int((speculative or {}).get("num_speculative_tokens") or 0)
+    settings = Settings.read(args.additional_config, longest=longest)
+    if settings is None:
+        return
+    require_vllm()
+    for name, ours in (("scheduler_cls", SCHEDULER), ("worker_extension_cls", WORKER)):
+        given = getattr(args, name)
+        if given not in (None, "", ours):
+            raise ValueError(f"{name}={given!r} beside tlt in additional_config: TLT sets it to {ours}; leave it out")
+        setattr(args, name, ours)
+    if speculative and "num_speculative_tokens_per_batch_size" not in speculative:
+        most = args.max_num_seqs or 256
+        args.speculative_config = speculative | {"num_speculative_tokens_per_batch_size": table(settings.menu, most)}
+
+
+def require_vllm() -> None:
+    """Raises ValueError, with what was found."""
+    import vllm
+
+    if not vllm.__version__.startswith(VERSIONS):
+        raise ValueError(
+            f"tlt_vllm was written for vLLM {', '.join(VERSIONS)}, and this is {vllm.__version__}: install that "
+            "version, or leave tlt out of additional_config"
+        )
+    wrong = [found for where, wanted in SIGNATURES.items() if (found := _difference(*where, wanted)) is not None]
+    if wrong:
+        raise ValueError(f"vLLM {vllm.__version__} is not as tlt_vllm expects: {'; '.join(wrong)}")
+
+
+def _difference(module: str, name: str, wanted: tuple[str, ...]) -> str | None:
+    try:
+        found: Any = functools.reduce(getattr, name.split("."), __import__(module, fromlist=["_"]))
+        has = tuple(inspect.signature(found).parameters)
+    except (ImportError, AttributeError) as error:
+        return f"{module}.{name} is missing ({error})"
+    return None if has[: len(wanted)] == wanted else f"{name} takes {has}, not {wanted}"

@@ -1,0 +1,78 @@
+"""vLLM's scheduler with a draft length that the tuner chooses in every step (see `draft_lengths`).
+
+vLLM has a field for the draft length of a step, `SchedulerOutput.num_spec_tokens_to_schedule`, which it fills from a
+table by batch size.  This class fills it by what was measured.  It stands before `Scheduler` or `AsyncScheduler`,
+whichever the engine would have used.
+"""
+
+import time
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tlt_vllm.draft_lengths import DraftLengths
+from tlt_vllm.settings import Settings
+
+
+class AdaptiveScheduler(Scheduler):
+    """Set by `plugin`; by hand: scheduler_cls="tlt_vllm.scheduler.AdaptiveScheduler"."""
+
+    def __new__(cls, vllm_config: Any, *_: Any, **__: Any) -> "AdaptiveScheduler":
+        """The asynchronous one where the engine schedules asynchronously."""
+        asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
+        return object.__new__(AsyncAdaptiveScheduler if asynchronous else AdaptiveScheduler)
+
+    def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
+        super().__init__(vllm_config, *args, **options)
+        settings = Settings.read(vllm_config.additional_config, longest=self.num_spec_tokens)
+        speculative = vllm_config.speculative_config
+        drafter = "ngram" if speculative is not None and "ngram" in speculative.method else "eagle3"
+        self.draft_lengths = DraftLengths(settings or Settings(), drafter)
+        self._began_s = 0.0
+
+    def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
+        """As `Scheduler.schedule`."""
+        self._began_s = time.perf_counter()
+        return super().schedule(*args, **options)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        if scheduler_output.num_scheduled_tokens:
+            scheduler_output.num_spec_tokens_to_schedule = self._choose(scheduler_output)
+        super()._update_after_schedule(scheduler_output)
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+        """As `Scheduler.update_from_output`."""
+        if scheduler_output.num_scheduled_tokens:
+            sampled = model_runner_output.sampled_token_ids
+            emitted = {name: len(sampled[row]) for name, row in model_runner_output.req_id_to_index.items()}
+            self.draft_lengths.finish(emitted, draft_s=getattr(model_runner_output, "tlt_draft_s", None))
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.draft_lengths.forget([name for name in self._known(scheduler_output) if name not in self.requests])
+        return outputs
+
+    def _known(self, scheduler_output: SchedulerOutput) -> list[str]:
+        return list(scheduler_output.num_scheduled_tokens)
+
+    def _choose(self, scheduled: SchedulerOutput) -> int:
+        drafted: dict[str, int] = {}
+        next_up: dict[str, int] = {}
+        context, prefills = 0, False
+        for name, tokens in scheduled.num_scheduled_tokens.items():
+            request = self.requests[name]
+            drafts = len(scheduled.scheduled_spec_decode_tokens.get(name, ()))
+            decodes = tokens == 1 + drafts and request.num_computed_tokens >= request.num_prompt_tokens
+            if decodes:
+                drafted[name] = drafts
+                context += request.num_tokens
+            prefills |= not decodes
+            if decodes or request.num_computed_tokens + tokens >= request.num_tokens:
+                next_up[name] = request.num_tokens + 1
+        return self.draft_lengths.schedule(
+            drafted, next_up=next_up, context=context, prefills=prefills, began_s=self._began_s
+        )
+
+
+class AsyncAdaptiveScheduler(AdaptiveScheduler, AsyncScheduler):
+    """The same before `AsyncScheduler`."""

@@ -1,0 +1,74 @@
+"""What a user can set: the entry `tlt` of vLLM's `additional_config`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+KEY = "tlt"
+POLICIES = ("cost_model", "fixed", "threshold", "off")
+LONGEST = 32  # draft tokens: far beyond what pays
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings.read({"tlt": {"exact": True}}, longest=5) == Settings(menu=(1, 2, 3, 5), exact=True)."""
+
+    menu: tuple[int, ...] = ()  # draft lengths to choose from; 0, plain decoding, is always one
+    policy: str = "cost_model"  # how to choose; fixed and threshold use the longest
+    max_live: int = 32  # of threshold: no drafts when more requests live
+    exact: bool = True  # noise keyed by position; False: vLLM's own sampling
+    capture_mb: int = 0  # memory for hidden states of live requests; 0: none are kept
+    log_every_s: float = 10.0  # seconds between lines in the log; 0: none
+
+    @classmethod
+    def read(cls, additional_config: object, *, longest: int) -> "Settings | None":
+        """None where there is no entry.  longest: vLLM's num_speculative_tokens; 0: no speculation.
+
+        Raises ValueError, naming the key and what it may be."""
+        if not isinstance(additional_config, Mapping) or KEY not in additional_config:
+            return None
+        given = additional_config[KEY]
+        if not isinstance(given, Mapping):
+            raise ValueError(f'additional_config["tlt"]={given!r}: give an object, e.g. {{"tlt": {{"exact": true}}}}')
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ValueError(f"tlt.{name} is not known: choose from {', '.join(known)}")
+        settings = cls(**{**given, "menu": _menu(given.get("menu"), longest)})
+        settings._check()
+        return settings
+
+    def _check(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"tlt.policy={self.policy!r}: choose one of {', '.join(POLICIES)}")
+        if not isinstance(self.exact, bool):
+            raise ValueError(f"tlt.exact={self.exact!r}: say true or false")
+        for name in ("max_live", "capture_mb", "log_every_s"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
+                raise ValueError(f"tlt.{name}={value!r}: give a number from 0 up")
+
+
+def _menu(given: Any, longest: int) -> tuple[int, ...]:
+    """Draft lengths, ascending.  Not given: 1, 2, 3, 5, 7, ... up to the longest."""
+    if given is None:
+        return tuple(sorted({k for k in (1, 2, 3, 5, 7, 10, 15) if k < longest} | {longest})) if longest else ()
+    whole = isinstance(given, Sequence) and all(isinstance(k, int) and not isinstance(k, bool) for k in given)
+    if not whole or isinstance(given, str) or not given or min(given) < 1 or max(given) > LONGEST:
+        raise ValueError(f"tlt.menu={given!r}: list draft lengths from 1 to {LONGEST}, e.g. [1, 3, 5]")
+    if max(given) != longest:
+        raise ValueError(
+            f"tlt.menu={given!r}, but num_speculative_tokens={longest} in the speculative config: the longest of the "
+            "menu must be that number"
+        )
+    return tuple(sorted(set(given)))
+
+
+def table(menu: Sequence[int], max_live: int) -> list[tuple[int, int, int]]:
+    """vLLM's `num_speculative_tokens_per_batch_size` with every draft length of the menu, the longest for the smallest
+    batches: vLLM captures graphs for these lengths.  The scheduler does not choose by it.
+
+    table((1, 3), 8) == [(1, 1, 3), (2, 2, 1), (3, 8, 0)]"""
+    lengths = [*sorted(menu, reverse=True), 0]
+    ends = [*range(1, min(len(lengths), max_live)), max_live]
+    return [(start, end, k) for start, end, k in zip([1, *(e + 1 for e in ends)], ends, lengths, strict=False)]

@@ -1,0 +1,155 @@
+"""Hidden states of the target, kept while vLLM decodes: what a drafter is trained on (`items/train_sequence`).
+
+    target's pass --norms, states--> slots [S, C, ...] --take, when a response has ended--> Taken
+
+A request has a slot from its first pass to its last.  Rejected drafts write states too; the next pass of the request
+overwrites them.  Prompt tokens that the prefix cache knows are not computed again: their states are copied from the
+request that computed them, whose slot stays readable until it is needed.  Nothing waits: a request that finds no slot,
+or no such copy, is counted as dropped.
+
+Written for vLLM's V1 runner.  Shapes: S slots, C positions, T tokens of a pass, E tapped width, D hidden size.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Taken(NamedTuple):
+    """What was kept of one response of L tokens, prompt included; P of them sampled."""
+
+    taps_LE: Tensor  # [L - 1, E]
+    last_PD: Tensor  # after the final norm, where tokens were sampled
+    lognorms_P: Tensor  # float32
+
+
+class _Slot:
+    """One place for a request, and what is in it."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.owner: str | None = None
+        self.taken = True  # its response has been taken, or there was none
+        self.whole = True  # no position is missing
+        self.covered = 0  # positions with states, from 0
+        self.tokens: list[int] = []  # of the prompt
+
+
+class Tap:
+    """One a runner."""
+
+    def __init__(self, runner: Any, *, capture_mb: int) -> None:
+        """capture_mb: memory for all slots.  It is taken at the first pass."""
+        self._runner, self._bytes = runner, capture_mb << 20
+        self._slots: list[_Slot] = []
+        self._of: dict[str, _Slot] = {}
+        self.dropped = 0  # responses without a slot, or with a gap
+
+    def states(self, taps_TE: Tensor, last_TD: Tensor) -> None:
+        """A pass of the target has ended; T tokens of the batch, request by request."""
+        if not self._slots:
+            self._acquire(taps_TE, last_TD)
+        slots_B = self._prepare()
+        runner, length = self._runner, self._taps_SCE.shape[1]
+        counts = runner.query_start_loc.np[1 : len(slots_B) + 1] - runner.query_start_loc.np[: len(slots_B)]
+        row_T = torch.repeat_interleave(torch.arange(len(slots_B)), torch.from_numpy(counts).long()).to(taps_TE.device)
+        slots_T = torch.tensor(slots_B, device=taps_TE.device)[row_T]
+        positions_T = runner._get_positions(len(row_T)).long()
+        kept_T = (slots_T >= 0).nonzero().flatten()
+        places = slots_T[kept_T] * length + positions_T[kept_T]
+        self._taps_SCE.flatten(0, 1).index_copy_(0, places, taps_TE[: len(row_T)][kept_T])
+        self._last_SCD.flatten(0, 1).index_copy_(0, places, last_TD[: len(row_T)][kept_T])
+
+    def norms(self, row_N: Tensor, positions_N: Tensor, norms_N: Tensor) -> None:
+        """Log-normalisers of the logits after these positions.  Called before `states` of the same pass."""
+        names = self._runner.input_batch.req_ids
+        self._pending = (list(names), row_N, positions_N, norms_N)
+
+    def take(self, name: str, *, first: int, length: int) -> Taken | None:
+        """What was kept of a response that has ended; None when something is missing.  first: length of its prompt."""
+        # vLLM appends a random part to the name that the caller gave.
+        own = next((own for own in self._of if name in (own, own.rpartition("-")[0])), name)
+        slot = self._of.pop(own, None)
+        if slot is None:
+            self.dropped += 1
+            return None
+        slot.taken = True
+        if not slot.whole or slot.covered < length - 1:
+            self.dropped += 1
+            return None
+        sampled = slice(first - 1, length - 1)
+        return Taken(
+            self._taps_SCE[slot.index, : length - 1].to("cpu", copy=True),
+            self._last_SCD[slot.index, sampled].to("cpu", copy=True),
+            self._norms_SC[slot.index, sampled].to("cpu", copy=True),
+        )
+
+    def clear(self) -> None:
+        """The policy is another one: no state is worth copying any more."""
+        for slot in self._slots:
+            slot.taken, slot.covered, slot.owner, slot.tokens = True, 0, None, []
+        self._of = {}
+
+    def _acquire(self, taps_TE: Tensor, last_TD: Tensor) -> None:
+        positions = self._runner.max_model_len
+        each = positions * ((taps_TE.shape[1] + last_TD.shape[1]) * taps_TE.element_size() + 4)
+        count = min(max(self._bytes // each, 1), 4 * self._runner.max_num_reqs)
+        self._slots = [_Slot(i) for i in range(count)]
+        self._taps_SCE = taps_TE.new_zeros(count, positions, taps_TE.shape[1])
+        self._last_SCD = last_TD.new_zeros(count, positions, last_TD.shape[1])
+        self._norms_SC = taps_TE.new_zeros(count, positions, dtype=torch.float32)
+
+    def _prepare(self) -> list[int]:
+        """The slot of each request of the batch, -1 for none; copies what the prefix cache has skipped."""
+        runner = self._runner
+        starts, result = runner.query_start_loc.np, []
+        for b, name in enumerate(runner.input_batch.req_ids):
+            begin = int(runner.input_batch.num_computed_tokens_cpu[b])
+            slot = self._of.get(name) or self._admit(name)
+            if slot is None:
+                result.append(-1)
+                continue
+            if begin > slot.covered:
+                self._copy(slot, begin)
+            slot.covered = begin + int(starts[b + 1] - starts[b])
+            result.append(slot.index)
+        self._write_norms()
+        return result
+
+    def _write_norms(self) -> None:
+        names, row_N, positions_N, norms_N = self._pending
+        slots_B = torch.tensor([self._of[n].index if n in self._of else -1 for n in names], device=row_N.device)
+        slots_N = slots_B[row_N]
+        kept_N = (slots_N >= 0).nonzero().flatten()
+        places = slots_N[kept_N] * self._norms_SC.shape[1] + positions_N[kept_N]
+        self._norms_SC.flatten().index_copy_(0, places, norms_N[kept_N])
+
+    def _admit(self, name: str) -> _Slot | None:
+        """A slot whose response was taken, the longest unused first; else one whose request is gone."""
+        free = [slot for slot in self._slots if slot.taken]
+        if not free:
+            free = [slot for slot in self._slots if slot.owner not in self._runner.requests]
+        if not free:
+            return None
+        slot = free[0]
+        if slot.owner in self._of and self._of[slot.owner] is slot:
+            del self._of[slot.owner]
+        self._slots.remove(slot)
+        self._slots.append(slot)
+        slot.owner, slot.taken, slot.whole, slot.covered = name, False, True, 0
+        slot.tokens = list(self._runner.requests[name].prompt_token_ids or [])
+        self._of[name] = slot
+        return slot
+
+    def _copy(self, slot: _Slot, until: int) -> None:
+        """States of the first tokens, from a request that begins with the same tokens."""
+        wanted = slot.tokens[:until]
+        for donor in self._slots:
+            same = donor is not slot and donor.whole and donor.covered >= until and donor.tokens[:until] == wanted
+            if same and len(wanted) == until:
+                self._taps_SCE[slot.index, :until] = self._taps_SCE[donor.index, :until]
+                self._last_SCD[slot.index, :until] = self._last_SCD[donor.index, :until]
+                self._norms_SC[slot.index, :until] = self._norms_SC[donor.index, :until]
+                return
+        slot.whole = False

@@ -1,0 +1,45 @@
+"""What TLT asks of vLLM's workers, beside vLLM's own methods: worker_extension_cls="tlt_vllm.worker.WorkerExtension".
+
+llm.collective_rpc("tlt_load_drafter", args=("drafter/model.safetensors",))
+"""
+
+from typing import Any
+
+from tlt_vllm import hooks, weights
+
+hooks.install()  # this module is imported before the worker builds its runner
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker, so names must not clash with its own."""
+
+    model_runner: Any
+
+    def tlt_load_policy(self, file: str) -> dict[str, Any]:
+        """New weights of the policy, in place, from a safetensors file.  Raises ValueError; see `weights`."""
+        report = weights.load(self.model_runner, self.model_runner.get_model(), file)
+        tap = hooks.parts_of(self.model_runner).tap
+        if tap is not None:
+            tap.clear()
+        return report
+
+    def tlt_load_drafter(self, file: str) -> dict[str, Any]:
+        """New weights of the drafter, in place.  Raises ValueError; see `weights`."""
+        drafter = getattr(self.model_runner, "drafter", None)
+        model = getattr(drafter, "model", None)
+        if model is None:
+            raise ValueError("this engine has no drafter with weights: start it with a speculative config of eagle3")
+        return weights.load(self.model_runner, model, file)
+
+    def tlt_take(self, name: str, first: int, length: int) -> Any:
+        """See `Tap.take`; None too when nothing is kept."""
+        tap = hooks.parts_of(self.model_runner).tap
+        return None if tap is None else tap.take(name, first=first, length=length)
+
+    def tlt_report(self) -> dict[str, int]:
+        """Counters since the start."""
+        parts = hooks.parts_of(self.model_runner)
+        return {
+            "dropped": 0 if parts.tap is None else parts.tap.dropped,
+            "foreign_rows": 0 if parts.exact is None else parts.exact.foreign,
+        }
