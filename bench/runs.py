@@ -26,15 +26,7 @@ _FIXED = StrategyConfig(drafter="eagle3", depth=4, width=1, tokens=4)  # a usual
 
 
 def first_drafter(cfg: RunConfig) -> tuple[Path, Path]:
-    """Folders of the drafter that all runs start with, and of its policy.  A drafter is made if none is configured.
-
-    Raises ConfigError with another rollout engine than our own.
-    """
-    if cfg.rollout.engine != "own":
-        raise ConfigError(
-            f"rollout.engine={cfg.rollout.engine!r}: this benchmark trains the drafter on hidden states, which that "
-            "engine does not give out; set rollout.engine to own (`tlt bench engines` compares the two)"
-        )
+    """Folders of the drafter that all runs start with, and of its policy.  A drafter is made if none is configured."""
     with Terminal() as show:
         policy = prepare_model(cfg)
         dataset = prepare_data(cfg, policy)
@@ -114,11 +106,15 @@ def drop_checkpoints(runs: Mapping[str, RunConfig]) -> None:
 
 
 def steps_of(run: RunConfig, *, with_first: bool = False) -> list[dict[str, float]]:
-    """Metrics of each step that counts.  with_first: also those of the first step of each block."""
+    """Metrics of each step that counts.  with_first: also those of the first step of each block.
+
+    `timing_s/step` is without the checkpoint that ends a block: a run writes one every many steps, a block has few.
+    """
     rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     attempts: dict[float, list[dict[str, float]]] = {}
     for row in rows:
         if row["step"] > 0:
+            row["timing_s/step"] -= row.get("timing_s/save_checkpoint", 0.0)
             attempts.setdefault(row["training/resume_attempt"], []).append(row)
     return [row for own in attempts.values() for row in (own if with_first else own[1:])]
 

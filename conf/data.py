@@ -30,8 +30,9 @@ class GymData(Section):
     """Number of validation prompts.  None of their questions occurs in the training split."""
     seed: int = Field(0, ge=0)
     """Seed of the generator.  Seeds that are close together share questions."""
-    system_prompt: str = ""
-    """System message before each question.  Empty: none."""
+    system_prompt: str | None = None
+    """System message before each question.  None: what the model's chat template puts there by itself, as in serving;
+    some templates have a message of their own, which an empty one replaces."""
     instruction: str = ""
     """Text after each question, for example the required answer format."""
 
@@ -52,8 +53,9 @@ class FileData(Section):
     """Column with the reference answer."""
     seed: int = Field(0, ge=0)
     """Seed of the train/validation split."""
-    system_prompt: str = ""
-    """System message before each question.  Empty: none."""
+    system_prompt: str | None = None
+    """System message before each question.  None: what the model's chat template puts there by itself, as in serving;
+    some templates have a message of their own, which an empty one replaces."""
     instruction: str = ""
     """Text after each question, for example the required answer format."""
 

@@ -187,4 +187,4 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--batch-size", type=whole(1, 4096), default=16, help="responses decoded at once on a worker")
     parser.add_argument("--num-workers", type=whole(1, 1024), default=1)
-    parser.add_argument("--system-prompt", default="")
+    parser.add_argument("--system-prompt", help="default: the chat template's own, as in serving")

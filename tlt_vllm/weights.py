@@ -24,6 +24,7 @@ def load(runner: Any, model: nn.Module, file: str) -> dict[str, Any]:
     wanted = {name for name, _ in model.named_parameters()}
     with safe_open(file, framework="pt") as tensors:
         given = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  (not a mapping)
+    _require_complete(model, given, file)
     with set_current_vllm_config(runner.vllm_config):
         initialize_layerwise_reload(model)
         loaded = cast(Any, model).load_weights(iter(given.items()))
@@ -43,6 +44,8 @@ def require_in_use(model: nn.Module, given: Mapping[str, Tensor], file: str) -> 
     """Compare each layer with the file's weights; returns how many were compared.  Raises ValueError."""
     checked, generator = 0, torch.Generator().manual_seed(0)
     for name, module, weights in _layers(model, given):
+        if any(w is None for w in weights) or getattr(module, "tp_size", 1) > 1 or module.bias is not None:
+            continue
         size = weights[0].shape[1]
         dtype = next((p.dtype for p in module.parameters()), weights[0].dtype)
         x = torch.randn(1, size, generator=generator).to(dtype)
@@ -60,8 +63,15 @@ def require_in_use(model: nn.Module, given: Mapping[str, Tensor], file: str) -> 
     return checked
 
 
-def _layers(model: nn.Module, given: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module, list[Tensor]]]:
-    """Linear layers without bias of a model on one device, with the file's weights of each."""
+def _require_complete(model: nn.Module, given: Mapping[str, Tensor], file: str) -> None:
+    """A layer that the file leaves out would keep what it had, without a word.  Raises ValueError."""
+    missing = sorted(name for name, _, weights in _layers(model, given) if any(w is None for w in weights))
+    if missing:
+        raise ValueError(f"{file} has no weights for {len(missing)} layers, e.g. {missing[0]}")
+
+
+def _layers(model: nn.Module, given: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module, list[Any]]]:
+    """Linear layers, with the file's weights of each; None for those that it lacks."""
     from vllm.model_executor.layers.linear import LinearBase
 
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {}) or {
@@ -70,12 +80,10 @@ def _layers(model: nn.Module, given: Mapping[str, Tensor]) -> Iterator[tuple[str
     }
     by_end = {_end(name): tensor for name, tensor in given.items()}
     for name, module in model.named_modules():
-        if not isinstance(module, LinearBase) or getattr(module, "tp_size", 1) > 1 or module.bias is not None:
+        if not isinstance(module, LinearBase):
             continue
         room, _, last = name.rpartition(".")
-        weights = [by_end.get(_end(f"{room}.{part}.weight")) for part in fused.get(last, [last])]
-        if all(w is not None for w in weights):
-            yield name, module, [w for w in weights if w is not None]
+        yield name, module, [by_end.get(_end(f"{room}.{part}.weight")) for part in fused.get(last, [last])]
 
 
 def _end(name: str) -> str:

@@ -4,6 +4,7 @@
     transformers, transformers lookup  `generate`, and its prompt look-up (one request at a time)
     vllm, vllm eager, vllm ngram, ...  vLLM on CPU in its own environment (`make vllm-env`): compiled (its default),
                                        uncompiled, with n-grams, and with the configured EAGLE-3 drafter
+    vllm tlt                           the same vLLM and drafter with our plug-in: adaptive draft length, exact sampling
     llama.cpp, llama.cpp fp16          in an environment of its own, with the model converted to GGUF
     openvino                           OpenVINO GenAI in an environment of its own, with the model converted to IR
 
@@ -46,8 +47,10 @@ _NEW_TOKENS = 128
 _KV_CACHE_MB = 1024
 _LOOKUP_TOKENS = 10  # transformers' own example
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-_EAGLE3_TOKENS = 3
+_EAGLE3_TOKENS = (3, 5)  # fixed drafts, beside which the plug-in's choice is judged
+_TLT_MENU = [1, 2, 3, 5, 7]
 _FILES = Path(__file__).with_name("processes")
+_PLUG_IN_BOUND = 0.97  # the plug-in over the best that vLLM does without it, uncompiled like it
 _BOUNDS = (
     ("vllm", ("vllm", "vllm eager"), 1.2),
     ("transformers", ("transformers",), 1.5),
@@ -187,8 +190,11 @@ def _vllm_kinds(speculation: SpeculationConfig) -> dict[str, dict[str, Any]]:
     }
     if speculation.drafter_path is not None:
         drafter = str(Path(speculation.drafter_path).absolute())
-        eagle3 = {"method": "eagle3", "model": drafter, "num_speculative_tokens": _EAGLE3_TOKENS}
-        kinds["vllm eagle3"] = {"speculative": eagle3, "eager": True}
+        eagle3 = {"method": "eagle3", "model": drafter}
+        for tokens in _EAGLE3_TOKENS:
+            kinds[f"vllm eagle3 {tokens}"] = {"speculative": eagle3 | {"num_speculative_tokens": tokens}, "eager": True}
+        longest = {"num_speculative_tokens": max(_TLT_MENU)}
+        kinds["vllm tlt"] = {"speculative": eagle3 | longest, "eager": True, "tlt": {"menu": _TLT_MENU}}
     return kinds
 
 
@@ -231,19 +237,25 @@ def _left_out(specs: Sequence[EngineSpec]) -> list[dict[str, Any]]:
 
 
 def verdicts_of(contest: Contest) -> list[dict[str, Any]]:
-    """Our plain engine over each rival, which is represented by its fastest variant."""
+    """Our plain engine over each rival, which is represented by its fastest variant; vLLM with our plug-in over the
+    fastest of vLLM without it."""
     verdicts = []
     for rival, variants, bound in _BOUNDS:
-        for case in dict.fromkeys(case for _, case in contest.measured if case.live in _LIVE):
-            measured = [contest.measured[name, case] for name in variants if (name, case) in contest.measured]
-            if measured:
-                fastest = max(measured, key=_median_rate)
-                ratios = [
-                    a.tokens_per_s / b.tokens_per_s
-                    for a, b in zip(contest.measured["plain", case], fastest, strict=True)
-                ]
-                claim = f"plain over {rival}, {case.live} live, temperature {case.temperature:g}"
-                verdicts += judge([{"ratio": r} for r in ratios], [Bound(claim, "ratio", bound, at_least=True)])
+        verdicts += _against(contest, "plain", rival, variants, bound)
+    without = ("vllm eager", "vllm ngram", *(f"vllm eagle3 {tokens}" for tokens in _EAGLE3_TOKENS))
+    return verdicts + _against(contest, "vllm tlt", "the best of vllm without it", without, _PLUG_IN_BOUND)
+
+
+def _against(contest: Contest, name: str, rival: str, variants: Sequence[str], bound: float) -> list[dict[str, Any]]:
+    verdicts = []
+    for case in dict.fromkeys(case for _, case in contest.measured if case.live in _LIVE):
+        mine = contest.measured.get((name, case))
+        measured = [contest.measured[other, case] for other in variants if (other, case) in contest.measured]
+        if measured and mine:
+            fastest = max(measured, key=_median_rate)
+            ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(mine, fastest, strict=True)]
+            claim = f"{name} over {rival}, {case.live} live, temperature {case.temperature:g}"
+            verdicts += judge([{"ratio": r} for r in ratios], [Bound(claim, "ratio", bound, at_least=True)])
     return verdicts
 
 

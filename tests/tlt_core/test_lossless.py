@@ -41,7 +41,7 @@ CASES = {
 def model(embedded_model, tmp_path_factory):
     decoder = load_decoder(embedded_model, dtype=torch.float32)
     tokenizer = load_tokenizer(embedded_model)
-    prompts = [torch.tensor(encode_prompt(tokenizer, q, system_prompt=""), dtype=torch.int32) for q in QUESTIONS]
+    prompts = [torch.tensor(encode_prompt(tokenizer, q, system_prompt=None), dtype=torch.int32) for q in QUESTIONS]
     folder = tmp_path_factory.mktemp("drafter") / "drafter-eagle3"
     target = decoder, prompts, folder, stop_token_ids(embedded_model, tokenizer)
     save_eagle3(trained_drafter(target), folder, dtype=torch.float32)

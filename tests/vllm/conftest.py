@@ -32,7 +32,7 @@ def vllm_python() -> Path:
 def target(embedded_model: Path) -> Target:
     """SmolLM2-135M-Instruct."""
     tokenizer = load_tokenizer(embedded_model)
-    prompts = [encode_prompt(tokenizer, question, system_prompt="") for question in QUESTIONS]
+    prompts = [encode_prompt(tokenizer, question, system_prompt=None) for question in QUESTIONS]
     decoder = load_decoder(embedded_model, dtype=torch.float32)
     return Target(embedded_model, decoder, prompts, tokenizer.encode(REPEATING))
 

@@ -151,6 +151,10 @@ def hostile_drafter(good: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return good | {"lm_head.weight": -good["lm_head.weight"]}
 
 
+def share_of_drafting(rounds) -> float:
+    return sum(not r.report.strategy.is_off for r in rounds) / len(rounds)
+
+
 @pytest.mark.parametrize("length", [2, 7])
 def test_fixed_chains_change_no_token(engines, prompts, drafter, plain, length):
     menu = [{"drafter": "eagle3", "depth": length, "tokens": length}]
@@ -200,6 +204,9 @@ def test_rounds_follow_the_tuner_and_equal_vllms_counters(adaptive, prompts):
 
 def test_a_drafter_that_turns_useless_is_switched_off_and_found_again(adaptive, prompts, plain):
     engine, drafts, good = adaptive
+    engine.report()
+    decode_all(engine.decode, prompts)
+    before = share_of_drafting(engine.report().rounds)
     for weights in (random_drafter(good), hostile_drafter(good)):
         drafts.load_drafter(weights)
         drafts.tuner.notify_change("eagle3")
@@ -213,14 +220,15 @@ def test_a_drafter_that_turns_useless_is_switched_off_and_found_again(adaptive, 
     for _ in range(2):
         engine.report()
         assert decode_all(engine.decode, prompts).tokens == plain.tokens
-    rounds = engine.report().rounds
-    assert sum(not r.report.strategy.is_off for r in rounds) > 0.5 * len(rounds), "it is used again"
+    after = share_of_drafting(engine.report().rounds)
+    print(f"rounds with drafts: {before:.2f} at first, {after:.2f} when the drafter is good again")
+    assert after > 0.5 * before > 0, "it is used again"
 
 
 def test_a_drafter_that_is_not_in_use_is_an_error(adaptive):
     """A layer that is missing leaves old weights in place, which would only show as a drop of acceptance."""
     incomplete = {name: w for name, w in adaptive.good.items() if "down_proj" not in name}
-    with pytest.raises(VllmError, match=r"no weights for 1 parameters, e\.g\. .*down_proj"):
+    with pytest.raises(VllmError, match=r"no weights for 1 layers, e\.g\. .*down_proj"):
         adaptive.drafts.load_drafter(incomplete)
     adaptive.drafts.load_drafter(adaptive.good)
 

@@ -249,7 +249,9 @@ def scored(batch: RolloutBatch) -> ScoredBatch:
 
 def test_steps_of_training_reach_vllm(vllm_python, tiny, tmp_path):
     """Rollout, update, publish, three times: what vLLM says greedily is what the exported policy says."""
-    update = UpdateConfig.model_validate({"optimizer": {"learning_rate": 0.01}, "tokens_per_micro_batch": 512})
+    update = UpdateConfig.model_validate(
+        {"optimizer": {"learning_rate": 0.01}, "tokens_per_micro_batch": 512, "dtype": "float32"}
+    )
     rollout = RolloutConfig(engine="vllm", dtype="float32", max_live_requests=8, num_prompts=4, speculation=OFF)
     spec = WorkerSpec(
         model_dir=tiny,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.vllm.counters import SpecCounters
 from tests.vllm.vllm_server import ServerError, VllmServer, parse_counters
-from tlt_core.rollout.replica import SpecCounters
 
 METRICS = """\
 # HELP vllm:spec_decode_num_drafts_total Number of spec decoding drafts.
@@ -22,6 +22,12 @@ vllm:num_requests_running{engine="0",model_name="policy"} 0.0
 
 def test_counters_are_read_by_position():
     assert parse_counters(METRICS) == SpecCounters(491, 1473, 546, (349, 197))
+
+
+def test_counters_since():
+    earlier, now = SpecCounters(400, 1200, 500, (310, 190)), SpecCounters(491, 1473, 546, (349, 197))
+    assert now - earlier == SpecCounters(91, 273, 46, (39, 7))
+    assert now - SpecCounters(0, 0, 0, ()) == now
 
 
 def test_without_speculation_there_are_none():

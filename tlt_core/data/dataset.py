@@ -84,15 +84,16 @@ def load(out_dir: Path, split: Literal["train", "validation"], tokenizer: Any) -
     return prompts
 
 
-def encode_prompt(tokenizer: Any, text: str, *, system_prompt: str) -> list[int]:
+def encode_prompt(tokenizer: Any, text: str, *, system_prompt: str | None) -> list[int]:
     """Token ids of one user message, ready for the answer.
 
-    The system message is always given, even when empty, because some chat templates would add a default one.  Without a
+    system_prompt: None leaves the system message to the chat template, as chat calls of serving engines do.  Without a
     chat template the text is encoded as it is.
     """
     if not tokenizer.chat_template:
         return tokenizer.encode(f"{system_prompt}\n{text}\n" if system_prompt else f"{text}\n")
-    messages = [{"role": "system", "content": system_prompt}, {"role": "user", "content": text}]
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    messages = [*system, {"role": "user", "content": text}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
 

@@ -65,8 +65,17 @@ def _serving(record: Mapping[str, Any]) -> str:
         "",
         "Always name the method: otherwise vLLM guesses it from the folder's name and may take the drafter for a plain "
         "draft model.  SGLang drafts chains of one length; `--speculative-adaptive` (0.5.23) lets it vary.",
+        "",
+        f"It knows prompts {_prompts(record['run'])}.  With others fewer drafts are accepted.",
     ]
     return "\n".join(lines)
+
+
+def _prompts(run: Mapping[str, Any]) -> str:
+    system = run.get("system_prompt")
+    if system is None:
+        return "as the target's chat template writes them"
+    return f"with the system message {json.dumps(system)}" if system else "with an empty system message"
 
 
 def _measured(record: Mapping[str, Any]) -> str:

@@ -53,6 +53,7 @@ def origin(cfg: RunConfig, source: Source) -> dict[str, Any]:
             "name": cfg.name,
             "step": source.step,
             "seed": cfg.seed,
+            "system_prompt": cfg.data.system_prompt,
             "mlflow_run_id": provenance.tracker_run_id(run_dir),
             "attempts": [
                 {name: a[name] for name in ("started", "commit", "precision") if name in a}

@@ -46,7 +46,7 @@ def generate_file(
     batch_size: int,
     num_workers: int,
     speculation: SpeculationConfig,
-    system_prompt: str = "",
+    system_prompt: str | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
     """Generate one response per input line; returns their number.
@@ -89,7 +89,7 @@ def generate_file(
     return len(rows)
 
 
-def read_prompts(path: Path, tokenizer: Any, *, system_prompt: str) -> list[Line]:
+def read_prompts(path: Path, tokenizer: Any, *, system_prompt: str | None) -> list[Line]:
     """Parse the input file.  Raises DataError naming file, line and remedy."""
     if not path.is_file():
         raise DataError(f"{path} does not exist; --prompts needs a JSONL file with a 'prompt' on each line")

@@ -1,6 +1,7 @@
 """vLLM for `process.py`, run by the interpreter of vLLM's own environment; nothing of ours is imported.
 
-Settings: model, dtype, threads, max_live, max_len, kv_cache_mb, speculative (vLLM's speculative_config or null), eager.
+Settings: model, dtype, threads, max_live, max_len, kv_cache_mb, speculative (vLLM's speculative_config or null), eager,
+tlt (settings of our plug-in; left out: vLLM alone).
 
 The engine core runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0, set by the caller): on a few cores a process
 of its own for the scheduler would compete with the computing threads.
@@ -32,6 +33,7 @@ def build(settings):  # type: ignore[no-untyped-def]
         enforce_eager=settings["eager"],
         speculative_config=settings["speculative"],
         disable_log_stats=True,
+        **({"additional_config": {"tlt": settings["tlt"]}} if "tlt" in settings else {}),
     )
 
     def decode(job):  # type: ignore[no-untyped-def]

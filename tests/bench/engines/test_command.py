@@ -98,7 +98,14 @@ def test_all_engines_get_the_same_threads_cores_and_model(tmp_path, monkeypatch)
     overrides = ["rollout.speculation.drafter_path=drafters/eagle3"]
     specs, missing = engines(load("conf/demo.yaml", overrides), tmp_path, max_live=4, max_len=64)
     assert missing == []
-    assert [s.name for s in specs][5:] == ["vllm", "vllm eager", "vllm ngram", "vllm eagle3"]
+    assert [s.name for s in specs][5:] == [
+        "vllm",
+        "vllm eager",
+        "vllm ngram",
+        "vllm eagle3 3",
+        "vllm eagle3 5",
+        "vllm tlt",
+    ]
     shared = ("model", "threads", "cores", "max_live", "max_len")
     assert len({str([s.settings[name] for name in shared]) for s in specs}) == 1
     assert all(s.environment["OMP_NUM_THREADS"] == "1" for s in specs)

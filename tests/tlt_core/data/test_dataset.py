@@ -56,7 +56,24 @@ def test_no_validation_question_is_trained_on(tokenizer, tmp_path):
     assert len(validation) == 40
     assert not {p.text for p in train} & {p.text for p in validation}
     assert len({p.id for p in (*train, *validation)}) == 240
-    assert tokenizer.decode(train[0].tokens).startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user\n")
+
+
+def test_prompts_are_those_of_serving_unless_a_system_message_is_set(tokenizer, tmp_path):
+    """What a chat call of transformers or vLLM sends: SmolLM2's template has a system message of its own."""
+
+    def prompt(**changes: object) -> str:
+        prepare(gym(**changes), tokenizer, tmp_path / "d")
+        return tokenizer.decode(dataset.load(tmp_path / "d", "train", tokenizer)[0].tokens)
+
+    prepare(gym(), tokenizer, tmp_path / "d")
+    text = dataset.load(tmp_path / "d", "train", tokenizer)[0].text
+    served = tokenizer.apply_chat_template(
+        [{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False
+    )
+    assert prompt() == served
+    assert served.startswith("<|im_start|>system\nYou are a helpful AI assistant")
+    assert prompt(system_prompt="").startswith("<|im_start|>system\n<|im_end|>\n<|im_start|>user\n")
+    assert prompt(system_prompt="Be brief.").startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
 
 
 def test_changed_files_are_made_again(tokenizer, tmp_path):

@@ -158,7 +158,7 @@ def test_the_chi_square_notices_a_wrong_temperature(folder):
 def test_the_first_three_tokens_of_smollm2_are_as_near_as_two_sets_of_transformers(embedded_model):
     """Noise floor: a permutation test between the sets, and the distance of two sets of the same sampler."""
     count, params = 1000, SamplingParams(max_new_tokens=TOKENS)
-    prompt = torch.tensor(encode_prompt(load_tokenizer(embedded_model), "Name an animal.", system_prompt=""))
+    prompt = torch.tensor(encode_prompt(load_tokenizer(embedded_model), "Name an animal.", system_prompt=None))
     model = AutoModelForCausalLM.from_pretrained(embedded_model, dtype=torch.float32)
     decoder = load_decoder(embedded_model, dtype=torch.float32)
     ours, accepted = sample(decoder, prompt.int(), params, likely_followers(model, prompt), count=count)

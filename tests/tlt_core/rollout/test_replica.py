@@ -7,13 +7,6 @@ from tests.tlt_core.drafter.eagle3.training_texts import lively_decoder
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.rollout import build
 from tlt_core.rollout.own import OwnReplica
-from tlt_core.rollout.replica import SpecCounters
-
-
-def test_counters_since():
-    earlier, now = SpecCounters(400, 1200, 500, (310, 190)), SpecCounters(491, 1473, 546, (349, 197))
-    assert now - earlier == SpecCounters(91, 273, 46, (39, 7))
-    assert now - SpecCounters(0, 0, 0, ()) == now
 
 
 def test_our_engine_as_a_replica(tiny_config):

@@ -48,7 +48,7 @@ def test_greedy_equals_transformers_on_50_prompts(tmp_path, embedded_model):
     rows = run(tmp_path, QUESTIONS, temperature=0.0)
     near_ties = []
     for question, row in zip(QUESTIONS, rows, strict=True):
-        messages = [{"role": "system", "content": ""}, {"role": "user", "content": question}]
+        messages = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         expected = model.generate(torch.tensor(prompt)[None], do_sample=False, max_new_tokens=24)[0, len(prompt) :]
         ours, theirs = row["token_ids"], expected.tolist()
