@@ -41,7 +41,7 @@ def training(decoder, folder, *, resume=False, cfg=CFG, peers=(), compute_dtype=
     return SpotTraining(
         cfg,
         model=first_drafter(decoder),
-        decoder=decoder,
+        target=decoder,
         depth=DEPTH,
         temperature=1.0,
         compute_dtype=compute_dtype,
