@@ -26,10 +26,10 @@ from vllm.v1.sample.sampler import Sampler
 
 from tlt_core.items.types import SamplingParams
 from tlt_core.model.sampling import choose, lognorms, policy_scores, row_keys
+from tlt_vllm.accepted import NO_TOKEN, emitted
 from tlt_vllm.tap import Tap
 
 STREAM = "tlt_stream"
-_NO_TOKEN = -1
 
 
 class Row(NamedTuple):
@@ -109,7 +109,8 @@ class ExactSampler:
             if self._tap is not None:
                 norms_N[here_N] = lognorms(part_NV, choice, params)
         if self._tap is not None:
-            self._tap.norms(row_N, positions_N - 1, norms_N)
+            foreign = [b for b, row in enumerate(rows) if row is None]
+            self._tap.norms(row_N, positions_N - 1, norms_N, foreign=foreign)
         return tokens_N
 
     def _output(
@@ -122,10 +123,10 @@ class ExactSampler:
         theirs: SamplerOutput | None,
     ) -> SamplerOutput:
         width = 1 if spec is None else max(counts)
-        emitted_BK = _emitted(tokens_N, counts, None if spec is None else spec.draft_token_ids, width)
+        emitted_BK = emitted(tokens_N, counts, None if spec is None else spec.draft_token_ids, width)
         if theirs is not None:
             other = torch.tensor([row is None for row in rows], device=emitted_BK.device)
-            emitted_BK[other] = _NO_TOKEN
+            emitted_BK[other] = NO_TOKEN
             emitted_BK[other, : theirs.sampled_token_ids.shape[1]] = theirs.sampled_token_ids[other].long()
         wanted = self._runner.input_batch.sampling_metadata.max_num_logprobs
         if wanted is None:
@@ -209,24 +210,3 @@ def _by_params(rows: Sequence[Row | None]) -> dict[SamplingParams, list[int]]:
         if row is not None:
             groups[row.params].append(b)
     return groups
-
-
-def _emitted(tokens_N: Tensor, counts: Sequence[int], drafts: Tensor | None, width: int) -> Tensor:
-    """Accepted tokens and the one after them, [B, width] int64, filled up with -1.
-
-    tokens_N: the target's choice after each input; counts: inputs of each request; drafts: all draft tokens in order.
-    """
-    sizes = torch.tensor(counts, device=tokens_N.device)
-    first_B = sizes.cumsum(0) - sizes
-    steps_K = torch.arange(width, device=tokens_N.device)
-    own_BK = steps_K < sizes[:, None]
-    chosen_BK = tokens_N[(first_B[:, None] + steps_K).clamp(max=len(tokens_N) - 1)]
-    accepted_B = torch.zeros_like(sizes)
-    if drafts is not None and drafts.numel():
-        # Draft token j of a request is right if the target chose it after the j inputs before it.
-        place_BK = (first_B[:, None] - torch.arange(len(counts), device=tokens_N.device)[:, None] + steps_K[:-1]).clamp(
-            max=drafts.numel() - 1
-        )
-        right_BK = (drafts.long()[place_BK] == chosen_BK[:, :-1]) & own_BK[:, 1:]
-        accepted_B = right_BK.long().cumprod(1).sum(1)
-    return torch.where(own_BK & (steps_K <= accepted_B[:, None]), chosen_BK, torch.full_like(chosen_BK, _NO_TOKEN))

@@ -26,10 +26,13 @@ class AdaptiveScheduler(Scheduler):
 
     def __init__(self, vllm_config: Any, *args: Any, **options: Any) -> None:
         super().__init__(vllm_config, *args, **options)
-        settings = Settings.read(vllm_config.additional_config, longest=self.num_spec_tokens)
+        given = vllm_config.additional_config
+        settings = Settings.read(given, longest=self.num_spec_tokens)
+        if settings is None:
+            raise ValueError(f'{type(self).__name__} needs additional_config={{"tlt": {{...}}}}, and got {given!r}')
         speculative = vllm_config.speculative_config
         drafter = "ngram" if speculative is not None and "ngram" in speculative.method else "eagle3"
-        self.draft_lengths = DraftLengths(settings or Settings(), drafter)
+        self.draft_lengths = DraftLengths(settings, drafter)
         self._began_s = 0.0
 
     def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:

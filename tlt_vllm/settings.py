@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 KEY = "tlt"
-POLICIES = ("cost_model", "fixed", "threshold", "off")
+POLICIES = ("cost_model", "beg_mab", "fixed", "threshold", "off")
 LONGEST = 32  # draft tokens: far beyond what pays
 
 
@@ -14,7 +14,7 @@ class Settings:
     """Settings.read({"tlt": {"exact": True}}, longest=5) == Settings(menu=(1, 2, 3, 5), exact=True)."""
 
     menu: tuple[int, ...] = ()  # draft lengths to choose from; 0, plain decoding, is always one
-    policy: str = "cost_model"  # how to choose; fixed and threshold use the longest
+    policy: str = "cost_model"  # how to choose (`conf/rollout`); fixed and threshold use the longest
     max_live: int = 32  # of threshold: no drafts when more requests live
     exact: bool = True  # noise keyed by position; False: vLLM's own sampling
     capture_mb: int = 0  # memory for hidden states of live requests; 0: none are kept
@@ -47,6 +47,11 @@ class Settings:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
                 raise ValueError(f"tlt.{name}={value!r}: give a number from 0 up")
+        if self.capture_mb and not self.exact:
+            raise ValueError(
+                f"tlt.capture_mb={self.capture_mb} with exact=false: log-normalisers come from exact sampling; set "
+                "tlt.exact to true, or tlt.capture_mb to 0"
+            )
 
 
 def _menu(given: Any, longest: int) -> tuple[int, ...]:

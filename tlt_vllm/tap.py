@@ -10,6 +10,7 @@ or no such copy, is counted as dropped.
 Written for vLLM's V1 runner.  Shapes: S slots, C positions, T tokens of a pass, E tapped width, D hidden size.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,8 @@ class Tap:
         self._runner, self._bytes = runner, capture_mb << 20
         self._slots: list[_Slot] = []
         self._of: dict[str, _Slot] = {}
+        self._foreign: set[str] = set()  # requests of the pass that vLLM has sampled
+        self._pending: tuple[list[str], Tensor, Tensor, Tensor] | None = None
         self.dropped = 0  # responses without a slot, or with a gap
 
     def states(self, taps_TE: Tensor, last_TD: Tensor) -> None:
@@ -61,10 +64,13 @@ class Tap:
         self._taps_SCE.flatten(0, 1).index_copy_(0, places, taps_TE[: len(row_T)][kept_T])
         self._last_SCD.flatten(0, 1).index_copy_(0, places, last_TD[: len(row_T)][kept_T])
 
-    def norms(self, row_N: Tensor, positions_N: Tensor, norms_N: Tensor) -> None:
-        """Log-normalisers of the logits after these positions.  Called before `states` of the same pass."""
-        names = self._runner.input_batch.req_ids
-        self._pending = (list(names), row_N, positions_N, norms_N)
+    def norms(self, row_N: Tensor, positions_N: Tensor, norms_N: Tensor, *, foreign: Sequence[int] = ()) -> None:
+        """Log-normalisers of the logits after these positions.  Called before `states` of the same pass.
+
+        foreign: rows of the batch that were sampled otherwise; their responses are not kept."""
+        names = list(self._runner.input_batch.req_ids)
+        self._pending = (names, row_N, positions_N, norms_N)
+        self._foreign = {names[b] for b in foreign}
 
     def take(self, name: str, *, first: int, length: int) -> Taken | None:
         """What was kept of a response that has ended; None when something is missing.  first: length of its prompt."""
@@ -112,13 +118,17 @@ class Tap:
                 continue
             if begin > slot.covered:
                 self._copy(slot, begin)
+            slot.whole &= self._pending is not None and name not in self._foreign
             slot.covered = begin + int(starts[b + 1] - starts[b])
             result.append(slot.index)
         self._write_norms()
         return result
 
     def _write_norms(self) -> None:
+        if self._pending is None:  # vLLM has sampled the whole batch
+            return
         names, row_N, positions_N, norms_N = self._pending
+        self._pending = None
         slots_B = torch.tensor([self._of[n].index if n in self._of else -1 for n in names], device=row_N.device)
         slots_N = slots_B[row_N]
         kept_N = (slots_N >= 0).nonzero().flatten()

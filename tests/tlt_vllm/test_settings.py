@@ -25,6 +25,7 @@ def test_defaults() -> None:
         ({"tlt": {"exact": "yes"}}, "say true or false"),
         ({"tlt": {"capture_mb": -1}}, "tlt.capture_mb=-1: give a number from 0 up"),
         ({"tlt": {"max_live": float("nan")}}, "tlt.max_live=nan"),
+        ({"tlt": {"exact": False, "capture_mb": 8}}, "set tlt.exact to true, or tlt.capture_mb to 0"),
     ],
 )
 def test_what_is_wrong_is_named(given: object, message: str) -> None:

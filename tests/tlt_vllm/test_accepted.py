@@ -1,0 +1,38 @@
+"""What is emitted when a chain is verified, by hand and against a loop over random batches."""
+
+import random
+
+import torch
+
+from tlt_vllm.accepted import NO_TOKEN, emitted
+
+
+def test_by_hand() -> None:
+    """Request 0: draft 5 is right, 9 is not.  Request 1 has no draft.  Request 2: both are right."""
+    tokens = torch.tensor([5, 6, 7, 8, 1, 2, 3])
+    drafts = torch.tensor([5, 9, 1, 2], dtype=torch.int32)
+    found = emitted(tokens, [3, 1, 3], drafts, 3)
+    assert found.tolist() == [[5, 6, NO_TOKEN], [8, NO_TOKEN, NO_TOKEN], [1, 2, 3]]
+
+
+def test_without_drafts_every_request_gets_its_token() -> None:
+    assert emitted(torch.tensor([4, 2]), [1, 1], None, 1).tolist() == [[4], [2]]
+
+
+def test_random_batches_against_a_loop() -> None:
+    """Two tokens alone, so that drafts are often right; a right draft after a wrong one does not count."""
+    chance = random.Random(0)
+    for _ in range(200):
+        counts = [chance.randint(1, 5) for _ in range(chance.randint(1, 6))]
+        tokens = [chance.randint(0, 1) for _ in range(sum(counts))]
+        drafts = [chance.randint(0, 1) for _ in range(sum(counts) - len(counts))]
+        expected, start, first = [], 0, 0
+        for count in counts:
+            chosen, offered = tokens[start : start + count], drafts[first : first + count - 1]
+            right = 0
+            while right < len(offered) and offered[right] == chosen[right]:
+                right += 1
+            expected.append(chosen[: right + 1] + [NO_TOKEN] * (max(counts) - right - 1))
+            start, first = start + count, first + count - 1
+        given = torch.tensor(drafts, dtype=torch.int32) if drafts else None
+        assert emitted(torch.tensor(tokens), counts, given, max(counts)).tolist() == expected
