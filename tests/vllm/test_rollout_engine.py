@@ -3,14 +3,17 @@
 Our plain greedy float32 decoding is the reference: it is what the same weights say without vLLM.
 """
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 import torch
 
@@ -297,24 +300,58 @@ def test_steps_of_training_reach_vllm(vllm_python, tiny, tmp_path):
     assert max(differences) < ROUNDING
 
 
-def test_a_training_run(vllm_python, embedded_model, tmp_path):
-    """The command, two steps, validation before and after, with a reward that a random model can earn."""
+def train(vllm_python, tmp_path, *more: str) -> subprocess.Popen:
+    """The command, with a reward that a random model can earn."""
     arguments = [
         *("model={kind: random, hidden_size: 128}", "coldstart.enabled=false", f"output_dir={tmp_path}/runs"),
         *(f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", "cluster.num_workers=1", "drafter.spot.enabled=false"),
-        *("rollout.engine=vllm", "rollout.speculation.policy=threshold", "rollout.vllm.kv_cache_mb=64"),
+        *("rollout.engine=vllm", "rollout.vllm.kv_cache_mb=64"),
         'reward.functions=[{kind: python, path: "tests.flows.length_reward:length_reward"}]',
     ]
-    done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *arguments],
+    return subprocess.Popen(
+        [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *arguments, *more],
         env=os.environ | {"VLLM_PYTHON": str(vllm_python)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    rows = [json.loads(line) for line in (tmp_path / "runs/smoke/metrics.jsonl").read_text().splitlines()]
+
+
+def steps(tmp_path) -> list[dict]:
+    file = tmp_path / "runs/smoke/metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def test_a_training_run(vllm_python, embedded_model, tmp_path):
+    """Two steps, validation before and after."""
+    process = train(vllm_python, tmp_path, "rollout.speculation.policy=threshold")
+    said, _ = process.communicate()
+    assert process.returncode == 0, said[-4000:]
+    rows = steps(tmp_path)
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["training/rollout_probs_diff_mean"] < ROUNDING for row in rows[1:])
     assert all(row["actor/grad_norm"] > 0 for row in rows[1:])
     assert (tmp_path / "runs/smoke/vllm/worker_0/vllm.log").is_file()
+
+
+def test_a_killed_engine_ends_the_run_and_the_same_command_resumes_it(vllm_python, embedded_model, tmp_path):
+    """kill -9 of vLLM's process after the first step: a message, no traceback; then the remaining steps."""
+    wanted = ("num_steps=6", "checkpoint.every_steps=1", "rollout.speculation.policy=cost_model")
+    process = train(vllm_python, tmp_path, *wanted)
+    while not any(row["step"] == 1 for row in steps(tmp_path)):
+        assert process.poll() is None, "the run has ended before its first step"
+        time.sleep(0.05)
+    for child in psutil.Process(process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.cmdline()[-1:] and child.cmdline()[-1].endswith("rollout/vllm/process.py"):
+                child.kill()
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert "vLLM has ended; the end of" in said, said[-3000:]
+    before = len(steps(tmp_path))
+    assert before < 7
+    again = train(vllm_python, tmp_path, *wanted)
+    said, _ = again.communicate(timeout=600)
+    assert again.returncode == 0, said[-3000:]
+    done = [row["step"] for row in steps(tmp_path)]
+    assert sorted(set(done)) == [0, 1, 2, 3, 4, 5, 6]

