@@ -6,6 +6,7 @@ TLT's scheduler and worker extension, after a look at vLLM's version and at the 
 
 import functools
 import inspect
+import os
 from typing import Any
 
 from tlt_vllm import cpu_fix
@@ -13,6 +14,7 @@ from tlt_vllm.settings import Settings, table
 
 SCHEDULER = "tlt_vllm.scheduler.AdaptiveScheduler"
 WORKER = "tlt_vllm.worker.WorkerExtension"
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 VERSIONS = ("0.32",)  # whose source was read
 # What we replace or call, with the parameters that we rely on.
 SIGNATURES = {
@@ -74,6 +76,8 @@ def prepare(args: Any) -> None:
     if settings is None:
         return
     require_vllm()
+    if settings.exact or settings.capture_mb:
+        _choose_runner_v1()
     for name, ours in (("scheduler_cls", SCHEDULER), ("worker_extension_cls", WORKER)):
         given = getattr(args, name)
         if given not in (None, "", ours):
@@ -82,6 +86,18 @@ def prepare(args: Any) -> None:
     if speculative and "num_speculative_tokens_per_batch_size" not in speculative:
         most = args.max_num_seqs or 256
         args.speculative_config = speculative | {"num_speculative_tokens_per_batch_size": table(settings.menu, most)}
+
+
+def _choose_runner_v1() -> None:
+    """vLLM has two model runners; exact sampling and hidden states are written for the first.  Its processes inherit
+    the variable.  Raises ValueError where the user wants the second."""
+    wanted = os.environ.get(_RUNNER)
+    if wanted not in (None, "0", "false", "False"):
+        raise ValueError(
+            f"{_RUNNER}={wanted} with tlt in additional_config: exact sampling and hidden states are written for "
+            f"vLLM's first model runner; unset {_RUNNER}, or set tlt.exact to false and leave tlt.capture_mb out"
+        )
+    os.environ[_RUNNER] = "0"
 
 
 def require_vllm() -> None:

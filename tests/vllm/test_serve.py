@@ -100,6 +100,19 @@ def test_new_drafter_weights_come_over_http(speculating):
     assert report["checked"] >= 4, "query-key-value, output, gate-up, down"
 
 
+def test_the_other_runner_is_refused(vllm_python, target, tmp_path):
+    """There sampling would silently be vLLM's own."""
+    server = VllmServer(
+        vllm_python,
+        target.folder,
+        log=tmp_path / "vllm.log",
+        options=with_tlt(),
+        variables={"VLLM_USE_V2_MODEL_RUNNER": "1"},
+    )
+    with pytest.raises(ServerError, match=r"unset VLLM_USE_V2_MODEL_RUNNER, or set tlt\.exact to false"), server:
+        pass
+
+
 def test_a_wrong_setting_ends_the_start_with_its_name(vllm_python, target, tmp_path):
     options = with_tlt(menus=[2])
     with (
