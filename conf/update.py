@@ -58,8 +58,8 @@ class UpdateConfig(Section):
     """Most tokens in one forward and backward pass of a worker; a longer sequence gets its own pass.  Lower it when
     memory is short."""
     groups_per_pack: int = Field(4, ge=1)
-    """Groups of responses that share passes.  More groups make fuller passes; fewer are complete earlier, so idle
-    workers can compute them while others still decode."""
+    """Most groups of responses that share passes; groups with long prompts share with fewer.  More groups make fuller
+    passes; fewer are complete earlier, so idle workers can compute them while others still decode."""
     streamed: Literal["auto", "first", "last", "off"] = "auto"
     """Workers without requests compute gradients of groups that have ended.  The update stays the same to the bit.
     auto: before or after training the drafter, whichever is worth more (`tlt_core/run/idle_value.py`), where possible;

@@ -27,10 +27,20 @@ class Pass(NamedTuple):
 
 
 def packs(prompt_ids: Sequence[int], prompt_lens: Sequence[int], *, groups_per_pack: int) -> dict[int, int]:
-    """Pack of each prompt.  Prompts of similar length go together: a long one often has a long response, and a pack
-    is complete when its last response is."""
-    order = sorted(range(len(prompt_ids)), key=lambda i: (prompt_lens[i], prompt_ids[i]))
-    return {prompt_ids[i]: place // groups_per_pack for place, i in enumerate(order)}
+    """Pack of each prompt, numbered from the longest prompts down.
+
+    A long prompt often has long responses, which fill passes by themselves and end late; short ones share a pass.  So
+    prompts of similar length go together, and packs grow towards short ones: 1, 1, 2, 2, 3, 3, ... groups, at most
+    `groups_per_pack`.
+    """
+    waiting = sorted(range(len(prompt_ids)), key=lambda i: (-prompt_lens[i], -prompt_ids[i]))
+    result: dict[int, int] = {}
+    pack = 0
+    while waiting:
+        size = min(1 + pack // 2, groups_per_pack)
+        result |= {prompt_ids[i]: pack for i in waiting[:size]}
+        waiting, pack = waiting[size:], pack + 1
+    return result
 
 
 def kept(rollouts: RolloutBatch, algorithm: AlgorithmConfig) -> Tensor:

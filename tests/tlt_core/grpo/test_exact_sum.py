@@ -1,5 +1,6 @@
 """The update does not depend on order, division or time: gradients are summed exactly, and passes can be streamed."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -50,7 +51,18 @@ def test_what_is_not_finite_stays_so() -> None:
 
 
 def test_packs_hold_prompts_of_similar_length() -> None:
-    assert packs([4, 7, 9, 11, 12], [30, 10, 50, 10, 20], groups_per_pack=2) == {7: 0, 11: 0, 12: 1, 4: 1, 9: 2}
+    assert packs([4, 7, 9, 11, 12], [30, 10, 50, 10, 20], groups_per_pack=2) == {9: 0, 4: 1, 12: 2, 11: 2, 7: 3}
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, [1] * 12), (2, [1, 1, 2, 2, 2, 2, 2]), (3, [1, 1, 2, 2, 3, 3]), (9, [1, 1, 2, 2, 3, 3])]
+)
+def test_long_prompts_have_packs_of_their_own(most: int, sizes: list[int]) -> None:
+    lens = [10 * (i % 12) for i in range(5, 17)]
+    found = packs(list(range(12)), lens, groups_per_pack=most)
+    assert [list(found.values()).count(pack) for pack in sorted(set(found.values()))] == sizes
+    by_pack = [sorted(lens[p] for p in found if found[p] == pack) for pack in range(len(sizes))]
+    assert all(a[0] >= b[-1] for a, b in itertools.pairwise(by_pack)), "longest first"
 
 
 def _batch(seed: int, algorithm: AlgorithmConfig) -> ScoredBatch:
