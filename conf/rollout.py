@@ -65,10 +65,11 @@ class SpeculationConfig(Section):
 class VllmConfig(Section):
     """vLLM as the rollout engine: one process per worker, run by the Python that $VLLM_PYTHON names."""
 
-    kv_cache_mb: int = Field(512, ge=16)
-    """Megabytes for keys and values on each worker."""
-    eager: bool = True
-    """Run the model without compiling it.  false: compile first, which takes minutes."""
+    kv_cache_mb: int | None = Field(None, ge=16)
+    """Megabytes for keys and values on each worker.  None: 512 on a CPU; on a GPU what weights and graphs leave of
+    `rollout.kv_memory_fraction` of its memory."""
+    eager: bool | None = None
+    """true: run the model without compiling it; false: compile it first, which takes minutes.  None: true on CPUs."""
     max_probs_diff: float = Field(0.05, gt=0, le=1)
     """The run ends when the probabilities of sampled tokens in vLLM and in the update differ by more than this, as a
     mean over a step (`training/rollout_probs_diff_mean`).  Not checked with top_p or top_k, which the update does not
@@ -95,8 +96,8 @@ class RolloutConfig(Section):
     max_live_requests: int = Field(32, ge=1)
     """Responses decoded at once on one worker.  Each takes a slot of the KV cache."""
     kv_memory_fraction: float = Field(0.9, gt=0, le=1)
-    """Largest share of a GPU's free memory, after the model is loaded, for the KV cache.  A run that needs more is
-    refused at the start."""
+    """own: largest share of a GPU's free memory, after the model is loaded, for the KV cache; a run that needs more is
+    refused at the start.  vllm: share of a GPU's memory for weights, graphs and KV cache together."""
     dispatch: Literal["pull", "static"] = "pull"
     """pull: a worker takes the next group when it has room; static: groups are assigned when the rollout begins."""
     dtype: Dtype = "auto"
@@ -105,28 +106,21 @@ class RolloutConfig(Section):
     keeps its type.  `tlt doctor` shows the choice."""
     speculation: SpeculationConfig = SpeculationConfig()
     """Speculative decoding."""
-    engine: Literal["own", "vllm"] = "own"
-    """own: the engine of this package; vllm: vLLM with the plug-in `tlt_vllm`, for rollouts and validation.  Responses
-    are the same up to rounding.  vLLM drafts chains, of one drafter."""
+    engine: Literal["auto", "own", "vllm"] = "auto"
+    """own: the engine of this package; vllm: vLLM with the plug-in `tlt_vllm`, for rollouts and validation; auto: vllm
+    where workers have GPUs, own on CPUs.  Responses are the same up to rounding.  vLLM drafts chains of one drafter."""
     vllm: VllmConfig = VllmConfig()
     """Settings of engine vllm."""
 
-    @model_validator(mode="after")
-    def _vllm_can(self) -> "RolloutConfig":
-        if self.engine != "vllm":
-            return self
+    @property
+    def why_not_vllm(self) -> str:
+        """What vLLM cannot do of this, and the remedy; empty where it can all."""
         if self.speculation.policy == "off":
-            return self
+            return ""
         menu = self.speculation.menu or ()
         wide = next((strategy.width for strategy in menu if strategy.width > 1), None)
         if wide is not None:
-            raise ValueError(
-                f"rollout.engine='vllm' with width={wide} in rollout.speculation.menu: vLLM drafts chains; set every "
-                "width to 1"
-            )
+            return f"width={wide} in rollout.speculation.menu: vLLM drafts chains; set every width to 1"
         if len({strategy.drafter for strategy in menu}) > 1:
-            raise ValueError(
-                "rollout.engine='vllm' with eagle3 and ngram in rollout.speculation.menu: a vLLM engine has one "
-                "drafter; keep the strategies of one"
-            )
-        return self
+            return "eagle3 and ngram in rollout.speculation.menu: a vLLM engine has one drafter; keep strategies of one"
+        return ""

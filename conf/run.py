@@ -120,6 +120,26 @@ class RunConfig(Section):
         return ""
 
     @model_validator(mode="after")
+    def _engine_of_this_machine(self) -> "RunConfig":
+        """`auto` is settled before anything reads it."""
+        chosen, why = self.rollout.engine, ""
+        if chosen == "auto":
+            chosen = "vllm" if self.cluster.gpus_per_worker else "own"
+            why = " (auto: vllm where workers have GPUs)"
+            # The section is frozen for its readers; it is not born yet here.
+            object.__setattr__(self, "rollout", self.rollout.model_copy(update={"engine": chosen}))
+        if chosen == "own":
+            return self
+        if self.rollout.why_not_vllm:
+            raise ValueError(f"rollout.engine='vllm'{why} with {self.rollout.why_not_vllm}, or rollout.engine to own")
+        if self.cluster.release_rollout_memory and not self.cluster.gpus_per_worker:
+            raise ValueError(
+                "rollout.engine='vllm' with cluster.release_rollout_memory=true: vLLM cannot sleep on a CPU; set "
+                "cluster.release_rollout_memory to false, or rollout.engine to own"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _possible_together(self) -> "RunConfig":
         if self.rollout.num_samples == 1 and self.algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
             raise ValueError(
@@ -131,11 +151,6 @@ class RunConfig(Section):
                 "data.kind='file' with reward kind 'reasoning_gym': that scorer knows reasoning-gym tasks only and "
                 "every response would score 0; set reward.functions to [{kind: math_verify}], [{kind: exact}] or your "
                 "own function ({kind: python, path: 'package.module:function'})"
-            )
-        if self.rollout.engine == "vllm" and self.cluster.release_rollout_memory:
-            raise ValueError(
-                "rollout.engine='vllm' with cluster.release_rollout_memory=true: vLLM is a process with its own memory "
-                "(rollout.vllm.kv_cache_mb); set cluster.release_rollout_memory to false, or rollout.engine to own"
             )
         if self.rollout.temperature == 0:
             raise ValueError(

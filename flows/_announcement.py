@@ -16,6 +16,7 @@ from tlt_core.run import coldstart, inputs
 from tlt_core.run.forecast import Forecast, ToDo, forecast, sizes_of
 from tlt_core.run.progress import minutes
 from tlt_core.run.summary import rows_of
+from tlt_core.run.training_pass import layer_pass
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,7 @@ def predict(cfg: RunConfig, todo: ToDo) -> Forecast | None:
     if model is None or cluster.gpus_per_worker or cluster.address != "local" or cfg.rollout.engine != "own":
         return None
     measured = rates.measure(
+        layer_pass,
         workers=cluster.num_workers,
         threads=cluster.threads_per_worker,
         width=model.width,

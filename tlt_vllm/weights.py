@@ -65,6 +65,34 @@ def require_in_use(model: nn.Module, given: Mapping[str, Tensor], file: str) -> 
     return checked
 
 
+@torch.inference_mode()
+def answers(model: nn.Module) -> dict[str, Tensor]:
+    """What each layer computes for one random input, and the sum of each parameter.  On the CPU, by name."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    found = {f"{name} (sum)": p.detach().double().sum().cpu() for name, p in model.named_parameters()}
+    generator = torch.Generator().manual_seed(0)
+    for name, module in model.named_modules():
+        parameter = next(module.parameters(), None)
+        if isinstance(module, LinearBase) and parameter is not None:
+            size = getattr(module, "input_size_per_partition", module.input_size)
+            x = torch.randn(1, size, generator=generator).to(parameter.dtype)
+            answer = module.quant_method.apply(module, x.to(parameter.device))
+            found[name] = answer.float().cpu()
+    return found
+
+
+def require_answers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Raises ValueError when the model does not answer as before, to the bit."""
+    now = answers(model)
+    changed = [name for name, answer in before.items() if not torch.equal(answer, now[name])]
+    if changed:
+        raise ValueError(
+            f"{len(changed)} layers of {type(model).__name__} have changed in the engine's sleep, e.g. {changed[0]}: "
+            "it would decode with other weights than were published"
+        )
+
+
 def _require_complete(model: nn.Module, given: Mapping[str, Tensor], file: str) -> None:
     """A layer that the file leaves out would keep what it had, without a word.  Raises ValueError."""
     missing = sorted(name for name, _, weights in _layers(model, given) if any(w is None for w in weights))

@@ -14,6 +14,7 @@ class WorkerExtension:
     """Mixed into vLLM's worker, so names must not clash with its own."""
 
     model_runner: Any
+    _tlt_answers: list[dict[str, Any]]
 
     def tlt_load_policy(self, file: str) -> dict[str, Any]:
         """New weights of the policy, in place, from a safetensors file.  Raises ValueError; see `weights`."""
@@ -30,6 +31,19 @@ class WorkerExtension:
         if model is None:
             raise ValueError("this engine has no drafter with weights: start it with a speculative config of eagle3")
         return weights.load(self.model_runner, model, file)
+
+    def tlt_before_sleep(self) -> None:
+        """Remember what the layers of policy and drafter compute."""
+        self._tlt_answers = [weights.answers(model) for model in self._tlt_models()]
+
+    def tlt_after_sleep(self) -> None:
+        """Raises ValueError when a layer computes something else than before the sleep."""
+        for model, before in zip(self._tlt_models(), self._tlt_answers, strict=True):
+            weights.require_answers(model, before)
+
+    def _tlt_models(self) -> list[Any]:
+        drafter = getattr(getattr(self.model_runner, "drafter", None), "model", None)
+        return [self.model_runner.get_model(), *([] if drafter is None else [drafter])]
 
     def tlt_take(self, name: str, first: int, length: int) -> Any:
         """See `Tap.take`; None too when nothing is kept."""

@@ -56,6 +56,7 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "tlt_tree_layout": (_P, _I, _P, _P, _P, _I, _I, _P, _P, _P, _P, _P, _P),
     "tlt_accepted_path": (_P, _P, _P, _P, _I, _I, _I, _P, _P),
     "tlt_distill_loss": (_P, _I, _P, _P, _I, _I, _I, _P, _P, _P),
+    "tlt_add_exactly": (_P, _P, _I, _I),
     "tlt_kv_commit": (_P, _P, _P, _P, _P, _P, _I, _I),
 }
 

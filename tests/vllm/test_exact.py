@@ -22,6 +22,7 @@ from tlt_core.model.ends import PolicyEnds
 from tlt_core.model.load import load_decoder
 from tlt_core.rollout import build
 from tlt_core.rollout.engine import RoundTrace
+from tlt_core.rollout.vllm import client
 from tlt_core.rollout.vllm.client import VllmError, VllmRollout
 from tlt_core.rollout.vllm.drafts import VllmDrafts
 from tlt_core.rollout.vllm.replica import VllmSpec, start_vllm
@@ -82,12 +83,20 @@ class Engines:
         self.python, self.target, self.folder = python, target, folder
         self.count = 0
 
-    def start(self, speculation: SpeculationConfig, *, ends: PolicyEnds | None = None) -> VllmRollout:
+    def start(
+        self, speculation: SpeculationConfig, *, ends: PolicyEnds | None = None, kv_cache_mb: int | None = None
+    ) -> VllmRollout:
         self.count += 1
         longest = max(len(p) for p in self.target.prompts)
         return start_vllm(
             VllmSpec(self.python, self.folder / str(self.count)),
-            RolloutConfig(engine="vllm", dtype="float32", max_live_requests=6, speculation=speculation),
+            RolloutConfig(
+                engine="vllm",
+                dtype="float32",
+                max_live_requests=6,
+                speculation=speculation,
+                vllm={"kv_cache_mb": kv_cache_mb},
+            ),
             model_dir=self.target.folder,
             max_len=longest + 40,
             threads=1,
@@ -117,6 +126,11 @@ def plain(engines, prompts) -> Run:
         engine.close()
 
 
+def adaptive_speculation(drafter: Path) -> SpeculationConfig:
+    menu = [{"drafter": "eagle3", "depth": k, "tokens": k} for k in (1, 3, 7)]
+    return SpeculationConfig(policy="cost_model", menu=menu, drafter_path=str(drafter))
+
+
 class Adaptive(NamedTuple):
     """An engine in use, what it drafts with, and its good drafter's weights."""
 
@@ -127,8 +141,7 @@ class Adaptive(NamedTuple):
 
 @pytest.fixture(scope="module")
 def adaptive(engines, target, drafter) -> Iterator[Adaptive]:
-    menu = [{"drafter": "eagle3", "depth": k, "tokens": k} for k in (1, 3, 7)]
-    speculation = SpeculationConfig(policy="cost_model", menu=menu, drafter_path=str(drafter))
+    speculation = adaptive_speculation(drafter)
     ends = PolicyEnds.load(target.folder, dtype=torch.float32)
     engine = engines.start(speculation, ends=ends)
     try:
@@ -235,7 +248,43 @@ def test_a_drafter_that_is_not_in_use_is_an_error(adaptive):
 
 def test_hidden_states_are_those_that_our_engine_sees(adaptive, target, prompts, drafter):
     """With prefix caching: siblings share their prompt."""
-    found = decode_all(adaptive.engine.decode, prompts, capture=True)
+    require_our_states(decode_all(adaptive.engine.decode, prompts, capture=True), target, drafter)
+
+
+def test_preempted_requests_keep_their_tokens_and_states(engines, target, prompts, drafter, plain):
+    """Six requests do not fit into the keys and values, so vLLM computes some of them again and again."""
+    ends = PolicyEnds.load(target.folder, dtype=torch.float32)
+    engine = engines.start(adaptive_speculation(drafter), ends=ends, kv_cache_mb=16)
+    try:
+        found = decode_all(engine.decode, prompts, capture=True)
+        preempted = engine.counters()["preempted"]
+    finally:
+        engine.close()
+    print(f"{preempted} preemptions in {len(found.rollouts)} responses")
+    assert preempted >= 5
+    assert found.tokens == plain.tokens
+    require_our_states(found, target, drafter)
+
+
+def test_sleep_changes_no_token(adaptive, prompts, plain):
+    """vLLM keeps its memory on a CPU; the rest of the way is that of a GPU."""
+    adaptive.engine.release_memory()
+    assert decode_all(adaptive.engine.decode, prompts).tokens == plain.tokens
+    adaptive.engine.report()
+
+
+def test_a_drafter_that_is_lost_in_sleep_is_an_error(engines, drafter, prompts, monkeypatch):
+    monkeypatch.setattr(client, "_SCRIPT", Path(__file__).with_name("forgetful.py"))
+    engine = engines.start(adaptive_speculation(drafter))
+    try:
+        engine.release_memory()
+        with pytest.raises(VllmError, match=r"layers of .* have changed in the engine's sleep"):
+            decode_all(engine.decode, prompts)
+    finally:
+        engine.close()
+
+
+def require_our_states(found: Run, target, drafter: Path) -> None:
     assert len(found.captured) >= 0.9 * len(found.rollouts), "few are dropped"
     model = build.load_eagle3(drafter, target.decoder.config)
     whole = [s for s in found.captured if s.key.step in (0, 2)]

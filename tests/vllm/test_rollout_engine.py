@@ -341,10 +341,37 @@ def test_a_killed_engine_ends_the_run_and_the_same_command_resumes_it(vllm_pytho
     while not any(row["step"] == 1 for row in steps(tmp_path)):
         assert process.poll() is None, "the run has ended before its first step"
         time.sleep(0.05)
-    for child in psutil.Process(process.pid).children(recursive=True):
+    for engine in engines_of(process):
+        engine.kill()
+    require_resumed(vllm_python, tmp_path, process, wanted)
+
+
+def test_an_engine_killed_while_weights_are_published(vllm_python, embedded_model, tmp_path):
+    """kill -9 while the file with the new weights is there: it is deleted as soon as vLLM has them."""
+    wanted = ("num_steps=6", "checkpoint.every_steps=1", "rollout.speculation.policy=off")
+    process = train(vllm_python, tmp_path, *wanted)
+    weights = tmp_path / "runs/smoke/vllm/worker_0/policy/model.safetensors"
+    engines: list[psutil.Process] = []
+    while not (engines and weights.exists()):
+        assert process.poll() is None, "the run has ended before anything was published"
+        if not engines and steps(tmp_path):
+            engines = engines_of(process)
+    engines[0].kill()
+    require_resumed(vllm_python, tmp_path, process, wanted)
+
+
+def engines_of(run: subprocess.Popen) -> list[psutil.Process]:
+    """vLLM's processes."""
+    found = []
+    for child in psutil.Process(run.pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if child.cmdline()[-1:] and child.cmdline()[-1].endswith("rollout/vllm/process.py"):
-                child.kill()
+                found.append(child)
+    return found
+
+
+def require_resumed(vllm_python, tmp_path, process: subprocess.Popen, wanted) -> None:
+    """The run ends with a message; the same command does the remaining steps."""
     said, _ = process.communicate(timeout=300)
     assert process.returncode != 0
     assert "vLLM has ended; the end of" in said, said[-3000:]

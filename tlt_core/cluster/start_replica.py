@@ -33,10 +33,10 @@ def start_replica(
     """
     speculation = newest_drafter(spec.rollout.speculation, checkpoint)
     drafts: Drafts | None
-    if spec.rollout.engine == "own":
-        replica, drafts = _own(spec, speculation, policy_version=policy_version, rank=rank)
-    else:
+    if spec.rollout.engine == "vllm":
         replica, drafts = _vllm(spec, speculation, policy_version=policy_version, rank=rank)
+    else:
+        replica, drafts = _own(spec, speculation, policy_version=policy_version, rank=rank)
     drafting = Drafting(drafts, rank=rank, world_size=world_size)
     drafting.prepare(checkpoint)
     if spec.spot_dir is not None:
@@ -66,6 +66,7 @@ def _vllm(
         rank=rank,
         seed=spec.seed,
         policy_version=policy_version,
+        sleeps=spec.release_memory,
     )
     if speculation.policy == "off":
         return replica, None

@@ -11,15 +11,23 @@ Beyond 128 a sum is rounded as usual.  Infinity and NaN stay what they are.  A s
 import torch
 from torch import Tensor
 
+from kernels.dispatch import native_library
+
 _SHIFT = 96.0
 _PIECE = 1 << 16  # entries whose double-precision copies stay in a CPU's cache
 
 
 def add_exactly(total: Tensor, values: Tensor) -> None:
-    """Add `values` to the float64 `total` in place, rounded as above.  Same shape; both contiguous."""
+    """Add `values` to the float64 `total` in place, rounded as above.  Same shape; `total` contiguous."""
     assert (total.dtype, total.shape) == (torch.float64, values.shape), "sums and summands fit"
     if total.is_cuda:
         total.add_(values.double().add_(_SHIFT).sub_(_SHIFT))
+        return
+    library = native_library("auto", total, op="add_exactly")
+    if library is not None and values.dtype in (torch.bfloat16, torch.float32):
+        summands = values.contiguous()
+        half = values.dtype == torch.bfloat16
+        library.tlt_add_exactly(total.data_ptr(), summands.data_ptr(), half, summands.numel())
         return
     for sums, summands in zip(total.view(-1).split(_PIECE), values.reshape(-1).split(_PIECE), strict=True):
         sums.add_(summands.double().add_(_SHIFT).sub_(_SHIFT))

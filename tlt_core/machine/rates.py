@@ -1,6 +1,6 @@
 """What this machine computes in a second, measured in about one second.
 
-    product of a training pass -> train_flops     products of a decode step -> read_bytes (one token), decode_flops
+    a training pass, from the caller -> train_flops    products of a decode step -> read_bytes (one token), decode_flops
 
 The threads of all workers run at the same time, because workers share memory, caches and, on some machines, the units
 that multiply.
@@ -11,45 +11,54 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from kernels.layers.packed_linear import Panels, can_pack_panels
 
-_PROBE_S = 0.25  # for each of the three products
-_ROWS = 1024  # tokens of a training pass; the rate does not grow beyond
+_PROBE_S = 0.25  # for each of the three
 _WEIGHT_BYTES = 48 << 20  # weights of a worker's decode step, more than its share of the caches
 _FURTHER = 16  # tokens of a decode step besides the first
+
+
+class MakePass(Protocol):
+    """Makes a training pass of a layer; returns it with its floating-point operations."""
+
+    def __call__(self, *, width: int, inner: int, dtype: torch.dtype) -> tuple[Callable[[], object], float]:
+        """A pass of one thread."""
 
 
 class Rates(NamedTuple):
     """Rates of one worker while the others are as busy."""
 
-    train_flops: float  # FLOP/s of a large product
+    train_flops: float  # FLOP/s of a training pass
     read_bytes: float  # bytes/s of weights, for one token
     decode_flops: float  # FLOP/s of further tokens in a decode step, which reads the weights anyway
 
 
 @functools.cache
-def measure(*, workers: int, threads: int, width: int, inner: int, update_dtype: str, rollout_dtype: str) -> Rates:
-    """Measure.  width, inner: hidden and intermediate size of the model, which give the products its shapes."""
+def measure(
+    make_pass: MakePass, *, workers: int, threads: int, width: int, inner: int, update_dtype: str, rollout_dtype: str
+) -> Rates:
+    """Measure.  make_pass: makes a training pass.  width, inner: hidden and intermediate size of the model, which give
+    the products their shapes."""
     update, rollout = getattr(torch, update_dtype), getattr(torch, rollout_dtype)
     before, barrier = torch.get_num_threads(), threading.Barrier(workers)
 
     def probe(_: int) -> Rates:
         torch.set_num_threads(threads)
-        x_TD, w_ID = torch.ones(_ROWS, width, dtype=update), torch.ones(inner, width, dtype=update)
+        train, train_flops = make_pass(width=width, inner=inner, dtype=update)
         linear, num_bytes = _decode_product(width, rollout)
         one, several = torch.ones(1, width, dtype=rollout), torch.ones(1 + _FURTHER, width, dtype=rollout)
-        train_s = _seconds(lambda: F.linear(x_TD, w_ID), barrier)
+        train_s = _seconds(train, barrier)
         one_s = _seconds(lambda: linear(one), barrier)
         several_s = _seconds(lambda: linear(several), barrier)
         flops = 2 * _FURTHER * num_bytes / rollout.itemsize
         # With matrix tiles a further token may cost nothing and the difference is noise: a share of the pass bounds it.
         further_s = max(several_s - one_s, several_s / _FURTHER)
-        return Rates(2 * _ROWS * width * inner / train_s, num_bytes / one_s, flops / further_s)
+        return Rates(train_flops / train_s, num_bytes / one_s, flops / further_s)
 
     try:
         with ThreadPoolExecutor(workers) as pool:

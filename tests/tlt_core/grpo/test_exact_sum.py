@@ -9,6 +9,7 @@ from torch import Tensor
 
 from conf.update import AlgorithmConfig, UpdateConfig
 from tests.tlt_core.grpo.rollouts import make_trainer, scored, tiny_decoder, tiny_rollouts
+from tlt_core.grpo import exact_sum
 from tlt_core.grpo.batch import TrainBatch, make_train_batches, train_batch
 from tlt_core.grpo.exact_sum import add_exactly
 from tlt_core.grpo.passes import kept, make_passes, packs, power_of_two
@@ -40,6 +41,20 @@ def test_the_bits_of_a_sum_do_not_depend_on_the_order(dtype: torch.dtype, scale:
         forward += value
         backward += other
     assert not torch.equal(forward, backward), "in float32 the order shows"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_c_kernel_rounds_as_torch_does(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    special = torch.tensor([torch.inf, -torch.inf, torch.nan, 1e30, 2.0**-47, 3 * 2.0**-47, 0.0])
+    values = torch.cat([torch.randn(70_001, generator=generator) * 1e-9, special]).to(dtype)
+    start = torch.randn(len(values), generator=generator, dtype=torch.float64)
+    by_kernel, by_torch = start.clone(), start.clone()
+    add_exactly(by_kernel, values)
+    monkeypatch.setattr(exact_sum, "native_library", lambda *args, **kwargs: None)
+    add_exactly(by_torch, values)
+    assert torch.equal(by_kernel.nan_to_num(), by_torch.nan_to_num())
+    assert torch.equal(by_kernel.isnan(), by_torch.isnan())
 
 
 def test_what_is_not_finite_stays_so() -> None:

@@ -44,6 +44,8 @@ def config(request, tiny_config):
 def test_packed_equals_plain(config, num_tokens, layout, monkeypatch):
     if layout == "oneDNN":
         monkeypatch.setattr(packed_module, "can_pack_panels", lambda weight: False)
+        if not can_pack(bfloat16_decoder(config, 1)):
+            pytest.skip("oneDNN has no bfloat16 kernels for this CPU")
     elif native.library() is None:
         pytest.skip("the C kernels do not run on this machine")
     plain, packed = bfloat16_decoder(config, 1), bfloat16_decoder(config, 1)

@@ -1,12 +1,14 @@
 """The arithmetic of the forecast, on planted rates; how near it comes is what `run.json` of real runs shows."""
 
 import pytest
+import torch
 
 from conf.load import load
 from conf.run import RunConfig
 from tlt_core.machine.rates import Rates, measure
 from tlt_core.run import forecast as module
 from tlt_core.run.forecast import Forecast, ToDo, forecast, sizes, sizes_of
+from tlt_core.run.training_pass import layer_pass
 
 ALL = ToDo(model=True, data=True, cold_start=True, first_drafter=True, done_steps=0)
 RATES = Rates(train_flops=1e11, read_bytes=1e10, decode_flops=1e11)
@@ -88,6 +90,14 @@ def test_a_run_that_goes_on_knows_its_own_steps() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_rates_of_this_machine_are_measured(dtype: str) -> None:
-    found = measure(workers=2, threads=1, width=64, inner=128, update_dtype=dtype, rollout_dtype=dtype)
+    asked = {"workers": 2, "threads": 1, "width": 64, "inner": 128, "update_dtype": dtype, "rollout_dtype": dtype}
+    found = measure(layer_pass, **asked)
     assert all(rate > 1e6 for rate in found)
-    assert found is measure(workers=2, threads=1, width=64, inner=128, update_dtype=dtype, rollout_dtype=dtype)
+    assert found is measure(layer_pass, **asked)
+
+
+def test_a_training_pass_is_six_operations_a_parameter_and_token() -> None:
+    run, operations = layer_pass(width=128, inner=256, dtype=torch.float32)
+    run()
+    # queries and outputs 2 x 128 x 128, one key and one value head 2 x 128 x 64, gated MLP 3 x 128 x 256; 512 tokens
+    assert operations == 6 * 512 * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256)

@@ -21,7 +21,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +30,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from conf.rollout import SpeculationConfig
 from tlt_core.items.speculation import RoundReport, Strategy
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import FinishReason, GenerationRequest, Rollout, SamplingParams
@@ -44,7 +43,6 @@ _START_S = 1200.0  # loading takes half a minute, on a busy machine ten
 _ANSWER_S = 600.0  # steps take a quarter of a second, weights some seconds
 _STOP_S = 20.0
 _LOG_LINES = 25
-_NGRAM_MATCH = 3  # longest suffix that is looked up
 
 _log = logging.getLogger(__name__)
 
@@ -71,15 +69,19 @@ class VllmRollout:
         max_len: int,
         max_live: int,
         threads: int,
-        kv_cache_mb: int = 512,
-        eager: bool = True,
+        kv_cache_mb: int | None = None,
+        memory_fraction: float = 0.9,
+        eager: bool | None = None,
+        sleeps: bool = False,
         speculative: Mapping[str, Any] | None = None,
         tlt: Mapping[str, Any] | None = None,
         seed: int = 0,
         policy_version: int = 0,
     ) -> None:
         """python: of the environment with vLLM.  folder: this object's own, for the log and for weights on their way.
-        write_policy: writes weights under our names as a Hugging Face folder.  speculative: vLLM's
+        write_policy: writes weights under our names as a Hugging Face folder.  kv_cache_mb, eager: see `VllmConfig`.
+        memory_fraction: of a GPU, where kv_cache_mb is None.  sleeps: `release_memory` is going to be called.
+        speculative: vLLM's
         speculative_config (`vllm_speculation` makes one).  tlt: settings of `tlt_vllm`.  policy_version: of the weights
         in `model`.
 
@@ -94,7 +96,9 @@ class VllmRollout:
             "max_len": max_len,
             "max_live": max_live,
             "kv_cache_mb": kv_cache_mb,
+            "memory_fraction": memory_fraction,
             "eager": eager,
+            "sleeps": sleeps,
             "speculative": None if speculative is None else dict(speculative),
             "tlt": dict(tlt or {}),
             "folder": str(folder),
@@ -207,8 +211,9 @@ class VllmRollout:
         return self.ask({"ask": "counters"})
 
     def release_memory(self) -> None:
-        """Not possible: the memory is vLLM's own, so conf/run refuses `cluster.release_rollout_memory` with vLLM."""
-        raise VllmError("vLLM cannot release its memory; set cluster.release_rollout_memory to false")
+        """As `Replica.release_memory`.  The next call that needs the engine wakes it, and raises VllmError when a layer
+        of policy or drafter does not compute what it did before.  On a CPU vLLM keeps its memory."""
+        self.ask({"ask": "sleep"})
 
     def _hear(self, rounds: Iterable[Mapping[str, Any]], on_round: Callable[[RoundReport], None] | None) -> None:
         for told in rounds:
@@ -275,29 +280,6 @@ def require_vllm(python: Path) -> None:
     if found:
         lacks = {2: "vllm", 3: "tlt_vllm"}.get(found, f"vllm (it ends with {found})")
         raise VllmUnusable(f"rollout.engine='vllm', but {python} has no package {lacks}: {remedy}")
-
-
-def vllm_speculation(cfg: SpeculationConfig, menu: Sequence[Strategy]) -> dict[str, Any] | None:
-    """vLLM's speculative_config for our section; None: plain decoding.  menu: chains of one drafter."""
-    if not menu:
-        return None
-    settings: dict[str, Any] = {"num_speculative_tokens": max(s.depth for s in menu)}
-    if menu[0].drafter == "eagle3":
-        return settings | {"method": "eagle3", "model": str(Path(str(cfg.drafter_path)).absolute())}
-    shortest = cfg.ngram.min_match
-    return settings | {
-        "method": "ngram",
-        "prompt_lookup_min": shortest,
-        "prompt_lookup_max": max(shortest, _NGRAM_MATCH),
-    }
-
-
-def tlt_settings(cfg: SpeculationConfig, menu: Sequence[Strategy], *, capture_mb: int) -> dict[str, Any]:
-    """What `tlt_vllm` is told.  capture_mb: memory for hidden states; 0: none are kept."""
-    settings: dict[str, Any] = {"policy": cfg.policy, "max_live": cfg.max_live, "log_every_s": 0}
-    if menu:
-        settings["menu"] = [s.depth for s in menu]
-    return settings | {"capture_mb": capture_mb}
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:

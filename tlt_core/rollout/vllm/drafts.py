@@ -19,6 +19,7 @@ from tlt_core.tuner.policies import UNKNOWN
 Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 _ONE = ("fixed", "threshold")  # policies that use one strategy
+_NGRAM_MATCH = 3  # longest suffix that is looked up
 
 
 def vllm_menu(cfg: SpeculationConfig) -> tuple[Strategy, ...]:
@@ -28,6 +29,29 @@ def vllm_menu(cfg: SpeculationConfig) -> tuple[Strategy, ...]:
     menu = build.menu_of(cfg)
     chains = tuple(s for s in menu if s.drafter == menu[0].drafter and s.width == 1)
     return chains[:1] if cfg.policy in _ONE else chains
+
+
+def vllm_speculation(cfg: SpeculationConfig, menu: Sequence[Strategy]) -> dict[str, Any] | None:
+    """vLLM's speculative_config for our section; None: plain decoding.  menu: chains of one drafter."""
+    if not menu:
+        return None
+    settings: dict[str, Any] = {"num_speculative_tokens": max(s.depth for s in menu)}
+    if menu[0].drafter == "eagle3":
+        return settings | {"method": "eagle3", "model": str(Path(str(cfg.drafter_path)).absolute())}
+    shortest = cfg.ngram.min_match
+    return settings | {
+        "method": "ngram",
+        "prompt_lookup_min": shortest,
+        "prompt_lookup_max": max(shortest, _NGRAM_MATCH),
+    }
+
+
+def tlt_settings(cfg: SpeculationConfig, menu: Sequence[Strategy], *, capture_mb: int) -> dict[str, Any]:
+    """What `tlt_vllm` is told.  capture_mb: memory for hidden states; 0: none are kept."""
+    settings: dict[str, Any] = {"policy": cfg.policy, "max_live": cfg.max_live, "log_every_s": 0}
+    if menu:
+        settings["menu"] = [s.depth for s in menu]
+    return settings | {"capture_mb": capture_mb}
 
 
 class VllmDrafts:

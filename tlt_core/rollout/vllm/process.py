@@ -13,6 +13,8 @@
              "rounds": [...], "version": 3}
     stdin   {"ask": "tuner", "call": "suspend", "arguments": ["eagle3"], "options": {}}
     stdout  {"answer": ...}
+    stdin   {"ask": "sleep"}                                  memory is given back until the next question that needs it
+    stdout  {}
     stdin   {"ask": "counters"}
     stdout  {"drafts": ..., "draft_tokens": ..., "accepted": ..., "accepted_per_pos": [...]}
     any     {"error": "..."} instead, when a request was refused; the process goes on
@@ -67,8 +69,8 @@ class Server:
             seed=settings["seed"],
             max_model_len=settings["max_len"],
             max_num_seqs=settings["max_live"],
-            kv_cache_memory_bytes=settings["kv_cache_mb"] << 20,
-            enforce_eager=settings["eager"],
+            **_memory(settings),
+            enforce_eager=_on_cpu() if settings["eager"] is None else settings["eager"],
             enable_prefix_caching=True,  # the responses of a group share their prompt
             speculative_config=settings["speculative"],
             logprobs_mode="processed_logprobs",  # after temperature and filters, as the update computes them
@@ -80,6 +82,7 @@ class Server:
         self._lengths.trace = []
         self._version = settings["version"]
         self._live = {}  # by id: [tokens, logprobs]
+        self._asleep = False
 
     def describe(self):
         """What runs here.  samples_rightly: see `_spreads_temperatures`."""
@@ -96,6 +99,7 @@ class Server:
         """Replace the policy's weights by those of a safetensors file."""
         if self._live:
             raise RuntimeError(f"{len(self._live)} responses are being decoded: weights change between rollouts only")
+        self._wake()
         started_s = time.monotonic()
         report = self._llm.collective_rpc("tlt_load_policy", args=(file,))[0]
         self._version = version
@@ -105,7 +109,24 @@ class Server:
 
     def drafter(self, *, file):
         """Replace the drafter's weights by those of a safetensors file."""
+        self._wake()
         return self._llm.collective_rpc("tlt_load_drafter", args=(file,))[0]
+
+    def sleep(self):
+        """Weights move to host memory, keys and values are forgotten, until the engine is needed again."""
+        if self._live:
+            raise RuntimeError(f"{len(self._live)} responses are being decoded: vLLM sleeps between rollouts only")
+        self._llm.collective_rpc("tlt_before_sleep")
+        self._llm.sleep(level=1)
+        self._asleep = True
+        return {}
+
+    def _wake(self):
+        """Raises ValueError when a layer does not compute what it did before the sleep."""
+        if self._asleep:
+            self._llm.wake_up()
+            self._llm.collective_rpc("tlt_after_sleep")
+            self._asleep = False
 
     def tuner(self, *, call, arguments, options):
         """Call a method of the tuner."""
@@ -116,6 +137,7 @@ class Server:
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
+        self._wake()
         for request in requests:
             wanted = vllm.SamplingParams(
                 extra_args={"tlt_stream": request["stream"]},
@@ -162,8 +184,8 @@ class Server:
         return file
 
     def counters(self):
-        """Of speculation, since the start; the tuner's figures; responses whose hidden states are lost."""
-        told = {metric.name: metric for metric in self._llm.get_metrics() if "spec_decode" in metric.name}
+        """Of speculation, since the start; preemptions; the tuner's figures; responses whose hidden states are lost."""
+        told = {metric.name: metric for metric in self._llm.get_metrics()}
         values = {
             name: getattr(told.get(f"vllm:spec_decode_num_{metric}"), "value", 0)
             for name, metric in (
@@ -173,8 +195,25 @@ class Server:
             )
         }
         per_pos = getattr(told.get("vllm:spec_decode_num_accepted_tokens_per_pos"), "values", [])
+        values["preempted"] = told["vllm:num_preemptions"].value
         told = {"tuner": self._lengths.tuner.snapshot()} | self._llm.collective_rpc("tlt_report")[0]
         return values | {"accepted_per_pos": list(per_pos)} | told
+
+
+def _on_cpu():
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu()
+
+
+def _memory(settings):
+    """vLLM's arguments about memory."""
+    if _on_cpu():
+        return {"kv_cache_memory_bytes": (settings["kv_cache_mb"] or 512) << 20}
+    sleep = {"enable_sleep_mode": settings["sleeps"]}
+    if settings["kv_cache_mb"] is None:
+        return sleep | {"gpu_memory_utilization": settings["memory_fraction"]}
+    return sleep | {"kv_cache_memory_bytes": settings["kv_cache_mb"] << 20}
 
 
 def _spreads_temperatures():
@@ -184,9 +223,8 @@ def _spreads_temperatures():
     a kernel are right.
     """
     import torch
-    from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if not _on_cpu():
         return True
     from vllm.utils import cpu_triton_utils
 

@@ -11,8 +11,8 @@ from tlt_core.machine.precision import as_torch
 from tlt_core.model.config import DecoderConfig
 from tlt_core.model.ends import PolicyEnds
 from tlt_core.model.load import load_config, save_hf
-from tlt_core.rollout.vllm.client import VllmRollout, tlt_settings, vllm_speculation
-from tlt_core.rollout.vllm.drafts import vllm_menu
+from tlt_core.rollout.vllm.client import VllmRollout
+from tlt_core.rollout.vllm.drafts import tlt_settings, vllm_menu, vllm_speculation
 
 # vLLM stops drafting for the whole batch while the drafts of any request could pass the length limit.
 _ROOM = 32
@@ -36,10 +36,12 @@ def start_vllm(
     seed: int,
     policy_version: int,
     ends: PolicyEnds | None = None,
+    sleeps: bool = False,
 ) -> VllmRollout:
     """A running engine with the weights of `model_dir`.
 
-    ends: kept up to date with the policy, and hidden states are kept; None: neither.  Raises VllmError, VllmUnusable.
+    ends: kept up to date with the policy, and hidden states are kept; None: neither.  sleeps: see `VllmRollout`.
+    Raises VllmError, VllmUnusable.
     """
     model, menu = load_config(model_dir), vllm_menu(cfg.speculation)
     max_len = max(max_len, min(max_len + _ROOM, model.max_position_embeddings))
@@ -58,7 +60,9 @@ def start_vllm(
         max_live=cfg.max_live_requests,
         threads=threads,
         kv_cache_mb=cfg.vllm.kv_cache_mb,
+        memory_fraction=cfg.kv_memory_fraction,
         eager=cfg.vllm.eager,
+        sleeps=sleeps,
         speculative=vllm_speculation(cfg.speculation, menu),
         tlt=tlt_settings(cfg.speculation, menu, capture_mb=_capture_mb(cfg, model, max_len) if ends else 0),
         seed=seed,

@@ -14,8 +14,8 @@ from conf.rollout import RolloutConfig, SpeculationConfig
 from tlt_core.items.speculation import Strategy
 from tlt_core.items.types import FinishReason, GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.rollout.vllm import client
-from tlt_core.rollout.vllm.client import VllmError, VllmRollout, VllmUnusable, tlt_settings, vllm_speculation
-from tlt_core.rollout.vllm.drafts import RemoteTuner, vllm_menu
+from tlt_core.rollout.vllm.client import VllmError, VllmRollout, VllmUnusable
+from tlt_core.rollout.vllm.drafts import RemoteTuner, tlt_settings, vllm_menu, vllm_speculation
 from tlt_core.run import preflight
 from tlt_core.run.engine_agreement import DisagreementError, require_agreement
 from tlt_vllm.settings import Settings
@@ -45,7 +45,7 @@ def test_an_interpreter_without_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -
         (
             "rollout.speculation={policy: cost_model, drafter_path: d, menu: [{drafter: ngram, depth: 3, tokens: 3}, "
             "{drafter: eagle3, depth: 3, tokens: 3}]}",
-            "keep the strategies of one",
+            "keep strategies of one",
         ),
     ],
 )
@@ -54,8 +54,24 @@ def test_what_vllm_cannot_do_is_refused_with_the_remedy(changed: str, message: s
         load("conf/smoke.yaml", [*VLLM, changed])
 
 
-def test_our_engine_is_the_default() -> None:
+def test_auto_is_our_engine_on_a_cpu_and_vllm_on_a_gpu() -> None:
     assert load("conf/smoke.yaml").rollout.engine == "own"
+    assert load("conf/smoke.yaml", ["cluster.gpus_per_worker=1"]).rollout.engine == "vllm"
+    assert load("conf/smoke.yaml", ["cluster.gpus_per_worker=1", "rollout.engine=own"]).rollout.engine == "own"
+
+
+def test_what_vllm_cannot_do_is_refused_where_auto_means_vllm() -> None:
+    wide = "rollout.speculation={menu: [{drafter: ngram, depth: 3, width: 2, tokens: 6}]}"
+    assert load("conf/smoke.yaml", [wide]).rollout.engine == "own"
+    with pytest.raises(ConfigError, match=r"\(auto: vllm where workers have GPUs\).*or rollout\.engine to own"):
+        load("conf/smoke.yaml", [wide, "cluster.gpus_per_worker=1"])
+
+
+def test_memory_is_shared_with_vllm_on_a_gpu_alone() -> None:
+    shared = "cluster.release_rollout_memory=true"
+    assert load("conf/smoke.yaml", [shared, "cluster.gpus_per_worker=1"]).rollout.engine == "vllm"
+    with pytest.raises(ConfigError, match="vLLM cannot sleep on a CPU"):
+        load("conf/smoke.yaml", [*VLLM, shared])
 
 
 def test_off_drafts_nothing() -> None:
@@ -158,11 +174,6 @@ def test_a_process_that_missed_an_update_ends_the_phase(start) -> None:
 def test_a_process_that_died_ends_the_phase_with_the_end_of_its_log(start) -> None:
     with start(seed=2) as replica, pytest.raises(VllmError, match=r"vLLM has ended; the end of .*\nsomething broke"):
         decode(replica)
-
-
-def test_memory_that_is_not_ours_cannot_be_released(start) -> None:
-    with start(seed=0) as replica, pytest.raises(VllmError, match=r"set cluster\.release_rollout_memory to false"):
-        replica.release_memory()
 
 
 def test_the_tuner_in_the_process_is_told(start) -> None:
