@@ -2,7 +2,8 @@
 # only Python 3.11 or newer with venv.
 #   make demo      train SmolLM2-135M by reinforcement learning on this machine's CPU, a quarter of an hour
 #   make test      the test suite        make test-all  ... and the tests that take minutes
-#   make test-gpu  tests and benchmarks that need a GPU, with torch, Triton, transformers and pytest alone (8 minutes)
+#   make test-gpu  tests and benchmarks that need a GPU, with torch, Triton, transformers and pytest alone, in 8 minutes;
+#                  make test-gpu PART=sizes-qwen2.5-7b: a part alone, with 8 minutes of its own
 #   make test-vllm drafter and plug-in in a real vLLM, in an environment of its own (make vllm-env)
 #   make check     lint, format, types, layers
 #   make ui        show the runs         make doctor    what this machine has and uses, and how long the demo takes here
@@ -40,7 +41,7 @@ test-all: $(STAMP)
 
 # Installs nothing, since a GPU machine may have no package index.  Uses the environment's Python if there is one.
 test-gpu:
-	$(or $(wildcard $(BIN)/python),python3) tests/gpu_suite.py $(GPU_OUT)
+	$(or $(wildcard $(BIN)/python),python3) tests/gpu_suite.py $(GPU_OUT) $(if $(PART),--only $(PART))
 
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(PYTEST) -m vllm tests/vllm

@@ -24,6 +24,11 @@ class ClusterConfig(Section):
     """Free the rollout's memory (keys, values, recorded hidden states) during the update.  Set it on GPUs whose memory
     does not hold both."""
 
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """What workers compute on."""
+        return "cuda" if self.gpus_per_worker else "cpu"
+
 
 class CheckpointConfig(Section):
     """Checkpoints: what a run needs to resume."""

@@ -1,6 +1,6 @@
 """Everything that needs a GPU, in one command, on a machine that has only torch, Triton, transformers and pytest:
 
-    python tests/gpu_suite.py OUT [--device cpu] [--seconds 460] [--repeats 3]
+    python tests/gpu_suite.py OUT [--only PART] [--device cpu] [--seconds 460] [--repeats 3]
 
 tests     all tests that are marked gpu and can be imported here    OUT/tests.json
 kernels   bytes and operations a second of every op                 OUT/kernels.json
@@ -9,8 +9,9 @@ sizes     plain beside adaptive decoding at the shapes of           OUT/sizes-SH
           (random weights, planted acceptance)
 
 Each part is a process of its own: one that crashes the device does not take the others with it.  A part that no time is
-left for is not started, and OUT/summary.json says so.  Exit code: 0 if every test passed and every part ran; verdicts
-of benchmarks are reported, not enforced.  `--device cpu` runs the same parts at small sizes: it proves this script.
+left for is not started, and OUT/summary.json says so; `--only` runs it by itself, and adds it to the summary.  Exit code:
+0 if every test passed and every part ran; verdicts of benchmarks are reported, not enforced.  `--device cpu` runs the
+same parts at small sizes: it proves this script.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SHAPES = {"cuda": ("smollm2-135m", "qwen2.5-7b", "llama-3-8b"), "cpu": ("tiny",)}
 ACCEPTANCE = 4.0
-NEEDS_PREFECT = ("tests/flows", "tests/bench")
+NEEDS = {"prefect": ("tests/flows", "tests/bench"), "pydantic": ("tests/tlt_core/test_devices",)}  # what tests import
 
 
 def main() -> int:
@@ -46,14 +47,19 @@ def main() -> int:
         print(f"gpu_suite: {missing}", file=sys.stderr)
         return 2
     parts = ["tests", "kernels", *(f"sizes-{shape}" for shape in SHAPES[args.device])]
-    began_s = time.perf_counter()
+    if args.only is not None and args.only not in parts:
+        print(f"gpu_suite: --only {args.only}: there is no such part; choose from {', '.join(parts)}", file=sys.stderr)
+        return 2
+    began_s, summary_file = time.perf_counter(), args.out / "summary.json"
     results: dict[str, dict[str, Any]] = {}
-    for part in parts:
+    if args.only is not None and summary_file.is_file():
+        results = json.loads(summary_file.read_text())["parts"]
+    for part in parts if args.only is None else [args.only]:
         left_s = args.seconds - (time.perf_counter() - began_s)
         results[part] = _in_process(part, args, left_s)
         print(f"{part:20} {results[part]['outcome']:12} {results[part]['seconds']:6.1f} s", flush=True)
     summary = {"machine": machine(), "seconds": time.perf_counter() - began_s, "parts": results}
-    (args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    summary_file.write_text(json.dumps(summary, indent=1) + "\n")
     _print_verdicts(args.out)
     return 0 if all(result["outcome"] == "done" for result in results.values()) else 1
 
@@ -78,6 +84,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the reports")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--seconds", type=float, default=460, help="in all: what does not fit is not started")
+    parser.add_argument("--only", metavar="PART", help="this part alone: tests, kernels, sizes-SHAPE")
     parser.add_argument("--repeats", type=int, default=3, help="of every measurement")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -156,7 +163,7 @@ def gpu_test_files() -> list[str]:
     found = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         name = path.relative_to(ROOT).as_posix()
-        if name.startswith(NEEDS_PREFECT) and importlib.util.find_spec("prefect") is None:
+        if any(name.startswith(NEEDS[p]) and importlib.util.find_spec(p) is None for p in NEEDS):
             continue
         text = path.read_text()
         on_fixture = name.startswith("tests/kernels/") and re.search(r"\bdevice: str", text)

@@ -73,6 +73,16 @@ def test_what_no_time_is_left_for_is_not_started(tmp_path: Path) -> None:
     assert {part["outcome"] for part in summary["parts"].values()} == {"no time left"}
 
 
+def test_a_part_alone_is_added_to_the_summary(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"parts": {"kernels": {"outcome": "done", "seconds": 1.0}}}))
+    command = [sys.executable, SCRIPT, tmp_path, "--device", "cpu", "--seconds", "0", "--only"]
+    subprocess.run([*command, "tests"], capture_output=True, text=True)
+    outcomes = {n: p["outcome"] for n, p in json.loads((tmp_path / "summary.json").read_text())["parts"].items()}
+    assert outcomes == {"kernels": "done", "tests": "no time left"}
+    done = subprocess.run([*command, "test"], capture_output=True, text=True)
+    assert (done.returncode, "choose from tests, kernels, sizes-tiny" in done.stderr) == (2, True)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_missing_gpu_is_named(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True)

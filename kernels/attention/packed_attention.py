@@ -13,6 +13,7 @@ one sequence, N queries of one block (all G heads of a key/value head), E keys t
 """
 
 import importlib.util
+import inspect
 import logging
 from collections.abc import Iterator
 from functools import cache
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Impl = Literal["auto", "sdpa", "blocked", "flash"]
+Impl = Literal["auto", "sdpa", "blocked", "flash", "varlen"]
 _BLOCK = 128  # queries in one block; larger blocks waste more scores above the diagonal
 
 _log = logging.getLogger(__name__)
@@ -43,12 +44,15 @@ def packed_causal_attention(
     key_offsets_S1: the same for keys and values, if they differ; a sequence needs at least as many keys as queries.
 
     sdpa: torch's kernel, one call per sequence.  blocked: the bfloat16 matrix instructions of a CPU.  flash: CUDA with
-    the flash-attn package; raises ImportError without it.  auto: the fastest for the device.
+    the flash-attn package; raises ImportError without it.  varlen: torch's own copy of it.  auto: flash or else varlen
+    in half precision on CUDA; blocked in bfloat16 on a CPU; sdpa otherwise.
     """
     chosen = _choose(q_THd.device.type, q_THd.dtype) if impl == "auto" else impl
     key_offsets_S1 = offsets_S1 if key_offsets_S1 is None else key_offsets_S1
     if chosen == "flash":
         return _flash(q_THd, k_TKd, v_TKd, offsets_S1, key_offsets_S1)
+    if chosen == "varlen":
+        return _varlen(q_THd, k_TKd, v_TKd, offsets_S1, key_offsets_S1)
     if chosen == "blocked":
         blocks = list(_blocks(offsets_S1.tolist(), key_offsets_S1.tolist()))
         out_THd: Tensor = _Blocked.apply(q_THd, k_TKd, v_TKd, blocks)
@@ -159,10 +163,41 @@ def _scaled_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
 def _flash(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, offsets_S1: Tensor, key_offsets_S1: Tensor) -> Tensor:
     from flash_attn import flash_attn_varlen_func  # aligns its causal mask at the end, too (since 2.1)
 
-    longest = [int(x.diff().max()) for x in (offsets_S1, key_offsets_S1)]
-    offsets = [x.to(q_THd.device, torch.int32) for x in (offsets_S1, key_offsets_S1)]
-    out_THd: Tensor = flash_attn_varlen_func(q_THd, k_TKd, v_TKd, *offsets, *longest, causal=True)
+    out_THd: Tensor = flash_attn_varlen_func(
+        q_THd, k_TKd, v_TKd, *_on_device(q_THd, offsets_S1, key_offsets_S1), causal=True
+    )
     return out_THd
+
+
+def _varlen(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, offsets_S1: Tensor, key_offsets_S1: Tensor) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    out_THd = varlen_attn(
+        q_THd,
+        k_TKd,
+        v_TKd,
+        *_on_device(q_THd, offsets_S1, key_offsets_S1),
+        window_size=(-1, 0),  # causal, aligned at the end
+        enable_gqa=True,
+    )
+    assert isinstance(out_THd, Tensor), "no second result was asked for"
+    return out_THd
+
+
+def _on_device(q_THd: Tensor, offsets_S1: Tensor, key_offsets_S1: Tensor) -> tuple[Tensor, Tensor, int, int]:
+    """Offsets where the queries are, and the longest sequences."""
+    both = (offsets_S1, key_offsets_S1)
+    queries, keys = (x.to(q_THd.device, torch.int32) for x in both)
+    return queries, keys, *(int(x.diff().max()) for x in both)
+
+
+def _torch_has_varlen() -> bool:
+    """Whether this torch has it for grouped heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return False
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @cache
@@ -171,7 +206,14 @@ def _choose(device_type: str, dtype: torch.dtype) -> Impl:
     chosen: Impl = "sdpa"
     if device_type == "cpu" and dtype == torch.bfloat16:
         chosen = "blocked"
-    elif device_type == "cuda" and dtype != torch.float32 and importlib.util.find_spec("flash_attn") is not None:
-        chosen = "flash"
+    elif device_type == "cuda" and dtype != torch.float32:
+        if importlib.util.find_spec("flash_attn") is not None:
+            chosen = "flash"
+        elif _torch_has_varlen():
+            chosen = "varlen"
+        else:
+            _log.warning(
+                "packed attention is slow: this torch has no varlen_attn for grouped heads; install flash-attn"
+            )
     _log.info("packed attention on %s in %s: %s", device_type, dtype, chosen)
     return chosen

@@ -91,7 +91,7 @@ class Drafting:
         assert ends is not None, "whoever starts an engine of which a drafter learns keeps them"
         self.spot = SpotTraining(
             cfg.spot,
-            model=load_eagle3(Path(speculation.drafter_path), ends.config),
+            model=load_eagle3(Path(speculation.drafter_path), ends.config, device=ends.head_weight.device),
             target=ends,
             depth=cfg.depth,
             temperature=temperature,

@@ -55,7 +55,9 @@ def _vllm(
     spec: WorkerSpec, speculation: SpeculationConfig, *, policy_version: int, rank: int
 ) -> tuple[Replica, Drafts | None]:
     assert spec.vllm is not None, "the driver names vLLM's environment where the configuration asks for vLLM"
-    ends = PolicyEnds.load(spec.model_dir, dtype=as_torch(spec.rollout.dtype)) if spec.spot_dir is not None else None
+    ends = None
+    if spec.spot_dir is not None:
+        ends = PolicyEnds.load(spec.model_dir, dtype=as_torch(spec.rollout.dtype), device=spec.device)
     replica = start_vllm(
         spec.vllm,
         spec.rollout.model_copy(update={"speculation": speculation}),

@@ -92,6 +92,7 @@ class Worker:
         self._started = start_replica(spec, checkpoint=checkpoint, policy_version=policy_version, **place)
         if spec.trainer is None:
             return
+        self._make_room()
         self._policy_shard = PolicyShard(
             spec.trainer, model_dir=spec.model_dir, checkpoint=checkpoint, device=self._device, **place
         )

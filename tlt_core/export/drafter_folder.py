@@ -33,6 +33,7 @@ from tlt_core.export import card, replay
 from tlt_core.export.measure import Measured, depth_table, expected_rates, measure
 from tlt_core.export.record import Source, identity, write_json, write_record
 from tlt_core.items.types import SamplingParams
+from tlt_core.machine.driver import driver_device
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.load import load_config, load_decoder, load_tokenizer, stop_token_ids
 
@@ -112,7 +113,7 @@ def _add_speculators(path: Path, policy: Path, *, verifier: str, serving: Mappin
 
 def _measure(cfg: RunConfig, source: Source, model: Eagle3Model, *, num_prompts: int) -> Measured:
     tokenizer, rollout = load_tokenizer(source.policy), cfg.rollout
-    device = "cuda" if cfg.cluster.gpus_per_worker else "cpu"
+    device = driver_device(cfg.cluster)
     params = SamplingParams(
         top_p=rollout.top_p,
         top_k=rollout.top_k,

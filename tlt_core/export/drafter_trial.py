@@ -20,6 +20,7 @@ from conf.run import RunConfig
 from kernels.sampling.coupled_sample import gumbel_noise
 from tlt_core.data import dataset
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
+from tlt_core.machine.driver import driver_device
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
@@ -75,7 +76,7 @@ def _workload(cfg: RunConfig, policy: Path, data_dir: Path, *, dtype: torch.dtyp
         max_new_tokens=min(own.max_new_tokens or cfg.rollout.max_new_tokens, cfg.rollout.max_new_tokens),
         stop_token_ids=stop_token_ids(policy, tokenizer),
     )
-    decoder = load_decoder(policy, dtype=dtype, device="cpu")
+    decoder = load_decoder(policy, dtype=dtype, device=driver_device(cfg.cluster))
     return Workload("held-out", decoder, requests, params, own.max_live_requests)
 
 

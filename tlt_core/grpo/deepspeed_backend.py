@@ -10,7 +10,7 @@ float32 from stage 1 on.
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -105,18 +105,24 @@ class DeepSpeedBackend:
             with GatheredParameters([parameter for _, parameter in bucket]):
                 yield from ((name, parameter.detach().clone()) for name, parameter in bucket)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Masters and moments of the trainable parameters, by name, full on every worker."""
-        state = {}
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """See `update.Backend`.  Gathered one at a time."""
         for name, parameter in self._trainable.items():
-            state[f"master/{name}"] = self._master(parameter)
+            yield f"master/{name}", self._master(parameter).detach().float().contiguous()
             for moment in _MOMENTS:
-                state[f"{moment}/{name}"] = self._moment(parameter, moment)
-        return {name: value.detach().float().contiguous() for name, value in state.items()}
+                yield f"{moment}/{name}", self._moment(parameter, moment).detach().float().contiguous()
+
+    def state_shapes(self) -> dict[str, torch.Size]:
+        """See `update.Backend`."""
+        return {
+            f"{kind}/{name}": torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+            for name, parameter in self._trainable.items()
+            for kind in ("master", *_MOMENTS)
+        }
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Tensor], *, step: int) -> None:
-        """Set masters, moments and weights; step: optimizer steps made so far."""
+    def load_state(self, state: Mapping[str, Tensor], *, step: int) -> None:
+        """See `update.Backend`."""
         for name, parameter in self._trainable.items():
             values = {kind: state[f"{kind}/{name}"].to(parameter.device) for kind in ("master", *_MOMENTS)}
             if self._stage == 3:

@@ -10,7 +10,7 @@ of gradients depends neither on their order nor on how passes are divided among 
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -109,9 +109,8 @@ class TorchBackend:
         for name, parameter in self.model.named_parameters():
             yield name, parameter.detach()
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Masters and moments of the trainable parameters, by name (views: copy before the next step)."""
-        state: dict[str, Tensor] = {}
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """See `update.Backend`: views."""
         for group in self._groups:
             moments = self._optimizer.state[group.master]
             for kind, flat in (
@@ -119,12 +118,16 @@ class TorchBackend:
                 ("exp_avg", moments["exp_avg"]),
                 ("exp_avg_sq", moments["exp_avg_sq"]),
             ):
-                state |= {f"{kind}/{name}": view for name, view in group.views(flat.detach())}
-        return state
+                for name, view in group.views(flat.detach()):
+                    yield f"{kind}/{name}", view
 
-    def load_state_dict(self, state: dict[str, Tensor], *, step: int) -> None:
-        """Set masters and moments; step: optimizer steps made so far."""
-        for name, view in self.state_dict().items():
+    def state_shapes(self) -> dict[str, torch.Size]:
+        """See `update.Backend`."""
+        return {name: view.shape for name, view in self.named_state()}
+
+    def load_state(self, state: Mapping[str, Tensor], *, step: int) -> None:
+        """See `update.Backend`."""
+        for name, view in self.named_state():
             view.copy_(state[name])
         for group in self._groups:
             self._optimizer.state[group.master]["step"].fill_(step)

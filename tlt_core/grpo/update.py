@@ -16,11 +16,11 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conf.optimizer import AdamWConfig
 from conf.update import AlgorithmConfig, UpdateConfig
+from tlt_core.grpo import trainer_files
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.lora import inject_adapters, merged_weights
 from tlt_core.grpo.loss import LossTerms, TokenData, empty_sums, loss_metrics, policy_loss, token_weights
@@ -35,7 +35,7 @@ from tlt_core.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
 
-_STATE_FILE = "trainer.safetensors"
+_STEP = "step"  # in the saved state
 _MOST_SKIPPED = 3  # optimizer steps in a row
 _MOST_NAMED = 8  # responses in a message
 
@@ -60,8 +60,18 @@ class Backend(Protocol):
         ...
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
-    def state_dict(self) -> dict[str, Tensor]: ...
-    def load_state_dict(self, state: dict[str, Tensor], *, step: int) -> None: ...
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """Masters and moments of the trainable parameters, by name, full, one at a time.  Items may be views."""
+        ...
+
+    def state_shapes(self) -> dict[str, torch.Size]:
+        """Of what `named_state` yields."""
+        ...
+
+    def load_state(self, state: Mapping[str, Tensor], *, step: int) -> None:
+        """Set masters, moments and weights.  step: optimizer steps made so far."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -227,36 +237,43 @@ class PolicyTrainer:
             yield name, weight
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything that a resume needs, by parameter name, full on every worker: it fits any number of workers and
-        either back end."""
-        return self._backend.state_dict() | {"step": torch.tensor(self.completed_steps)}
+        """Everything that a resume needs, by parameter name, full on every worker: for models that fit so.  It fits any
+        number of workers and either back end."""
+        return dict(self._backend.named_state()) | {_STEP: torch.tensor(self.completed_steps)}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on where `state_dict` was taken.  Raises UpdateError when it belongs to another model or is not finite."""
-        own = self._backend.state_dict()
-        wrong = [n for n in own if n not in state or state[n].shape != own[n].shape] + sorted(
-            set(state) - set(own) - {"step"}
-        )
-        if wrong:
+        shapes = self._backend.state_shapes()
+        wrong = sorted(shapes.keys() ^ (state.keys() - {_STEP}))
+        for name in shapes.keys() & state.keys():
+            value = state[name]
+            if value.shape != shapes[name]:
+                wrong.append(name)
+            elif not is_finite(value):
+                raise UpdateError(_lost(f"trainer state {name}"))
+        if wrong or _STEP not in state:
+            first = wrong[0] if wrong else _STEP
             raise UpdateError(
-                f"the saved trainer state does not fit the model ({len(wrong)} tensors, {wrong[0]!r} first): it was "
+                f"the saved trainer state does not fit the model ({len(wrong)} tensors, {first!r} first): it was "
                 "written by a run with another model or LoRA setting; resume with that configuration"
             )
-        _require_finite(state)
-        self.completed_steps = int(state["step"])
-        self._backend.load_state_dict(state, step=self.completed_steps)
+        self.completed_steps = int(state[_STEP])
+        self._backend.load_state(state, step=self.completed_steps)
 
     def save(self, folder: Path) -> None:
-        """Write the trainer's part of a checkpoint: rank 0 writes, all take part in gathering.  Raises UpdateError on
-        a state that is not finite."""
-        state = self.state_dict()
-        _require_finite(state)
-        if self._rank == 0:
-            save_file(state, folder / _STATE_FILE)
+        """Write the trainer's part of a checkpoint: each worker a share, see `trainer_files`.  Raises UpdateError on a
+        state that is not finite."""
+        share = {_STEP: torch.tensor(self.completed_steps)} if self._rank == 0 else {}
+        for number, (name, value) in enumerate(self._backend.named_state()):
+            if not is_finite(value):
+                raise UpdateError(_lost(f"trainer state {name}"))
+            if number % self._world_size == self._rank:
+                share[name] = value.cpu()
+        trainer_files.write(folder, self._rank, share)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote, on every worker."""
-        self.load_state_dict(load_file(folder / _STATE_FILE))
+        self.load_state_dict(trainer_files.SavedState(folder))
 
     def close(self) -> None:
         """Release the back end (for DeepSpeed, before the process group is destroyed)."""
@@ -326,12 +343,6 @@ class PolicyTrainer:
         if self._world_size > 1:
             dist.all_reduce(values, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
         return values
-
-
-def _require_finite(state: Mapping[str, Tensor]) -> None:
-    for name, value in state.items():
-        if not is_finite(value):
-            raise UpdateError(_lost(f"trainer state {name}"))
 
 
 def _lost(what: str) -> str:

@@ -191,7 +191,7 @@ def as_torch(dtype: str) -> torch.dtype:
 
 
 def _offers_to(cfg: RunConfig) -> Offers:
-    return offers("cuda" if cfg.cluster.gpus_per_worker else "cpu", own_engine=cfg.rollout.engine == "own")
+    return offers(cfg.cluster.device, own_engine=cfg.rollout.engine == "own")
 
 
 def _made_by_stage() -> str:

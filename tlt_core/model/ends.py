@@ -23,11 +23,12 @@ class PolicyEnds:
         self._head_VD = head_VD
 
     @classmethod
-    def load(cls, folder: Path, *, dtype: torch.dtype) -> "PolicyEnds":
+    def load(cls, folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> "PolicyEnds":
         """Of a Hugging Face folder.  Raises ModelError."""
         config, tensors = load_config(folder), read_tensors(folder)
-        embedding_VD = tensors["model.embed_tokens.weight"].to(dtype)
-        return cls(config, embedding_VD, None if config.tie_word_embeddings else tensors["lm_head.weight"].to(dtype))
+        embedding_VD = tensors["model.embed_tokens.weight"].to(device, dtype)
+        head_VD = None if config.tie_word_embeddings else tensors["lm_head.weight"].to(device, dtype)
+        return cls(config, embedding_VD, head_VD)
 
     @property
     def head_weight(self) -> Tensor:

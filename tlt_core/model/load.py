@@ -165,7 +165,7 @@ def save_hf(
     `weights` are the decoder's parameters by name, each one once.  All or nothing.  Raises StoreError where the disk
     refuses.
     """
-    tensors = {hf: part.to(dtype).contiguous() for name, w in weights for hf, part in _to_hf(name, w, config)}
+    tensors = {hf: part.to("cpu", dtype).contiguous() for name, w in weights for hf, part in _to_hf(name, w, config)}
     with torch.device("meta"):
         missing = {hf for name, _ in Decoder(config).named_parameters() for hf in _hf_names(name)} - tensors.keys()
     assert not missing, f"weights to save lack {sorted(missing)[0]}"

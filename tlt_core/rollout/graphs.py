@@ -102,6 +102,7 @@ class GraphPool:
         self._device = device
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self._handle: Any = None
+        self._side: torch.cuda.Stream | None = None  # one for all graphs: libraries keep a workspace for each stream
         self.bytes, self.capture_s = 0, 0.0
 
     def capture(self, works: Works) -> None:
@@ -133,7 +134,9 @@ class GraphPool:
         return len(self._graphs)
 
     def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream(self._device)
+        if self._side is None:
+            self._side = torch.cuda.Stream(self._device)
+        side = self._side
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):
             work()  # compiles kernels and sets up libraries, which a capture does not allow

@@ -38,7 +38,7 @@ def output_dir(cfg: RunConfig) -> Path:
     """Folder of the trained model: named by everything that it depends on, so runs with equal inputs share it."""
     inputs = cfg.model_dump(mode="json", include={"seed", "model", "data", "coldstart"})
     assert cfg.coldstart.dtype != "auto", "settle() comes first: precision is decided before the folder is named"
-    inputs |= {"solutions": solutions.version()}
+    inputs |= {"solutions": solutions.version(), "backend": cfg.update.backend.model_dump(mode="json")}
     digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
     return made_dir() / "coldstart" / digest
 
@@ -120,6 +120,7 @@ def _spec(cfg: RunConfig, model_dir: Path, num_steps: int) -> WorkerSpec:
         optimizer=cfg.coldstart.optimizer,
         tokens_per_micro_batch=cfg.update.tokens_per_micro_batch,
         activation_checkpointing=cfg.update.activation_checkpointing,
+        backend=cfg.update.backend,
         dtype=cfg.coldstart.dtype,
     )
     return WorkerSpec(
@@ -130,5 +131,5 @@ def _spec(cfg: RunConfig, model_dir: Path, num_steps: int) -> WorkerSpec:
         max_len=1,  # this stage decodes nothing
         trainer=TrainerSpec(update, AlgorithmConfig(), num_steps, max_new_tokens=1, temperature=1.0),
         threads=cfg.cluster.threads_per_worker,
-        device="cuda" if cfg.cluster.gpus_per_worker else "cpu",
+        device=cfg.cluster.device,
     )

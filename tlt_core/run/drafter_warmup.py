@@ -28,6 +28,7 @@ from tlt_core.items.store import write_atomically
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import GenerationRequest, NoiseKey, Prompt, Rollout, SamplingParams
 from tlt_core.machine import provenance
+from tlt_core.machine.driver import driver_device, release
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
@@ -42,7 +43,18 @@ OnProgress = Callable[[str, int, int, float | None], None]
 
 
 def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progress: OnProgress) -> dict[str, float]:
-    """Train and write the drafter; returns its metrics.  `on_progress(phase, done, total, loss)`."""
+    """Train and write the drafter, on a GPU where workers have one and this machine too; returns its metrics.
+    `on_progress(phase, done, total, loss)`."""
+    device = driver_device(cfg.cluster)
+    try:
+        return _run(cfg, policy=policy, data_dir=data_dir, out_dir=out_dir, on_progress=on_progress, device=device)
+    finally:
+        release(device)
+
+
+def _run(
+    cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progress: OnProgress, device: str
+) -> dict[str, float]:
     torch.set_num_threads(cfg.cluster.num_workers * cfg.cluster.threads_per_worker)
     began_s, own = time.perf_counter(), cfg.drafter
     on_progress("loading the model", 0, 1, None)
@@ -50,9 +62,9 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progr
     questions = dataset.load(data_dir, "train", tokenizer)
     prompts = PromptOrder(questions, seed=cfg.seed).take(own.num_prompts)
     dtype, kept_as = as_torch(cfg.update.dtype), as_torch(cfg.rollout.dtype)
-    plain = load_decoder(policy, dtype=dtype, device="cpu")
+    plain = load_decoder(policy, dtype=dtype, device=device)
     stops = stop_token_ids(policy, tokenizer)
-    rollouts = _sample(cfg, prompts, policy, stops=stops, on_progress=on_progress)
+    rollouts = _sample(cfg, prompts, policy, stops=stops, on_progress=on_progress, device=device)
     sampled_s = time.perf_counter() - began_s
 
     held_ids = {p.id for p in prompts[::_HELD_OUT]}
@@ -102,11 +114,17 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progr
 
 
 def _sample(
-    cfg: RunConfig, prompts: Sequence[Prompt], policy: Path, *, stops: tuple[int, ...], on_progress: OnProgress
+    cfg: RunConfig,
+    prompts: Sequence[Prompt],
+    policy: Path,
+    *,
+    stops: tuple[int, ...],
+    on_progress: OnProgress,
+    device: str,
 ) -> list[Rollout]:
     """Rollouts of the policy under the run's sampling settings, in a fixed order."""
     rollout, own = cfg.rollout, cfg.drafter
-    decoder = load_decoder(policy, dtype=as_torch(rollout.dtype), device="cpu")
+    decoder = load_decoder(policy, dtype=as_torch(rollout.dtype), device=device)
     engine = build.make_engine(
         decoder,
         SpeculationConfig(),

@@ -21,7 +21,7 @@ _EFFICIENCY = {
     "update": 0.82,  # of train_flops: uneven packs, and the loss
     "first drafter": 1.0,  # of train_flops: one narrow layer, several times in a row
     "hidden states": 1.0,  # of train_flops: forward only
-    "decode pass": 0.68,  # of read_bytes: 30 layers of small products; attention, sampling, Python
+    "decode pass": 0.5,  # of read_bytes: 30 layers of small products; attention, sampling, Python
     "decode tokens": 0.8,  # of decode_flops: the same
 }
 # Seconds that do not depend on model and data.

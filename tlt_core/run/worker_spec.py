@@ -24,7 +24,7 @@ def worker_spec(cfg: RunConfig, start_model: Path, *, longest_prompt: int) -> Wo
             temperature=cfg.rollout.temperature,
         ),
         threads=cfg.cluster.threads_per_worker,
-        device="cuda" if cfg.cluster.gpus_per_worker else "cpu",
+        device=cfg.cluster.device,
         seed=cfg.seed,
         drafter=cfg.drafter,
         spot_dir=(cfg.run_dir / "spot").resolve() if trains_drafter(cfg) else None,

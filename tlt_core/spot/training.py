@@ -97,10 +97,9 @@ class SpotTraining:
         loss: LossKind = "soft_ce",
     ) -> None:
         """model: float32, the drafter in use, which becomes this object's.  depth: of the training-time test and of a
-        trial's chains.  target: whose embedding and head are those of the policy in the engine.  compute_dtype: of
-        training and trials.  folder: where hidden states
-        and training state are kept; others may read there.  resume: go on from what is there; else it is cleared.
-        peers: other workers' folders."""
+        trial's chains.  target: whose embedding and head are those of the policy in the engine, on the same device.
+        compute_dtype: of training and trials.  folder: where hidden states and training state are kept; others may read
+        there.  resume: go on from what is there; else it is cleared.  peers: other workers' folders."""
         self._cfg, self._target = cfg, target
         self._settings = TrainSettings(
             learning_rate=cfg.learning_rate, depth=depth, compute_dtype=compute_dtype, method=method, loss=loss
@@ -271,4 +270,5 @@ class SpotTraining:
 
     def _keep_head(self, policy_version: int, head_JD: Tensor) -> None:
         """A copy in the type of training, whose products take less time."""
-        self._heads[policy_version] = head_JD.detach().to(self._settings.compute_dtype, copy=True)
+        device = self._target.head_weight.device
+        self._heads[policy_version] = head_JD.detach().to(device, self._settings.compute_dtype, copy=True)

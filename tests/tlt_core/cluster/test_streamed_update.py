@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from conf.drafter import DrafterConfig
 from conf.rollout import RolloutConfig, SpeculationConfig
@@ -16,6 +15,7 @@ from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.messages import TrainerSpec, WorkerSpec
 from tlt_core.grpo.batch import make_train_batches, train_batch
 from tlt_core.grpo.passes import make_passes, power_of_two
+from tlt_core.grpo.trainer_files import SavedState
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, RolloutBatch, SamplingParams, WorkerState
 from tlt_core.spot.coordinator import SpotSettings
 
@@ -88,7 +88,7 @@ def _train(folder: Path, model: Path, *, offers: bool) -> tuple[dict[str, torch.
             group.update(shares)
             group.publish(step)
         group.save(folder)
-    return load_file(folder / "trainer.safetensors"), streamed, states
+    return dict(SavedState(folder)), streamed, states
 
 
 def _passes(finished: Sequence[Rollout], prompt: int, pack_of: dict[int, int]) -> list[OfferedPass]:

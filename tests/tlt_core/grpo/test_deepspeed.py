@@ -18,6 +18,7 @@ from conf.optimizer import AdamWConfig
 from conf.update import AlgorithmConfig, DeepSpeedBackend, KLConfig, TorchBackend, UpdateConfig
 from tests.tlt_core.grpo.rollouts import make_trainer, tiny_decoder, tiny_scored
 from tlt_core.grpo.batch import make_train_batches
+from tlt_core.grpo.trainer_files import SavedState
 from tlt_core.grpo.update import PolicyTrainer
 
 TOLERANCE = 1e-6
@@ -27,8 +28,10 @@ BACKENDS = {"torch": TorchBackend()} | {
 }
 
 
-def _train(backend, rank: int, world_size: int, resume_at: int | None = None) -> tuple[dict, dict, dict]:
-    """Three optimizer steps on this worker's shares; returns weights, trainer state and the last metrics."""
+def _train(backend, rank: int, world_size: int, resumed: Path | None = None) -> tuple[dict, dict, dict]:
+    """Three optimizer steps on this worker's shares; returns weights, trainer state and the last metrics.
+
+    resumed: the third step is made by a new trainer, from files in this folder."""
 
     def make() -> PolicyTrainer:
         optimizer = AdamWConfig(learning_rate=5e-3, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
@@ -40,11 +43,12 @@ def _train(backend, rank: int, world_size: int, resume_at: int | None = None) ->
 
     trainer, metrics = make(), {}
     for step in range(3):
-        if step == resume_at:
-            state = {name: value.clone() for name, value in trainer.state_dict().items()}
+        if step == 2 and resumed is not None:
+            trainer.save(resumed)
+            dist.barrier()
             trainer.close()
             trainer = make()
-            trainer.load_state_dict(state)
+            trainer.load(resumed)
         scored = tiny_scored(seed=step, num_groups=3)
         reference = scored.rollouts.logprobs_T - 0.1
         batches = make_train_batches(
@@ -68,7 +72,8 @@ def _worker(rank: int, port: int, folder: Path) -> None:
     for name, backend in BACKENDS.items():
         torch.save(_train(backend, rank, 2), folder / f"{name}-{rank}.pt")
     for name in ("zero2", "zero3"):
-        torch.save(_train(BACKENDS[name], rank, 2, resume_at=2), folder / f"{name}-resumed-{rank}.pt")
+        (folder / name).mkdir(exist_ok=True)
+        torch.save(_train(BACKENDS[name], rank, 2, resumed=folder / name), folder / f"{name}-resumed-{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -108,3 +113,18 @@ def test_zero_resumes_bit_for_bit(results: Path, name: str) -> None:
         straight, resumed = (torch.load(results / f"{name}{kind}-{rank}.pt") for kind in ("", "-resumed"))
         assert _largest_difference(straight[0], resumed[0]) == 0
         assert _largest_difference(straight[1], resumed[1]) == 0
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_each_worker_writes_half_of_the_state(results: Path, name: str) -> None:
+    """No worker ever holds all of it, and one worker can read what two wrote."""
+    sizes = [(results / name / f"trainer_{rank}.safetensors").stat().st_size for rank in (0, 1)]
+    assert max(sizes) < 0.7 * sum(sizes)
+    _, state, _ = torch.load(results / f"{name}-0.pt")
+    assert SavedState(results / name).keys() == state.keys()
+    decoder = tiny_decoder(torch.float32)
+    trainer = make_trainer(decoder, UpdateConfig(), algorithm=ALGORITHM, temperature=0.8, total_steps=3)
+    trainer.load(results / name)
+    assert trainer.completed_steps == 2
+    masters = SavedState(results / name)
+    assert all(torch.equal(w, masters[f"master/decoder.{n}"]) for n, w in decoder.named_parameters())

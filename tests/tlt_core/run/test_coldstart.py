@@ -1,5 +1,7 @@
 """The folder of a cold start is named by everything that it depends on."""
 
+from pathlib import Path
+
 import pytest
 
 from conf.load import load
@@ -34,3 +36,12 @@ def test_other_worked_solutions_are_another_folder(monkeypatch):
     assert before == coldstart.output_dir(config())  # RL is not part of it
     monkeypatch.setattr(solutions, "version", lambda: "another")
     assert coldstart.output_dir(cfg) != before
+
+
+def test_it_is_sharded_as_the_update_is():
+    """A model whose optimizer does not fit on one GPU has to start, too."""
+    sharded = config("update.backend={kind: deepspeed, zero_stage: 3}")
+    spec = coldstart._spec(sharded, Path("model"), num_steps=2)
+    assert spec.trainer is not None
+    assert spec.trainer.update.backend == sharded.update.backend
+    assert coldstart.output_dir(sharded) != coldstart.output_dir(config()), "sums of gradients are rounded differently"

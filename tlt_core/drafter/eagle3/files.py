@@ -176,7 +176,7 @@ def _config_json(model: Eagle3Model, dtype: torch.dtype) -> dict[str, Any]:
     return raw
 
 
-def load_eagle3(folder: Path, target: DecoderConfig) -> Eagle3Model:
+def load_eagle3(folder: Path, target: DecoderConfig, *, device: torch.device | str = "cpu") -> Eagle3Model:
     """Read a drafter for this target, in float32.  Raises ModelError naming what does not fit."""
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -198,7 +198,7 @@ def load_eagle3(folder: Path, target: DecoderConfig) -> Eagle3Model:
         raise ModelError(f"drafter {folder}: {error}") from None
     except KeyError as error:
         raise ModelError(f"drafter {folder}: config.json lacks the key {error}; export the drafter again") from None
-    return model
+    return model.to(device)
 
 
 def _read_config(raw: dict[str, Any], target: DecoderConfig) -> Eagle3Config:

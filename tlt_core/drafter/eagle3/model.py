@@ -192,7 +192,7 @@ def random_eagle3(config: Eagle3Config, draft_ids_J: Tensor, *, seed: int) -> Ea
 def eagle3_from_target(
     decoder: Decoder, draft_ids_J: Tensor, *, scales: tuple[float, ...], taps: tuple[int, ...] | None = None, seed: int
 ) -> Eagle3Model:
-    """A float32 drafter that starts as the target's last layer on its high hidden state.
+    """A float32 drafter, on the target's device, that starts as the target's last layer on its high hidden state.
 
     `fc` passes the scaled high state through, so what the layer adds to it is scaled likewise (norms do not see scale).
     The embedding's half of query, key and value starts random and small: the target has nothing like it.  `decoder`
@@ -213,4 +213,4 @@ def eagle3_from_target(
     model.down_proj.weight.copy_(last.down_proj.weight.float() * scales[-1])
     model.norm.weight.copy_(decoder.norm.weight)
     model.lm_head.weight.copy_(decoder.head_weight[draft_ids_J.to(decoder.head_weight.device)])
-    return model
+    return model.to(decoder.head_weight.device)

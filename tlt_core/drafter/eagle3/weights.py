@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from tlt_core.drafter.eagle3.model import Eagle3Model
+from tlt_core.drafter.eagle3.model import Eagle3Model, blank_eagle3
 
 
 def copy_of(model: Eagle3Model) -> Eagle3Model:
     """The same weights in memory of their own, without gradients."""
-    copied = Eagle3Model(model.config)
+    copied = blank_eagle3(model.config, dtype=model.fc.weight.dtype, device=model.fc.weight.device)
     copied.tap_scales = model.tap_scales
     copied.load_state_dict(model.state_dict())
     return copied.requires_grad_(False)

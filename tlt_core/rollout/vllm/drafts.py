@@ -73,7 +73,7 @@ class VllmDrafts:
         """As `Drafts.load_drafter`.  Raises VllmError, also when a layer of the running drafter does not compute with
         them afterwards."""
         file = self._folder / "drafter.safetensors"
-        save_file({name: value.contiguous() for name, value in weights.items()}, file)
+        save_file({name: value.cpu().contiguous() for name, value in weights.items()}, file)
         self._ask({"ask": "drafter", "file": str(file)})
         file.unlink()
 

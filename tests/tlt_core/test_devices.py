@@ -1,0 +1,236 @@
+"""Stations of the pipeline on a pretended GPU: no operation mixes devices, and the CPU's results come out."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from conf.drafter import DrafterConfig, SpotConfig
+from conf.load import load
+from conf.rollout import SpeculationConfig
+from conf.system import ClusterConfig
+from conf.update import AlgorithmConfig, UpdateConfig
+from kernels.attention.packed_attention import packed_causal_attention
+from tests.pretended_gpu import GpuTensor, MixedDevices, pretended_gpu
+from tests.tlt_core.drafter.eagle3.training_texts import lively_decoder, texts
+from tests.tlt_core.grpo.rollouts import tiny_decoder, tiny_scored
+from tlt_core.cluster.drafting import Drafting
+from tlt_core.cluster.messages import TrainerSpec
+from tlt_core.cluster.policy_shard import PolicyShard
+from tlt_core.drafter.eagle3.files import save_eagle3
+from tlt_core.drafter.eagle3.model import eagle3_from_target
+from tlt_core.drafter.eagle3.observe import observe
+from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
+from tlt_core.drafter.eagle3.weights import flat
+from tlt_core.grpo.batch import TrainBatch, make_train_batches
+from tlt_core.grpo.update import PolicyTrainer
+from tlt_core.items.types import FinishReason, NoiseKey, Rollout, ScoredBatch
+from tlt_core.machine.driver import driver_device
+from tlt_core.model.ends import PolicyEnds
+from tlt_core.model.load import load_decoder, save_hf
+from tlt_core.rollout.vllm.drafts import VllmDrafts
+from tlt_core.run import drafter_warmup
+
+GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
+SPOT = SpotConfig(micro_step_s=1e6, rows_per_step=32, window_rows=16, canary_tokens=60)
+
+
+def test_the_pretended_gpu_refuses_mixed_devices_and_counts_waits() -> None:
+    with pretended_gpu() as gpu:
+        x = torch.zeros(3, device=GPU)
+        with pytest.raises(MixedDevices, match="aten::add: a tensor of shape"):
+            x + torch.ones(3)
+        assert isinstance(x + torch.ones(3).to(GPU), GpuTensor)
+        assert not gpu.waits
+        assert float((x + 1).sum()) == 3
+        assert x.cpu().device.type == "cpu"
+        assert gpu.waits.total() == 2
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_config):
+    return lively_decoder(tiny_config)
+
+
+@pytest.fixture(scope="module")
+def folder(decoder, tmp_path_factory) -> Path:
+    """A policy and a drafter for it."""
+    root = tmp_path_factory.mktemp("devices")
+    weights = [(name, w.detach()) for name, w in decoder.named_parameters()]
+    save_hf(weights, decoder.config, root / "policy", tokenizer_from=root, dtype=torch.float32)
+    drafter = eagle3_from_target(decoder, torch.arange(64), scales=(1.0,) * 3, seed=1)
+    save_eagle3(drafter, root / "drafter", dtype=torch.float32)
+    return root
+
+
+@pytest.fixture(scope="module")
+def sequences(decoder):
+    """Of enough prompts that some are held back."""
+    drafter = eagle3_from_target(decoder, torch.arange(64), scales=(1.0,) * 3, seed=1)
+    lengths = (9, 13, 14, 16) * 12
+    found = observe(decoder, texts(lengths), drafter, firsts=[4] * len(lengths), dtype=torch.float32)
+    return [dataclasses.replace(s, key=NoiseKey(0, 1, n, 0)) for n, s in enumerate(found)]
+
+
+def published(device: torch.device, folder: Path, kept: Path, sequences) -> list[torch.Tensor]:
+    """Train in idle time as a worker beside vLLM does; returns the candidate, and what was sent to vLLM."""
+    sent: list[torch.Tensor] = []
+
+    def ask(question):
+        return {"answer": {}}
+
+    speculation = SpeculationConfig(drafter_path=str(folder / "drafter"))
+    ends = PolicyEnds.load(folder / "policy", dtype=torch.float32, device=device)
+    kept.mkdir()
+    drafting = Drafting(VllmDrafts(ask, speculation, ends, folder=kept), rank=0, world_size=1)
+    for resume in (False, True):  # the second time from its own files
+        drafting.train_in_idle_time(
+            DrafterConfig(spot=SPOT),
+            speculation,
+            temperature=1.0,
+            compute_dtype=torch.float32,
+            folder=kept,
+            resume=resume,
+        )
+        spot = drafting.spot
+        assert spot is not None
+        spot.begin(1 + resume, 0)
+        for sequence in sequences:
+            spot.collect(dataclasses.replace(sequence, key=sequence.key._replace(step=1 + resume)))
+        for _ in range(200):
+            if spot.result().steps >= 4:
+                spot.candidate._trained_s = 1e9  # the next candidate is due, whatever the clock says
+            if spot.result().trial is not None:
+                break
+            spot.micro_step()
+        assert spot.result().trial is not None
+        spot.end()
+        spot.save()
+        drafting.close()
+        sent.append(spot.candidate.contribution(1.0).clone())
+    assert drafting.publish([1.0], measured=spot.result().trial).accepted
+    drafting.export(kept / "export", dtype=torch.float32)
+    return [flat(spot.candidate.used), *sent]
+
+
+def test_idle_time_training_beside_vllm(folder, sequences, tmp_path) -> None:
+    expected = published(CPU, folder, tmp_path / "cpu", sequences)
+    with pretended_gpu():
+        found = published(GPU, folder, tmp_path / "gpu", sequences)
+        assert all(isinstance(x, GpuTensor) for x in found)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-3, atol=1e-4)
+
+
+def train_batch_of(scored: ScoredBatch, cfg: UpdateConfig, algorithm: AlgorithmConfig) -> TrainBatch:
+    return make_train_batches(scored, cfg, algorithm, num_workers=1, seed=0, step=1)[0][0]
+
+
+ALGORITHM = AlgorithmConfig(kl={"coef": 0.1, "place": "loss"})
+
+
+def updated(device: torch.device, folder: Path, saved: Path) -> tuple[dict[str, float], list[torch.Tensor]]:
+    """Two updates with a KL term, one of them streamed in part, and one of a trainer that resumed; their metrics and
+    the weights that are published."""
+    saved.mkdir()
+    cfg = UpdateConfig(tokens_per_micro_batch=64, dtype="float32")
+    for resumed in (False, True):
+        shard = PolicyShard(
+            TrainerSpec(cfg, ALGORITHM, total_steps=4, max_new_tokens=30, temperature=0.9),
+            model_dir=folder / "policy",
+            checkpoint=saved if resumed else None,
+            device=device,
+            rank=0,
+            world_size=1,
+        )
+        batch = train_batch_of(tiny_scored(seed=int(resumed), num_groups=4), cfg, ALGORITHM)
+        batch = dataclasses.replace(batch, ref_logprobs_C=shard.reference_logprobs(batch))
+        report = shard.update([batch])
+        shard.save(saved)
+        shard.close()
+    return report.metrics, [w.clone() for _, w in shard.weights()]
+
+
+def test_policy_update_with_a_reference_and_a_checkpoint(folder, tmp_path) -> None:
+    expected, weights = updated(CPU, folder, tmp_path / "cpu")
+    with pretended_gpu():
+        found, theirs = updated(GPU, folder, tmp_path / "gpu")
+        assert found == pytest.approx(expected, rel=1e-3, abs=1e-6)
+        for a, b in zip(weights, theirs, strict=True):
+            assert isinstance(b, GpuTensor)
+            torch.testing.assert_close(b.cpu(), a, rtol=1e-3, atol=1e-5)
+
+
+def streamed(device: torch.device) -> torch.Tensor:
+    """A pass that is given up, and one that counts."""
+    algorithm = AlgorithmConfig()
+    cfg = UpdateConfig(tokens_per_micro_batch=4096, dtype="float32")
+    trainer = PolicyTrainer(
+        tiny_decoder(torch.float32).to(device),
+        cfg,
+        algorithm=algorithm,
+        total_steps=4,
+        max_new_tokens=30,
+        temperature=1.0,
+        rank=0,
+        world_size=1,
+        device=device,
+    )
+    batch = train_batch_of(tiny_scored(seed=0, num_groups=1), cfg, algorithm)
+    asked = iter([False, True])
+    assert not trainer.stream(batch, lambda: next(asked, True))
+    assert trainer.stream(batch, lambda: False)
+    return trainer._backend._groups[0].sum
+
+
+def test_streamed_update() -> None:
+    expected = streamed(CPU)
+    with pretended_gpu():
+        found = streamed(GPU)
+        assert isinstance(found, GpuTensor)
+        torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-6)
+
+
+def test_attention_of_the_update_on_a_gpu_is_one_call_without_a_mask() -> None:
+    """Responses share a prompt's keys: torch's own attention would need a mask, and take a call for each sequence."""
+    q, k = torch.randn(9, 4, 8).bfloat16(), torch.randn(15, 2, 8).bfloat16()
+    offsets, key_offsets = torch.tensor([0, 4, 9]), torch.tensor([0, 7, 15])
+    expected = packed_causal_attention(q, k, k, offsets, key_offsets_S1=key_offsets, impl="sdpa")
+    with pretended_gpu() as gpu:
+        x, y = (x.to(GPU).detach().requires_grad_() for x in (q, k))
+        found = packed_causal_attention(x, y, y, offsets, key_offsets_S1=key_offsets)
+        found.sum().backward()
+        torch.testing.assert_close(found.cpu().detach(), expected)
+        assert gpu.calls["torch_attn::_varlen_attn"] == gpu.calls["torch_attn::_varlen_attn_backward"] == 1
+        assert not [name for name in gpu.calls if "scaled_dot_product" in name]
+
+
+def made(device: torch.device, folder: Path, out_dir: Path) -> tuple[float, ...]:
+    """A first drafter, from the target's hidden states to figures on held-out responses."""
+    plain = load_decoder(folder / "policy", dtype=torch.float32, device=device)
+    ids = torch.arange(0, 64, 2)
+    rollouts = [
+        Rollout(NoiseKey(0, 1, n, 0), tokens.int(), 3, torch.zeros(len(tokens) - 3), FinishReason.STOP, 0)
+        for n, tokens in enumerate(texts((9, 12, 14, 8)))
+    ]
+    kept, scales = drafter_warmup._observe(plain, rollouts, ids, lambda done: None, kept_as=torch.float32)
+    model = eagle3_from_target(plain, ids, scales=scales, seed=0)
+    assert model.fc.weight.device == device
+    trainer = Eagle3Trainer(model, plain, TrainSettings(learning_rate=1e-3, depth=3))
+    trainer.step(kept)
+    save_eagle3(model, out_dir / f"{device.type}-eagle3", dtype=torch.float32)
+    return tuple(drafter_warmup._held_out(trainer, kept, load("conf/smoke.yaml")).values())
+
+
+def test_first_drafter(folder, tmp_path) -> None:
+    expected = made(CPU, folder, tmp_path)
+    with pretended_gpu():
+        assert made(GPU, folder, tmp_path) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_driver_uses_a_gpu_where_it_has_one(monkeypatch) -> None:
+    workers = ClusterConfig(gpus_per_worker=1)
+    assert driver_device(workers) == driver_device(ClusterConfig()) == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert (driver_device(workers), driver_device(ClusterConfig())) == ("cuda:0", "cpu")
