@@ -24,6 +24,19 @@ from tlt_core.model.embedded import embedded_model_dir
 from tlt_core.model.load import random_decoder, save_hf
 
 
+# Seconds that a test may take, fixtures included, on a busy machine.  A test that hangs fails, and shows where.
+LIMIT_S, LONG_LIMIT_S = 300, 2400
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Every test has a limit.  A machine with a GPU may lack the plug-in that keeps it."""
+    if not config.pluginmanager.hasplugin("timeout"):
+        return
+    for item in items:
+        is_long = any(item.get_closest_marker(name) for name in ("slow", "vllm", "gpu"))
+        item.add_marker(pytest.mark.timeout(LONG_LIMIT_S if is_long else LIMIT_S))
+
+
 @pytest.fixture(params=["own", *native.narrower()])
 def cpu_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The CPU's kernels on all instructions that this processor has, then on fewer: one source for all widths."""

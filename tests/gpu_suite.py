@@ -9,9 +9,10 @@ sizes     plain beside adaptive decoding at the shapes of           OUT/sizes-SH
           (random weights, planted acceptance)
 
 Each part is a process of its own: one that crashes the device does not take the others with it.  A part that no time is
-left for is not started, and OUT/summary.json says so; `--only` runs it by itself, and adds it to the summary.  Exit code:
-0 if every test passed and every part ran; verdicts of benchmarks are reported, not enforced.  `--device cpu` runs the
-same parts at small sizes: it proves this script.
+left for is not started, and OUT/summary.json says so; `--only` runs it by itself, and adds it to the summary.
+
+Exit code: 0 if every test passed and every part ran; verdicts of benchmarks are reported, not enforced.  `--device cpu`
+runs the same parts at small sizes: it proves this script.
 """
 
 import argparse

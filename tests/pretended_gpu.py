@@ -5,8 +5,8 @@
         x + torch.zeros(3)          raises MixedDevices, as CUDA does
         float(x.sum())              is counted in gpu.waits: a GPU's queue runs empty meanwhile
 
-Values are real, so whole stations of the pipeline run as they would, branches and losses included.  Not checked: kernels
-for GPUs, which are replaced by their torch references, backward passes, and the order of streams.
+Values are real, so whole stations of the pipeline run as they would, branches and losses included.  Not checked:
+kernels for GPUs, which are replaced by their torch references, backward passes, and the order of streams.
 """
 
 import collections

@@ -19,14 +19,14 @@ from tlt_core.run.forecast import Forecast, ToDo
 def test_the_plan_names_what_is_to_do_and_what_is_there() -> None:
     cfg = load("conf/demo.yaml")
     assert plan_in_words(cfg, ToDo(True, True, True, True, 0)) == (
-        "to do: model, data, cold start, first drafter, 10 steps, export"
+        "to do: model, data, cold start, first drafter, 8 steps, export"
     )
     assert plan_in_words(cfg, ToDo(False, False, False, True, 0)) == (
-        "to do: first drafter, 10 steps, export (already there: model, data, cold start)"
+        "to do: first drafter, 8 steps, export (already there: model, data, cold start)"
     )
     assert "to do: steps 6 to 10, export" in plan_in_words(cfg, ToDo(False, False, False, False, 5))
     plain = load("conf/demo.yaml", ["coldstart.enabled=false", "rollout.speculation.policy=off"])
-    assert plan_in_words(plain, ToDo(True, True, False, False, 0)) == "to do: model, data, 10 steps, export"
+    assert plan_in_words(plain, ToDo(True, True, False, False, 0)) == "to do: model, data, 8 steps, export"
 
 
 def test_what_exists_is_not_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
