@@ -14,6 +14,7 @@ VLLM_VENV ?= .venv-vllm
 CONFIG ?= conf/demo.yaml
 PORT ?= 5000
 GPU_OUT ?= reports/gpu
+PART ?=
 PREFECT_PORT ?= 4200
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
   $$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null \

@@ -68,8 +68,14 @@ class Conditions(NamedTuple):
 
 _SAME = "`conf/demo.yaml` of that commit is `conf/bench.yaml` today."
 _OTHER = "`conf/demo.yaml` of that commit is neither `conf/demo.yaml` nor `conf/bench.yaml` of today."
+_LARGER = "The demo had ten steps of twelve prompts; it has eight of ten since."
 _CONDITIONS = {  # by name and commit: a newer report loses the remark
-    ("e2e", "6afc708"): Conditions("Tests ran on the two cores beside `exact`, which is not timed."),
+    ("demo-amx", "84e6a90"): Conditions(f"A test ran on the two cores during the last three minutes. {_LARGER}"),
+    ("demo-avx2-xeon", "3e99d01"): Conditions("With ten steps; the demo has eight since."),
+    ("e2e", "6afc708"): Conditions(
+        "Tests ran on the two cores beside `exact`, which is not timed. `conf/longtail.yaml` of that commit had a "
+        "shorter tail than today's."
+    ),
     ("engines", "f098f1e"): Conditions(f"Tests ran on the other core. {_OTHER}"),
     ("idle", "bba4dcb"): Conditions(_SAME),
     ("rollout", "7fa32f3"): Conditions(f"Tests ran on the other core. {_SAME}"),

@@ -24,7 +24,7 @@ def test_the_plan_names_what_is_to_do_and_what_is_there() -> None:
     assert plan_in_words(cfg, ToDo(False, False, False, True, 0)) == (
         "to do: first drafter, 8 steps, export (already there: model, data, cold start)"
     )
-    assert "to do: steps 6 to 10, export" in plan_in_words(cfg, ToDo(False, False, False, False, 5))
+    assert "to do: steps 6 to 8, export" in plan_in_words(cfg, ToDo(False, False, False, False, 5))
     plain = load("conf/demo.yaml", ["coldstart.enabled=false", "rollout.speculation.policy=off"])
     assert plan_in_words(plain, ToDo(True, True, False, False, 0)) == "to do: model, data, 8 steps, export"
 
