@@ -60,28 +60,22 @@ _MEASURES = {  # by the word behind `tlt bench`
 }
 
 
-class Conditions(NamedTuple):
-    """What a report does not record."""
-
-    text: str
-
-
 _SAME = "`conf/demo.yaml` of that commit is `conf/bench.yaml` today."
 _OTHER = "`conf/demo.yaml` of that commit is neither `conf/demo.yaml` nor `conf/bench.yaml` of today."
 _LARGER = "The demo had ten steps of twelve prompts; it has eight of ten since."
-_CONDITIONS = {  # by name and commit: a newer report loses the remark
-    ("demo-amx", "84e6a90"): Conditions(f"A test ran on the two cores during the last three minutes. {_LARGER}"),
-    ("demo-avx2-xeon", "3e99d01"): Conditions("With ten steps; the demo has eight since."),
-    ("e2e", "6afc708"): Conditions(
+_CONDITIONS = {  # what a report does not record; a newer one loses the remark
+    ("demo-amx", "84e6a90"): f"A test ran on the two cores during the last three minutes. {_LARGER}",
+    ("demo-avx2-xeon", "3e99d01"): "With ten steps; the demo has eight since.",
+    ("e2e", "6afc708"): (
         "Tests ran on the two cores beside `exact`, which is not timed. `conf/longtail.yaml` of that commit had a "
         "shorter tail than today's."
     ),
-    ("engines", "f098f1e"): Conditions(f"Tests ran on the other core. {_OTHER}"),
-    ("idle", "bba4dcb"): Conditions(_SAME),
-    ("rollout", "7fa32f3"): Conditions(f"Tests ran on the other core. {_SAME}"),
-    ("rollout-rl", "51243cd"): Conditions(f"Tests ran on the other core. {_SAME}"),
-    ("spot", "7db6147"): Conditions(f"Other work ran on the host: equal policy updates took unequal time. {_SAME}"),
-    ("step", "08b2ae4"): Conditions(_OTHER),
+    ("engines", "f098f1e"): f"Tests ran on the other core. {_OTHER}",
+    ("idle", "bba4dcb"): _SAME,
+    ("rollout", "7fa32f3"): f"Tests ran on the other core. {_SAME}",
+    ("rollout-rl", "51243cd"): f"Tests ran on the other core. {_SAME}",
+    ("spot", "7db6147"): f"Other work ran on the host: equal policy updates took unequal time. {_SAME}",
+    ("step", "08b2ae4"): _OTHER,
 }
 
 _LIVE = ("1 live", "2 live", "3-4 live", "5-8 live", "above")
@@ -220,7 +214,7 @@ def _section(name: str, report: Report) -> str:
     environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in report.get("environment", {}).items())
     lines += [f"- Environment: `{environment}`"] if environment else []
     conditions = _conditions(report)
-    lines += [f"- Conditions: {conditions.text}"] if conditions.text else []
+    lines += [f"- Conditions: {conditions}"] if conditions else []
     lines.append("")
     if report.get("verdicts"):
         lines += ["| claim | measured | bound | |", "|---|---|---|---|"]
@@ -234,9 +228,9 @@ def _section(name: str, report: Report) -> str:
     return "\n".join(lines)
 
 
-def _conditions(report: Report) -> Conditions:
+def _conditions(report: Report) -> str:
     found = (c for (name, commit), c in _CONDITIONS.items() if _is_of(report, name, commit))
-    return next(found, Conditions(""))
+    return next(found, "")
 
 
 def _is_of(report: Report, name: str, commit: str) -> bool:

@@ -23,7 +23,6 @@ from tlt_core.model.decoder import Decoder
 from tlt_core.model.embedded import embedded_model_dir
 from tlt_core.model.load import random_decoder, save_hf
 
-
 # Seconds that a test may take, fixtures included, on a busy machine.  A test that hangs fails, and shows where.
 LIMIT_S, LONG_LIMIT_S = 300, 2400
 

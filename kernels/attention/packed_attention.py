@@ -186,9 +186,8 @@ def _varlen(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, offsets_S1: Tensor, key
 
 def _on_device(q_THd: Tensor, offsets_S1: Tensor, key_offsets_S1: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """Offsets where the queries are, and the longest sequences."""
-    both = (offsets_S1, key_offsets_S1)
-    queries, keys = (x.to(q_THd.device, torch.int32) for x in both)
-    return queries, keys, *(int(x.diff().max()) for x in both)
+    queries, keys = (x.to(q_THd.device, torch.int32) for x in (offsets_S1, key_offsets_S1))
+    return queries, keys, int(offsets_S1.diff().max()), int(key_offsets_S1.diff().max())
 
 
 def _torch_has_varlen() -> bool:

@@ -88,7 +88,7 @@ class DeepSpeedBackend:
         self._engine.backward(loss * self._world_size)
 
     def step(self, lr: float, scale: float = 1.0) -> float:
-        """See `update.Backend`."""
+        """See `backend.Backend`."""
         assert scale == 1.0, "DeepSpeed gets losses with their final weights"
         for settings in self._engine.optimizer.param_groups:
             settings["lr"] = lr
@@ -106,14 +106,14 @@ class DeepSpeedBackend:
                 yield from ((name, parameter.detach().clone()) for name, parameter in bucket)
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """See `update.Backend`.  Gathered one at a time."""
+        """See `backend.Backend`.  Gathered one at a time."""
         for name, parameter in self._trainable.items():
             yield f"master/{name}", self._master(parameter).detach().float().contiguous()
             for moment in _MOMENTS:
                 yield f"{moment}/{name}", self._moment(parameter, moment).detach().float().contiguous()
 
     def state_shapes(self) -> dict[str, torch.Size]:
-        """See `update.Backend`."""
+        """See `backend.Backend`."""
         return {
             f"{kind}/{name}": torch.Size(getattr(parameter, "ds_shape", parameter.shape))
             for name, parameter in self._trainable.items()
@@ -122,7 +122,7 @@ class DeepSpeedBackend:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor], *, step: int) -> None:
-        """See `update.Backend`."""
+        """See `backend.Backend`."""
         for name, parameter in self._trainable.items():
             values = {kind: state[f"{kind}/{name}"].to(parameter.device) for kind in ("master", *_MOMENTS)}
             if self._stage == 3:

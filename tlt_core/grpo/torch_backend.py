@@ -80,7 +80,7 @@ class TorchBackend:
                 group.add_held()
 
     def step(self, lr: float, scale: float = 1.0) -> float:
-        """See `update.Backend`."""
+        """See `backend.Backend`."""
         sums = [group.sum for group in self._groups]
         if self._world_size > 1:
             buckets = [b for s in sums for b in s.split(_BUCKET_ELEMENTS)]
@@ -110,7 +110,7 @@ class TorchBackend:
             yield name, parameter.detach()
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """See `update.Backend`: views."""
+        """See `backend.Backend`: views."""
         for group in self._groups:
             moments = self._optimizer.state[group.master]
             for kind, flat in (
@@ -122,11 +122,11 @@ class TorchBackend:
                     yield f"{kind}/{name}", view
 
     def state_shapes(self) -> dict[str, torch.Size]:
-        """See `update.Backend`."""
+        """See `backend.Backend`."""
         return {name: view.shape for name, view in self.named_state()}
 
     def load_state(self, state: Mapping[str, Tensor], *, step: int) -> None:
-        """See `update.Backend`."""
+        """See `backend.Backend`."""
         for name, view in self.named_state():
             view.copy_(state[name])
         for group in self._groups:

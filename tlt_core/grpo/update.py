@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +20,7 @@ from torch import Tensor
 from conf.optimizer import AdamWConfig
 from conf.update import AlgorithmConfig, UpdateConfig
 from tlt_core.grpo import trainer_files
+from tlt_core.grpo.backend import Backend
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.lora import inject_adapters, merged_weights
 from tlt_core.grpo.loss import LossTerms, TokenData, empty_sums, loss_metrics, policy_loss, token_weights
@@ -42,37 +42,6 @@ _MOST_NAMED = 8  # responses in a message
 
 class UpdateError(ValueError):
     """The update cannot go on.  The text names the remedy."""
-
-
-class Backend(Protocol):
-    """Holds model and optimizer.  All workers call every method together."""
-
-    needs_equal_passes: bool  # forward and backward are collectives, so every worker must make equally many passes
-    sums_exactly: bool  # the sum of gradients does not depend on order and workers, and `step` scales it
-
-    def forward(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]: ...
-    def backward(self, loss: Tensor) -> None: ...
-    def step(self, lr: float, scale: float = 1.0) -> float:
-        """One optimizer step on `scale` times the gradients added since the last one; returns the global norm of that
-        before clipping.  Other scales than 1 only where the back end sums exactly.
-
-        Gradients that are not finite are dropped, and nothing else changes."""
-        ...
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]: ...
-    def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Masters and moments of the trainable parameters, by name, full, one at a time.  Items may be views."""
-        ...
-
-    def state_shapes(self) -> dict[str, torch.Size]:
-        """Of what `named_state` yields."""
-        ...
-
-    def load_state(self, state: Mapping[str, Tensor], *, step: int) -> None:
-        """Set masters, moments and weights.  step: optimizer steps made so far."""
-        ...
-
-    def close(self) -> None: ...
 
 
 class PolicyTrainer:
