@@ -40,6 +40,7 @@ SAMPLES = 2
 # Share of responses that may leave those of our engine: float32 kernels differ in the last bits, and a token whose two
 # best scores are closer than that flips.
 NEAR_TIES = 0.06
+CROSSING = 120  # tokens of a prompt that fits into a block of keys and values (128), which its responses do not
 STATES = 2e-3  # relative difference of hidden states, kernels of two engines
 
 
@@ -87,7 +88,7 @@ class Engines:
         self, speculation: SpeculationConfig, *, ends: PolicyEnds | None = None, kv_cache_mb: int | None = None
     ) -> VllmRollout:
         self.count += 1
-        longest = max(len(p) for p in self.target.prompts)
+        longest = max(CROSSING, *(len(p) for p in self.target.prompts))
         return start_vllm(
             VllmSpec(self.python, self.folder / str(self.count)),
             RolloutConfig(
@@ -251,18 +252,23 @@ def test_hidden_states_are_those_that_our_engine_sees(adaptive, target, prompts,
     require_our_states(decode_all(adaptive.engine.decode, prompts, capture=True), target, drafter)
 
 
-def test_preempted_requests_keep_their_tokens_and_states(engines, target, prompts, drafter, plain):
-    """Six requests do not fit into the keys and values, so vLLM computes some of them again and again."""
+def test_preempted_requests_keep_their_tokens_and_states(engines, target, prompts, drafter, adaptive):
+    """Six requests begin with a block of keys and values each, and need a second one that is not there: vLLM computes
+    some of them again."""
+    long = [[*p, *prompts[0] * 3][:CROSSING] for p in prompts]
+    expected = decode_all(adaptive.engine.decode, long)
+    adaptive.engine.report()
     ends = PolicyEnds.load(target.folder, dtype=torch.float32)
-    engine = engines.start(adaptive_speculation(drafter), ends=ends, kv_cache_mb=16)
+    engine = engines.start(adaptive_speculation(drafter), ends=ends, kv_cache_mb=50)
     try:
-        found = decode_all(engine.decode, prompts, capture=True)
+        found = decode_all(engine.decode, long, capture=True)
         preempted = engine.counters()["preempted"]
     finally:
         engine.close()
     print(f"{preempted} preemptions in {len(found.rollouts)} responses")
     assert preempted >= 5
-    assert found.tokens == plain.tokens
+    left = [n for n, (a, b) in enumerate(zip(found.tokens, expected.tokens, strict=True)) if a != b]
+    assert len(left) <= NEAR_TIES * len(found.tokens), "computed again, keys and values differ in their last bits"
     require_our_states(found, target, drafter)
 
 
