@@ -16,7 +16,8 @@ RATES = Rates(train_flops=1e11, read_bytes=1e10, decode_flops=1e11)
 
 def _demo(*changes: str) -> RunConfig:
     fixed = ("num_steps=10", "evaluation.every_steps=5", "rollout.num_prompts=12", "rollout.num_samples=6")
-    return load("conf/demo.yaml", (*fixed, *changes)).with_dtypes(rollout="bfloat16", update="bfloat16", coldstart="bfloat16")
+    dtypes = {part: "bfloat16" for part in ("rollout", "update", "coldstart")}
+    return load("conf/demo.yaml", (*fixed, *changes)).with_dtypes(**dtypes)
 
 
 def _forecast(cfg: RunConfig, rates: Rates = RATES, todo: ToDo = ALL) -> Forecast:
