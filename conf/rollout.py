@@ -67,7 +67,7 @@ class VllmConfig(Section):
 
     kv_cache_mb: int | None = Field(None, ge=16)
     """Megabytes for keys and values on each worker.  None: 512 on a CPU; on a GPU what weights and graphs leave of
-    `rollout.kv_memory_fraction` of its memory."""
+    vLLM's share of its memory (`rollout.kv_memory_fraction`)."""
     eager: bool | None = None
     """true: run the model without compiling it; false: compile it first, which takes minutes.  None: true on CPUs."""
     max_probs_diff: float = Field(0.05, gt=0, le=1)
@@ -97,7 +97,8 @@ class RolloutConfig(Section):
     """Responses decoded at once on one worker.  Each takes a slot of the KV cache."""
     kv_memory_fraction: float = Field(0.9, gt=0, le=1)
     """own: largest share of a GPU's free memory, after the model is loaded, for the KV cache; a run that needs more is
-    refused at the start.  vllm: share of a GPU's memory for weights, graphs and KV cache together."""
+    refused at the start.  vllm: largest share of a GPU's memory for weights, graphs and KV cache together; less where
+    the update and the drafter's training need more (`tlt doctor CONFIG --gpu 80` shows the plan)."""
     dispatch: Literal["pull", "static"] = "pull"
     """pull: a worker takes the next group when it has room; static: groups are assigned when the rollout begins."""
     dtype: Dtype = "auto"

@@ -12,6 +12,7 @@ from conf.run import RunConfig
 from tlt_core.items import checkpoint
 from tlt_core.machine import precision, rates
 from tlt_core.model.embedded import EMBEDDED_NAME
+from tlt_core.model.shapes import shape_of
 from tlt_core.run import coldstart, inputs
 from tlt_core.run.forecast import Forecast, ToDo, forecast, sizes_of
 from tlt_core.run.progress import minutes
@@ -47,19 +48,19 @@ def announce(cfg: RunConfig) -> Forecast | None:
 
 def predict(cfg: RunConfig, todo: ToDo) -> Forecast | None:
     """The forecast; None: on GPUs, on other machines, with vLLM, or with a model that is not here yet."""
-    model, cluster = sizes_of(cfg.model), cfg.cluster
+    model, cluster = shape_of(cfg.model), cfg.cluster
     if model is None or cluster.gpus_per_worker or cluster.address != "local" or cfg.rollout.engine != "own":
         return None
     measured = rates.measure(
         layer_pass,
         workers=cluster.num_workers,
         threads=cluster.threads_per_worker,
-        width=model.width,
-        inner=model.inner,
+        width=model.hidden_size,
+        inner=model.intermediate_size,
         update_dtype=cfg.update.dtype,
         rollout_dtype=cfg.rollout.dtype,
     )
-    return forecast(cfg, measured, model, todo, known_s=_known_s(cfg.run_dir) if todo.done_steps else None)
+    return forecast(cfg, measured, sizes_of(model), todo, known_s=_known_s(cfg.run_dir) if todo.done_steps else None)
 
 
 def to_do(cfg: RunConfig) -> ToDo:

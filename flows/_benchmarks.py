@@ -8,7 +8,9 @@ from typing import Literal
 
 from conf.load import ConfigError
 
-Benchmark = Literal["step", "e2e", "rollout", "tuner", "spot", "idle", "engines", "peers", "kernels", "sizes", "demo"]
+Benchmark = Literal[
+    "step", "e2e", "rollout", "tuner", "spot", "idle", "engines", "peers", "kernels", "sizes", "demo", "memory"
+]
 
 BENCHMARKS: dict[Benchmark, str] = {
     "step": "bench.step:bench_step",
@@ -22,6 +24,7 @@ BENCHMARKS: dict[Benchmark, str] = {
     "kernels": "bench.kernels.command:bench_kernels_flow",
     "sizes": "bench.sizes.command:bench_sizes_flow",
     "demo": "bench.demo:bench_demo",
+    "memory": "bench.memory:bench_memory",
 }
 
 

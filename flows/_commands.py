@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from conf.load import ConfigError, load
+from conf.load import ConfigError
 from conf.rollout import SpeculationConfig
 from conf.run import RunConfig
 from flows import _benchmarks
@@ -161,34 +161,9 @@ def _plan(args: argparse.Namespace) -> None:
 
 
 def _doctor(args: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    from flows._doctor import show
 
-    from flows import _announcement
-    from tlt_core.machine import doctor, precision
-    from tlt_core.run.forecast import ToDo
-    from tlt_core.run.progress import minutes
-
-    # No run has this name: the forecast is of a run from nothing, whatever precision an earlier run had.
-    cfg = load(args.config or DEMO, ["name=doctor"]) if args.config or Path(DEMO).is_file() else None
-    table = Table("what", "found", "verdict", "why", box=None, pad_edge=False)
-    colors = {"used": "green", "skipped": "yellow", "missing": "red"}
-    for row in doctor.findings():
-        table.add_row(row.name, row.found, f"[{colors[row.verdict]}]{row.verdict}[/]", row.reason)
-    Console().print(table)
-    if cfg is None:
-        return
-    cfg = cfg.with_dtypes(**precision.decide(cfg)._asdict())
-    # A forecast of all stages, so that machines can be compared.  A real run skips what is done already.
-    todo = ToDo(
-        model=True, data=True, cold_start=cfg.coldstart.enabled, first_drafter=cfg.needs_first_drafter, done_steps=0
-    )
-    print(f"\n{args.config or DEMO}: {_announcement.kernels_in_words(cfg)}")
-    predicted = _announcement.predict(cfg, todo)
-    if predicted is None:
-        print("no forecast: it needs workers on this machine's CPU, and a model that has been downloaded")
-        return
-    print(f"from nothing about {minutes(predicted.total_s)}: {_announcement.stages_in_words(predicted.stages)}")
+    show(args.config, default=DEMO, gpu=args.gpu)
 
 
 def _ui(args: argparse.Namespace) -> None:

@@ -25,39 +25,20 @@ from tlt_core.items.static_shapes import Inputs, PaddedTree, StaticDrafting
 from tlt_core.items.types import SamplingParams
 from tlt_core.model.config import DecoderConfig
 from tlt_core.model.decoder import Decoder
+from tlt_core.model.embedded import EMBEDDED_NAME
 from tlt_core.model.sampling import row_keys
+from tlt_core.model.shapes import KNOWN, shape
 
 _STD = 0.02
 _QUIET = 0.01  # of what layers add to the residual stream
 _BITS = 24
 
 
-def _shape(
-    family: str, vocab: int, hidden: int, inner: int, layers: int, heads: int, kv: int, *, tied: bool = False
-) -> DecoderConfig:
-    return DecoderConfig(
-        family=family,
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv,
-        head_dim=hidden // heads,
-        rms_norm_eps=1e-6,
-        rope_theta=500_000.0,
-        rope_scaling=None,
-        tie_word_embeddings=tied,
-        max_position_embeddings=32_768,
-        eos_token_ids=(),
-    )
-
-
 SHAPES = {
-    "qwen2.5-7b": _shape("qwen2", 152_064, 3584, 18_944, 28, 28, 4),
-    "llama-3-8b": _shape("llama", 128_256, 4096, 14_336, 32, 32, 8),
-    "smollm2-135m": _shape("llama", 49_152, 576, 1536, 30, 9, 3, tied=True),
-    "tiny": _shape("llama", 512, 64, 96, 2, 4, 2),
+    "qwen2.5-7b": KNOWN["qwen2.5-7b"],
+    "llama-3-8b": KNOWN["llama-3.1-8b"],
+    "smollm2-135m": KNOWN[EMBEDDED_NAME],
+    "tiny": shape("llama", 512, 64, 96, 2, 4, 2),
 }
 
 

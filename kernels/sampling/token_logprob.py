@@ -27,7 +27,7 @@ from kernels.dispatch import jit, tl, uses_triton
 
 Impl = Literal["auto", "torch", "chunked", "triton"]
 
-_CHUNK_ELEMENTS = 1 << 26  # logits of one chunk: 128 MiB in bf16
+CHUNK_ELEMENTS = 1 << 26  # logits of one chunk: 128 MiB in bf16
 _CACHED_ELEMENTS = 1 << 18  # float32 logits worked on at once on CPU: 1 MiB, a core's second-level cache
 
 
@@ -124,7 +124,7 @@ def _to_logit_gradient(logits_CV: Tensor, ids_C: Tensor, lse_C: Tensor, grad_C: 
 def _logit_chunks(hidden_TD: Tensor, weight_VD: Tensor) -> Iterator[tuple[int, Tensor]]:
     """Chunk by chunk the index of its first token and its logits [C, V], in one buffer that is reused."""
     num_tokens, vocab_size = len(hidden_TD), len(weight_VD)
-    count = -(-num_tokens // max(16, _CHUNK_ELEMENTS // vocab_size))
+    count = -(-num_tokens // max(16, CHUNK_ELEMENTS // vocab_size))
     if count == 0:
         return
     size = -(-num_tokens // count)

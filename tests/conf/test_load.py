@@ -25,7 +25,8 @@ def test_every_file_loads(path: Path) -> None:
 
 def test_there_is_a_file_for_every_situation() -> None:
     ablations = {"ablation_no_spec", "ablation_static_spec", "ablation_no_spot"}
-    assert {"demo", "smoke", "single_gpu", "multi_gpu", "multi_node"} | ablations <= {p.stem for p in FILES}
+    sizes = {"gpu_7b_lora", "gpu_7b_offload", "gpu_14b"}
+    assert {"demo", "smoke", "single_gpu", "multi_gpu", "multi_node"} | sizes | ablations <= {p.stem for p in FILES}
 
 
 def test_gpu_files_use_gpus_as_they_are_meant_to() -> None:

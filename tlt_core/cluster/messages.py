@@ -56,3 +56,4 @@ class UpdateReport(NamedTuple):
 
     spans: tuple[WorkerSpan, ...]
     metrics: dict[str, float]  # the same on every worker
+    memory_bytes: int = 0  # most that it has held so far

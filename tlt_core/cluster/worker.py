@@ -38,6 +38,7 @@ from tlt_core.grpo.passes import Key
 from tlt_core.items.types import SamplingParams
 from tlt_core.machine.host_memory import keep_freed_memory
 from tlt_core.machine.low_priority import giving_way
+from tlt_core.machine.memory import peak_bytes
 from tlt_core.machine.precision import as_torch
 from tlt_core.rollout.replica import Replica
 from tlt_core.spot.coordinator import Action, Progress, WorkerIdle
@@ -207,7 +208,7 @@ class Worker:
     def update(self, steps: Sequence[TrainBatch]) -> UpdateReport:
         """See `PolicyShard.update`."""
         self._make_room()
-        return self._policy.update(steps)
+        return self._policy.update(steps)._replace(memory_bytes=peak_bytes(self._device))
 
     def supervised_step(self, batch: TrainBatch) -> dict[str, float]:
         """See `PolicyShard.supervised_step`."""

@@ -6,6 +6,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+# Sizes of DeepSpeed's buffers, in elements; its own defaults are made for large GPUs alone.
+ZERO_BUCKET = 1 << 27  # gradients that are reduced together; also weights that are gathered together
+ZERO_LIVE = 1_000_000_000  # stage 3: parameters that are whole at the same time
+
 
 class Backend(Protocol):
     """Holds model and optimizer.  All workers call every method together."""

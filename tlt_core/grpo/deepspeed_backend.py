@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from conf.optimizer import AdamWConfig
 from conf.update import DeepSpeedBackend as DeepSpeedConfig
+from tlt_core.grpo.backend import ZERO_BUCKET, ZERO_LIVE
 from tlt_core.grpo.micro_batch import idle_micro_batch
 from tlt_core.grpo.optimizer import decay_groups
 from tlt_core.grpo.policy import PolicyModel, inputs_of
@@ -205,7 +206,12 @@ class DeepSpeedBackend:
 
 
 def _engine_config(cfg: AdamWConfig, backend: DeepSpeedConfig, *, bf16: bool) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": backend.zero_stage}
+    zero: dict[str, Any] = {
+        "stage": backend.zero_stage,
+        "reduce_bucket_size": ZERO_BUCKET,
+        "allgather_bucket_size": ZERO_BUCKET,
+        "stage3_max_live_parameters": ZERO_LIVE,
+    }
     if backend.offload_optimizer:
         zero["offload_optimizer"] = {"device": "cpu"}
     plain = backend.zero_stage == 0 and not bf16

@@ -148,6 +148,7 @@ perf/overhead_share | share | of the step | `timing_s/overhead`
 perf/rollout_share | share | of the step | `timing_s/gen`
 perf/rollout_tokens_per_s | tokens / s | of the last rollout | response tokens, all workers
 perf/throughput | tokens / s | of the last rollout | response tokens, per worker
+perf/max_memory_gb | GB | largest worker | most that it has held so far: resident, on a GPU reserved by torch
 perf/total_num_tokens | tokens | of the last rollout | prompt and response tokens
 
 # The run

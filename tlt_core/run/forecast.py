@@ -7,14 +7,11 @@ compare `forecast_s` and `took_s` in `runs/NAME/run.json`: both have the seconds
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import NamedTuple
 
-from conf.model import ModelConfig, RandomModel
 from conf.run import RunConfig
 from tlt_core.machine.rates import Rates
-from tlt_core.model.embedded import EMBEDDED_NAME
-from tlt_core.model.load import load_config
+from tlt_core.model.config import DecoderConfig
 
 # Share of the measured rates (`rates.measure`) that a stage reaches.  If it takes twice the forecast, halve its share.
 _EFFICIENCY = {
@@ -47,8 +44,6 @@ _SPEEDUP = {"eagle3": 2.3, "ngram": 1.8, "off": 1.0}  # tokens of a request in o
 _VERIFIED = {"eagle3": 1.35, "ngram": 1.3, "off": 1.0}  # tokens computed for one that is kept
 _PUBLISH_BYTES = 12  # moved per parameter to publish new weights (fp32 read, bf16 written twice, packed)
 _OPTIMIZER_BYTES = 200  # moved per parameter and optimizer step: exact sums, their all-reduce, masters, moments
-
-_VOCAB = 49152  # of the embedded model and of random ones
 
 
 class Sizes(NamedTuple):
@@ -88,38 +83,14 @@ class Forecast(NamedTuple):
         return sum(self.stages.values())
 
 
-def sizes(*, width: int, inner: int, layers: int, queries: int, keys: int, vocab: int) -> Sizes:
-    """Sizes of a decoder.  queries, keys: channels of all query heads, and of all key heads."""
+def sizes_of(model: DecoderConfig) -> Sizes:
+    """Sizes of a decoder."""
+    width, inner = model.hidden_size, model.intermediate_size
+    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     others = queries * width + 3 * width * inner
-    body = layers * (width * (queries + 2 * keys) + others)
-    return Sizes(width, inner, body, vocab * width, draft_layer=2 * width * (queries + 2 * keys) + others)
-
-
-def sizes_of(model: ModelConfig) -> Sizes | None:
-    """Sizes of a run's model; None: it is not on this machine yet."""
-    if isinstance(model, RandomModel):
-        head = model.hidden_size // model.num_heads
-        return sizes(
-            width=model.hidden_size,
-            inner=model.intermediate_size,
-            layers=model.num_layers,
-            queries=model.hidden_size,
-            keys=model.num_kv_heads * head,
-            vocab=_VOCAB,
-        )
-    if model.path == EMBEDDED_NAME:
-        return sizes(width=576, inner=1536, layers=30, queries=576, keys=192, vocab=_VOCAB)
-    if not (Path(model.path) / "config.json").is_file():
-        return None
-    found = load_config(Path(model.path))
-    return sizes(
-        width=found.hidden_size,
-        inner=found.intermediate_size,
-        layers=found.num_layers,
-        queries=found.num_heads * found.head_dim,
-        keys=found.num_kv_heads * found.head_dim,
-        vocab=found.vocab_size,
-    )
+    body = model.num_layers * (width * (queries + 2 * keys) + others)
+    draft_layer = 2 * width * (queries + 2 * keys) + others
+    return Sizes(width, inner, body, model.vocab_size * width, draft_layer)
 
 
 def forecast(

@@ -1,4 +1,4 @@
-"""Quick checks before long work: reward functions, model files, disk space, vLLM.
+"""Quick checks before long work: reward functions, model files, memory, disk space, vLLM.
 
 A wrong reward path, a truncated weight file or a full disk is reported now, not after the first rollout.
 """
@@ -12,12 +12,15 @@ from safetensors import SafetensorError, safe_open
 from conf.model import PretrainedModel
 from conf.run import RunConfig
 from tlt_core.grpo.reward import check_reward_functions
+from tlt_core.machine import precision
 from tlt_core.machine.disk import check_space
+from tlt_core.machine.memory import gpu_bytes
 from tlt_core.model.config import ModelError
 from tlt_core.model.embedded import EMBEDDED_NAME
 from tlt_core.model.load import load_config, resolve
 from tlt_core.rollout.vllm.client import require_vllm
 from tlt_core.rollout.vllm.environment import vllm_python
+from tlt_core.run import memory_plan
 
 _CHECKPOINT_BYTES = 12  # a parameter's fp32 master weight and its two moments
 
@@ -41,8 +44,14 @@ def _is_fetched(path: str) -> bool:
 
 
 def check_model(cfg: RunConfig, folder: Path) -> None:
-    """Is the folder complete, and do its checkpoints fit on the disk?  Raises ModelError, SpaceError."""
-    load_config(folder)
+    """Is the folder complete, does the run fit into a GPU of this machine, do its checkpoints fit on the disk?
+
+    Raises ModelError, MemoryPlanError, SpaceError."""
+    config = load_config(folder)
+    gpu = gpu_bytes() if cfg.cluster.device == "cuda" else None
+    if gpu is not None:
+        settled = cfg.with_dtypes(**precision.decide(cfg)._asdict())
+        memory_plan.check(memory_plan.memory_plan(settled, config), cfg, device_bytes=gpu)
     needed = count_parameters(folder) * _CHECKPOINT_BYTES
     if cfg.update.lora.enabled:
         needed = needed // 10  # adapters are a few percent of the weights

@@ -209,6 +209,7 @@ class Session:
             )
             reports = self.group.update(shares)
         self.metrics.log({**reports[0].metrics, **self._stream.metrics(scored)})
+        self.metrics.log({"perf/max_memory_gb": max(report.memory_bytes for report in reports) / 1e9})
         require_agreement(reports[0].metrics, self.cfg.rollout)
         for report in reports:
             self.metrics.spans.extend(report.spans)

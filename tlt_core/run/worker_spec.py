@@ -5,9 +5,11 @@ from pathlib import Path
 from conf.rollout import RolloutConfig
 from conf.run import RunConfig
 from tlt_core.cluster.messages import TrainerSpec, WorkerSpec
+from tlt_core.model.load import load_config
 from tlt_core.rollout.vllm.environment import vllm_python
 from tlt_core.rollout.vllm.replica import VllmSpec
 from tlt_core.run.drafter_publisher import trains_drafter
+from tlt_core.run.memory_plan import memory_plan
 
 
 def worker_spec(cfg: RunConfig, start_model: Path, *, longest_prompt: int) -> WorkerSpec:
@@ -28,9 +30,16 @@ def worker_spec(cfg: RunConfig, start_model: Path, *, longest_prompt: int) -> Wo
         seed=cfg.seed,
         drafter=cfg.drafter,
         spot_dir=(cfg.run_dir / "spot").resolve() if trains_drafter(cfg) else None,
-        vllm=VllmSpec(vllm_python(), (cfg.run_dir / "vllm").resolve()),
+        vllm=VllmSpec(vllm_python(), (cfg.run_dir / "vllm").resolve(), _leave(cfg, start_model, longest_prompt)),
         release_memory=cfg.cluster.release_rollout_memory,
     )
+
+
+def _leave(cfg: RunConfig, start_model: Path, longest_prompt: int) -> int:
+    """Bytes of a GPU that vLLM leaves to the update and the drafter's training."""
+    if cfg.rollout.engine != "vllm" or cfg.cluster.device != "cuda":
+        return 0
+    return memory_plan(cfg, load_config(start_model), longest_prompt=longest_prompt).leave_bytes
 
 
 def _with_absolute_path(rollout: RolloutConfig) -> RolloutConfig:

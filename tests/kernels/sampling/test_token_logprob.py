@@ -24,7 +24,7 @@ CASES = {
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks of several blocks, the last of each incomplete."""
-    monkeypatch.setattr(token_logprob, "_CHUNK_ELEMENTS", 64 * 16)
+    monkeypatch.setattr(token_logprob, "CHUNK_ELEMENTS", 64 * 16)
     monkeypatch.setattr(token_logprob, "_CACHED_ELEMENTS", 64 * 3)
 
 
@@ -83,7 +83,7 @@ def test_no_tokens_still_reach_the_parameters() -> None:
 
 def test_never_holds_all_logits_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """No tensor made in forward or backward has as many float32 elements as [T, V]."""
-    monkeypatch.setattr(token_logprob, "_CHUNK_ELEMENTS", 512 * 16)
+    monkeypatch.setattr(token_logprob, "CHUNK_ELEMENTS", 512 * 16)
     monkeypatch.setattr(token_logprob, "_CACHED_ELEMENTS", 512 * 4)
     hidden_TD, weight_VD, ids_T = _case(tokens=128, vocab=512, hidden=8, scale=1.0, dtype=torch.bfloat16)
     largest = 0

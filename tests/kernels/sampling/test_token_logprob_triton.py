@@ -24,7 +24,7 @@ CASES = {
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks of the vocabulary, and several chunks of tokens."""
     monkeypatch.setattr(module, "_BLOCK", 128)
-    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", 64 * 32)
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 64 * 32)
 
 
 def case(*, tokens: int, vocab: int, hidden: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

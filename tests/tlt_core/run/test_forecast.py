@@ -6,10 +6,13 @@ import torch
 from conf.load import load
 from conf.run import RunConfig
 from tlt_core.machine.rates import Rates, measure
+from tlt_core.model.embedded import EMBEDDED_NAME
+from tlt_core.model.shapes import KNOWN, shape, shape_of
 from tlt_core.run import forecast as module
-from tlt_core.run.forecast import Forecast, ToDo, forecast, sizes, sizes_of
+from tlt_core.run.forecast import Forecast, Sizes, ToDo, forecast, sizes_of
 from tlt_core.run.training_pass import layer_pass
 
+EMBEDDED = sizes_of(KNOWN[EMBEDDED_NAME])
 ALL = ToDo(model=True, data=True, cold_start=True, first_drafter=True, done_steps=0)
 RATES = Rates(train_flops=1e11, read_bytes=1e10, decode_flops=1e11)
 
@@ -21,28 +24,23 @@ def _demo(*changes: str) -> RunConfig:
 
 
 def _forecast(cfg: RunConfig, rates: Rates = RATES, todo: ToDo = ALL) -> Forecast:
-    model = sizes_of(cfg.model)
-    assert model is not None
-    return forecast(cfg, rates, model, todo)
+    return forecast(cfg, rates, EMBEDDED, todo)
 
 
 def test_the_size_of_a_model_is_that_of_its_products() -> None:
-    tiny = sizes(width=4, inner=10, layers=2, queries=4, keys=2, vocab=7)
+    tiny = sizes_of(shape("llama", 7, 4, 10, 2, 2, 1))
     # a layer: 4 x (4 + 2 x 2) + 4 x 4 + 3 x 4 x 10 = 168; a drafter's reads twice the width in its first product
     assert (tiny.body, tiny.head, tiny.draft_layer, tiny.all) == (336, 28, 200, 364)
 
 
 def test_the_embedded_model_is_known_before_it_is_made() -> None:
-    model = sizes_of(_demo().model)
-    assert model is not None
-    assert model.all == 134_479_872  # the 134.5M of its name, norms aside
-    assert sizes_of(_demo("model.path=some/hub-name").model) is None
+    assert EMBEDDED.all == 134_479_872  # the 134.5M of its name, norms aside
+    assert shape_of(_demo("model.path=some/hub-name").model) is None
 
 
 def test_training_is_six_operations_a_parameter_and_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_EFFICIENCY", dict.fromkeys(module._EFFICIENCY, 1.0))
-    cfg, model = _demo("cluster.num_workers=2"), sizes(width=1, inner=0, layers=1, queries=0, keys=0, vocab=1)
-    model = model._replace(body=1000, head=10)
+    cfg, model = _demo("cluster.num_workers=2"), Sizes(width=1, inner=0, body=1000, head=10, draft_layer=0)
     seconds = module._train_s(cfg, Rates(100.0, 1.0, 1.0), model, tokens=5.0, completions=2.0)
     assert seconds == (6 * 1000 * 5 + 6 * 10 * 2) / 2 / 100
     again = _demo("update.activation_checkpointing=true")
@@ -55,7 +53,7 @@ def test_a_rollout_reads_the_weights_for_its_longest_response_and_computes_every
     monkeypatch.setattr(module, "_EFFICIENCY", dict.fromkeys(module._EFFICIENCY, 1.0))
     monkeypatch.setattr(module, "_MEAN_SHARE", 0.1)
     cfg = _demo("rollout.speculation.policy=off", "rollout.max_new_tokens=1000")
-    model = sizes(width=1, inner=0, layers=1, queries=0, keys=0, vocab=1)._replace(body=900, head=100)
+    model = Sizes(width=1, inner=0, body=900, head=100, draft_layer=0)
     # 1000 passes over 1000 parameters of two bytes; 36 responses of 100 tokens a worker, two operations a parameter
     expected = 1000 * 2000 / 1e6 + 3600 * 2000 / 1e7
     assert module._rollout_s(cfg, Rates(1.0, 1e6, 1e7), model) == pytest.approx(expected)
@@ -83,9 +81,7 @@ def test_a_machine_of_twice_the_speed_takes_half_as_long_for_what_it_computes() 
 
 def test_a_run_that_goes_on_knows_its_own_steps() -> None:
     cfg, todo = _demo(), ToDo(False, False, False, False, done_steps=8)
-    model = sizes_of(cfg.model)
-    assert model is not None
-    found = forecast(cfg, RATES, model, todo, known_s={"rollout": 10.0, "update": 12.0})
+    found = forecast(cfg, RATES, EMBEDDED, todo, known_s={"rollout": 10.0, "update": 12.0})
     assert (found.stages["rollouts"], found.stages["updates"]) == (20.0, 24.0)
     assert found.phases == {"rollout": 10.0, "update": 12.0}
 

@@ -71,6 +71,7 @@ class VllmRollout:
         threads: int,
         kv_cache_mb: int | None = None,
         memory_fraction: float = 0.9,
+        leave_bytes: int = 0,
         eager: bool | None = None,
         sleeps: bool = False,
         speculative: Mapping[str, Any] | None = None,
@@ -80,10 +81,9 @@ class VllmRollout:
     ) -> None:
         """python: of the environment with vLLM.  folder: this object's own, for the log and for weights on their way.
         write_policy: writes weights under our names as a Hugging Face folder.  kv_cache_mb, eager: see `VllmConfig`.
-        memory_fraction: of a GPU, where kv_cache_mb is None.  sleeps: `release_memory` is going to be called.
-        speculative: vLLM's
-        speculative_config (`vllm_speculation` makes one).  tlt: settings of `tlt_vllm`.  policy_version: of the weights
-        in `model`.
+        memory_fraction: of a GPU, where kv_cache_mb is None; less where it would not leave `leave_bytes` to others.
+        sleeps: `release_memory` is going to be called.  speculative: vLLM's speculative_config (`vllm_speculation`
+        makes one).  tlt: settings of `tlt_vllm`.  policy_version: of the weights in `model`.
 
         Raises VllmUnusable."""
         require_vllm(python)
@@ -97,6 +97,7 @@ class VllmRollout:
             "max_live": max_live,
             "kv_cache_mb": kv_cache_mb,
             "memory_fraction": memory_fraction,
+            "leave_bytes": leave_bytes,
             "eager": eager,
             "sleeps": sleeps,
             "speculative": None if speculative is None else dict(speculative),

@@ -212,7 +212,11 @@ def _memory(settings):
         return {"kv_cache_memory_bytes": (settings["kv_cache_mb"] or 512) << 20}
     sleep = {"enable_sleep_mode": settings["sleeps"]}
     if settings["kv_cache_mb"] is None:
-        return sleep | {"gpu_memory_utilization": settings["memory_fraction"]}
+        import torch
+
+        total = torch.cuda.get_device_properties(0).total_memory
+        share = min(settings["memory_fraction"], 1 - settings["leave_bytes"] / total)
+        return sleep | {"gpu_memory_utilization": round(share, 3)}
     return sleep | {"kv_cache_memory_bytes": settings["kv_cache_mb"] << 20}
 
 

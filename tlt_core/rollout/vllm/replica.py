@@ -23,6 +23,7 @@ class VllmSpec(NamedTuple):
 
     python: Path  # interpreter of its environment, on every node
     folder: Path  # a folder below it for each worker
+    leave_bytes: int = 0  # of a GPU, to everything else that runs there
 
 
 def start_vllm(
@@ -61,6 +62,7 @@ def start_vllm(
         threads=threads,
         kv_cache_mb=cfg.vllm.kv_cache_mb,
         memory_fraction=cfg.kv_memory_fraction,
+        leave_bytes=spec.leave_bytes,
         eager=cfg.vllm.eager,
         sleeps=sleeps,
         speculative=vllm_speculation(cfg.speculation, menu),

@@ -1,0 +1,68 @@
+"""The arithmetic of a pass's memory, against torch's own count of a pass that is computed."""
+
+import gc
+
+import pytest
+import torch
+
+from conf.update import UpdateConfig
+from kernels.sampling import token_logprob
+from tlt_core.grpo import pass_memory
+from tlt_core.grpo.pass_memory import LiveBytes, pass_bytes, trained_parameters
+from tlt_core.grpo.policy import PolicyModel
+from tlt_core.model.load import random_decoder
+from tlt_core.model.shapes import shape
+
+SHAPE = shape("llama", 512, 64, 192, 4, 4, 2, tied=True)
+LENGTH, RESPONSES = 64, 8
+
+
+def _computed(cfg: UpdateConfig) -> int:
+    """Most bytes alive in a pass on the CPU, besides weights; gradients go as soon as they exist."""
+    decoder = random_decoder(SHAPE, seed=0, dtype=torch.float32)
+    model = PolicyModel(decoder, temperature=1.0, activation_checkpointing=cfg.activation_checkpointing)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(pass_memory._forget_gradient)
+    count = LENGTH * RESPONSES
+    offsets, places = torch.arange(RESPONSES + 1) * LENGTH, torch.arange(count)
+    gc.collect()
+    with LiveBytes(torch.device("cpu")) as live:
+        logprobs, _ = model(places % 512, places % LENGTH, offsets, None, offsets, places, places % 512)
+        logprobs.sum().backward()
+    return live.peak
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_pass_takes_what_the_arithmetic_says(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = UpdateConfig(
+        tokens_per_micro_batch=LENGTH * RESPONSES, activation_checkpointing=checkpointing, dtype="float32"
+    )
+    monkeypatch.setattr(pass_memory, "CHUNK_ELEMENTS", LENGTH * RESPONSES * 512)  # one chunk: the pass is small
+    monkeypatch.setattr(token_logprob, "_CACHED_ELEMENTS", 512)
+    assert pass_bytes(SHAPE, cfg, sequence=LENGTH) == pytest.approx(_computed(cfg), rel=0.1)
+
+
+def test_recomputing_and_smaller_passes_need_less() -> None:
+    def bytes_of(**changes: object) -> int:
+        return pass_bytes(SHAPE, UpdateConfig(dtype="float32", **changes), sequence=LENGTH)
+
+    full = bytes_of(tokens_per_micro_batch=65536)
+    assert bytes_of(tokens_per_micro_batch=65536, activation_checkpointing=True) < 0.6 * full
+    assert bytes_of(tokens_per_micro_batch=32768) < 0.8 * full
+
+
+def test_a_sequence_that_is_longer_than_a_pass_is_a_pass() -> None:
+    short, long = (
+        pass_bytes(SHAPE, UpdateConfig(tokens_per_micro_batch=64, dtype="float32"), sequence=n) for n in (64, 65536)
+    )
+    assert long > 2 * short
+
+
+def test_adapters_alone_are_trained() -> None:
+    whole = trained_parameters(SHAPE, UpdateConfig(dtype="float32"))
+    adapted = trained_parameters(SHAPE, UpdateConfig(dtype="float32", lora={"enabled": True, "rank": 4}))
+    assert (
+        whole[0] == whole[1] == sum(p.numel() for p in random_decoder(SHAPE, seed=0, dtype=torch.float32).parameters())
+    )
+    assert adapted[0] == whole[0] + adapted[1]
+    assert 0 < adapted[1] < whole[1]

@@ -1,0 +1,135 @@
+"""The memory plan: its arithmetic, what it refuses and advises, and what vLLM is told to leave."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from conf.load import load
+from conf.optimizer import AdamWConfig
+from conf.run import RunConfig
+from tlt_core.grpo.pass_memory import LiveBytes
+from tlt_core.grpo.policy import PolicyModel
+from tlt_core.grpo.torch_backend import TorchBackend
+from tlt_core.machine.memory import named_gpu_bytes, peak_bytes
+from tlt_core.model.config import DecoderConfig
+from tlt_core.model.load import random_decoder
+from tlt_core.model.shapes import KNOWN, shape, shape_of
+from tlt_core.rollout.vllm import process
+from tlt_core.run import memory_plan as module
+from tlt_core.run import preflight
+from tlt_core.run.memory_plan import MemoryPlanError, check, memory_plan, vllm_room
+
+GPU_GB = {"single_gpu": 24, "multi_gpu": 80, "multi_node": 80, "gpu_7b_lora": 80, "gpu_7b_offload": 80, "gpu_14b": 80}
+SEVEN_B = KNOWN["qwen2.5-7b"]
+
+
+def _load(name: str, *changes: str) -> RunConfig:
+    return load(f"conf/{name}.yaml", changes).with_dtypes(rollout="bfloat16", update="bfloat16", coldstart="bfloat16")
+
+
+def _shape(cfg: RunConfig) -> DecoderConfig:
+    found = shape_of(cfg.model)
+    assert found is not None
+    return found
+
+
+def test_every_file_for_gpus_is_listed_above() -> None:
+    files = {path.stem for path in Path("conf").glob("*.yaml") if load(path).cluster.device == "cuda"}
+    assert files == GPU_GB.keys()
+
+
+@pytest.mark.parametrize("name", GPU_GB)
+def test_every_file_fits_the_gpu_that_it_names(name: str) -> None:
+    cfg, device = _load(name), int(GPU_GB[name] * 1e9)
+    plan = memory_plan(cfg, _shape(cfg))
+    check(plan, cfg, device_bytes=device)
+    share, responses = vllm_room(plan, cfg, _shape(cfg), device_bytes=device)
+    assert share + plan.leave_bytes <= device
+    assert responses >= 4
+
+
+@pytest.mark.parametrize("name", ["single_gpu", "multi_gpu"])
+def test_a_drafter_that_is_trained_in_idle_time_fits_too(name: str) -> None:
+    cfg = _load(name, "drafter.warmup=true")
+    plan = memory_plan(cfg, _shape(cfg))
+    check(plan, cfg, device_bytes=int(GPU_GB[name] * 1e9))
+    assert plan.leave_bytes > memory_plan(_load(name), _shape(cfg)).leave_bytes
+    assert plan.host["hidden states"] > 0
+
+
+def test_what_does_not_fit_is_refused_with_what_takes_the_memory_and_what_to_change() -> None:
+    cfg = _load("multi_gpu", "update.backend={kind: torch}")
+    with pytest.raises(MemoryPlanError) as refused:
+        check(memory_plan(cfg, SEVEN_B), cfg, device_bytes=80 * 10**9)
+    said = str(refused.value)
+    assert "optimizer 91.4" in said  # 12 bytes a parameter
+    assert "update.backend.kind=deepspeed" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        (["update.backend={kind: deepspeed, zero_stage: 1}"], "update.backend.zero_stage=3"),
+        (["update.backend={kind: deepspeed, zero_stage: 1}"], "update.backend.offload_optimizer=true"),
+        (["update.backend={kind: deepspeed, zero_stage: 1}"], "update.lora.enabled=true"),
+        (["update.activation_checkpointing=false"], "update.activation_checkpointing=true"),
+        (["update.tokens_per_micro_batch=65536"], "update.tokens_per_micro_batch=16384"),
+        (["rollout.engine=own", "rollout.max_live_requests=200"], "rollout.max_live_requests=20"),
+        (["cluster.release_rollout_memory=false"], "cluster.release_rollout_memory=true"),
+    ],
+)
+def test_each_remedy_is_named_and_helps(changes: list[str], remedy: str) -> None:
+    before, after = _load("multi_gpu", *changes), _load("multi_gpu", *changes, remedy)
+    plan, better = memory_plan(before, SEVEN_B), memory_plan(after, SEVEN_B)
+    named = [remedy.partition("=")[0] in module.remedies(before, plan, phase) for phase in plan.phases]
+    assert any(named)
+    least = {phase: better.total(phase) <= plan.total(phase) for phase in plan.phases}
+    assert all(least.values())
+    assert any(better.total(phase) < plan.total(phase) for phase in plan.phases)
+
+
+def test_the_torch_back_end_takes_what_the_plan_says() -> None:
+    small = shape("llama", 512, 64, 192, 4, 4, 2, tied=True)
+    cfg = _load("smoke")
+    with LiveBytes(torch.device("cpu")) as live:
+        decoder = random_decoder(small, seed=0, dtype=torch.bfloat16)
+        backend = TorchBackend(PolicyModel(decoder, temperature=1.0), AdamWConfig(), world_size=1)
+        taken = live.now
+    phase = memory_plan(cfg, small).phases["update"]
+    planned = sum(phase[owner] for owner in ("policy in training", "optimizer", "gradients"))
+    assert taken == pytest.approx(planned, rel=0.01)
+    backend.close()
+
+
+def test_a_run_that_cannot_fit_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "load_config", lambda folder: SEVEN_B)
+    monkeypatch.setattr(preflight, "count_parameters", lambda folder: 1)
+    cfg = _load("multi_gpu", f"output_dir={tmp_path}")
+    monkeypatch.setattr(preflight, "gpu_bytes", lambda: 24 * 10**9)
+    with pytest.raises(MemoryPlanError, match="24 GB"):
+        preflight.check_model(cfg, tmp_path)
+    monkeypatch.setattr(preflight, "gpu_bytes", lambda: 80 * 10**9)
+    preflight.check_model(cfg, tmp_path)
+
+
+def test_vllm_leaves_to_others_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_on_cpu", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=80 * 10**9))
+    settings = {"sleeps": True, "kv_cache_mb": None, "memory_fraction": 0.9, "leave_bytes": 20 * 10**9}
+    assert process._memory(settings) == {"enable_sleep_mode": True, "gpu_memory_utilization": 0.75}
+    assert process._memory(settings | {"leave_bytes": 0})["gpu_memory_utilization"] == 0.9
+
+
+def test_a_gpu_is_named_by_its_memory_or_its_name() -> None:
+    assert (named_gpu_bytes("80"), named_gpu_bytes("H200")) == (80 * 10**9, 141 * 10**9)
+    for wrong in ("0", "h1", "-4", "nan", "1e9"):
+        with pytest.raises(ValueError, match="give a GPU's memory in GB"):
+            named_gpu_bytes(wrong)
+
+
+def test_the_peak_of_a_process_grows_with_what_it_holds() -> None:
+    before = peak_bytes(torch.device("cpu"))
+    held = torch.ones(before // 4 + (64 << 20))  # more than the peak so far
+    assert peak_bytes(torch.device("cpu")) >= held.nbytes

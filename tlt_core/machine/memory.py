@@ -1,0 +1,43 @@
+"""How much memory there is, and how much this process has taken."""
+
+import re
+from pathlib import Path
+
+import psutil
+import torch
+
+_STATUS = Path("/proc/self/status")
+# Marketed sizes, in GB; `--gpu 80` names one that is not here.
+GPUS_GB = {
+    "l4": 24,
+    "rtx4090": 24,
+    "rtx5090": 32,
+    "a100-40": 40,
+    "l40s": 48,
+    "a100": 80,
+    "h100": 80,
+    "h200": 141,
+    "b200": 180,
+}
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most that this process has held so far: reserved by torch on a GPU; resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text()) if _STATUS.is_file() else None
+    return int(found.group(1)) * 1024 if found else int(psutil.Process().memory_info().rss)
+
+
+def gpu_bytes() -> int | None:
+    """Of the smallest GPU that this process sees; None: there is none."""
+    sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
+    return min(sizes, default=None)
+
+
+def named_gpu_bytes(name: str) -> int:
+    """ "h100" or "80" -> bytes.  Raises ValueError."""
+    size = GPUS_GB.get(name.lower()) or (float(name) if re.fullmatch(r"\d+(\.\d+)?", name) else 0)
+    if not 1 <= size <= 1000:
+        raise ValueError(f"--gpu {name}: give a GPU's memory in GB, e.g. 80, or one of {', '.join(GPUS_GB)}")
+    return int(size * 1e9)
