@@ -13,6 +13,7 @@ from flows import cli
 from tlt_core.drafter.eagle3.static import room_for
 from tlt_core.items.speculation import Strategy
 from tlt_core.items.types import SamplingParams
+from tlt_core.model.shapes import shape
 
 CPU = torch.device("cpu")
 SIZES = Sizes((1, 2, 3), 6, 30, 64)
@@ -51,7 +52,7 @@ def test_shape_is_for_sizes_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_target_says_what_is_planted_at_any_temperature(tied: bool) -> None:
-    config = planted._shape("llama", 512, 64, 96, 2, 4, 2, tied=tied)
+    config = shape("llama", 512, 64, 96, 2, 4, 2, tied=tied)
     bench = Bench("tiny", CPU, acceptance=4.0, sizes=SIZES)
     bench.config, bench.decoder = config, planted.planted_target(config, dtype=torch.float32, device=CPU)
     for temperature in (0.0, 1.0):
