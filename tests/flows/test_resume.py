@@ -148,7 +148,7 @@ def test_a_killed_worker_takes_nothing_of_the_drafters_training_along(root):
         "drafter.warmup=true",
         "drafter.spot.rows_per_step=32",
         "checkpoint.keep_last=9",
-        'reward.functions=[{kind: python, path: "tests.flows.length_reward:slow_length_reward"}]',
+        'reward.functions=[{kind: python, path: "tests.flows.length_reward:very_slow_length_reward"}]',
     ]
     command = [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *settings]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PREFECT_HOME": str(root / "prefect")}
