@@ -70,7 +70,7 @@ def pass_bytes(config: DecoderConfig, update: UpdateConfig, *, sequence: int) ->
     """Most bytes that a forward and backward pass of `update.tokens_per_micro_batch` tokens takes besides weights,
     gradients' sums and optimizer.  sequence: tokens of the longest sequence; a longer one is a pass of its own."""
     tokens = max(update.tokens_per_micro_batch, sequence)
-    head = _head_bytes(config, update)
+    head = _head_bytes(config, update, tokens)
     live = LiveBytes()
     with live:
         model = _model(config, update)
@@ -113,11 +113,11 @@ class _Attention(torch.autograd.Function):
         return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in ctx.saved_tensors[:3])
 
 
-def _head_bytes(config: DecoderConfig, update: UpdateConfig) -> int:
+def _head_bytes(config: DecoderConfig, update: UpdateConfig, tokens: int) -> int:
     """Logits of a chunk, and the gradient of the head: two in the weights' type while they are added up in float32."""
     item = as_torch(update.dtype).itemsize
     gradient = 0 if update.lora.enabled else config.vocab_size * config.hidden_size * (4 + 2 * item)
-    return CHUNK_ELEMENTS * item + gradient
+    return min(CHUNK_ELEMENTS, tokens * config.vocab_size) * item + gradient
 
 
 def _is_one_gradient(config: DecoderConfig, update: UpdateConfig) -> bool:
