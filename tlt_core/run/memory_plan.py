@@ -23,6 +23,9 @@ from tlt_core.rollout.kv_memory import slot_bytes
 _GB = 1e9
 _USABLE = 0.95  # of a GPU: torch's allocator keeps pieces that fit nothing
 _CPU_PROCESS = 0.55e9  # Python, torch and Ray
+# oneDNN keeps its last 1,024 compiled products; passes of ever new lengths fill that.  1.1 MB each: measured on AMX, by
+# $ONEDNN_PRIMITIVE_CACHE_CAPACITY.  Half as many are too few for the products of one long pass, which then takes longer.
+_PRODUCTS = 1024 * 1.1e6
 _CONTEXT = 0.6e9  # CUDA's, cuBLAS's work space and kernels, for each process on a GPU
 _NCCL = 0.5e9  # its buffers, with more than one worker
 _GRAPHS = 1.0e9  # CUDA graphs of a rollout engine
@@ -92,8 +95,11 @@ def memory_plan(cfg: RunConfig, model: DecoderConfig, *, longest_prompt: int | N
     # The torch back end rounds its sums to float32 gradients after the last pass.
     a_step = 4 * trained if cfg.update.backend.kind == "torch" else 0
     work = {"passes of the update": max(a_step, pass_bytes(model, cfg.update, sequence=sizes.positions))}
+    if not on_gpu and sizes.item == 2:
+        process["compiled products"] = int(_PRODUCTS)
     streams = cfg.update.streamed != "off" and cfg.update.backend.kind == "torch"
-    beside_rollout = trainer | drafter | (work if streams else {})
+    held = {"gradients of a streamed pass": sizes.item * trained}  # kept apart until the pass has ended
+    beside_rollout = trainer | drafter | (work | held if streams else {})
     phases = {
         "load": process | asleep | _while_loading(cfg, sizes) | trainer,
         "rollout": process | awake | beside_rollout,
