@@ -23,7 +23,7 @@ from tlt_core.rollout.kv_memory import slot_bytes
 _GB = 1e9
 _USABLE = 0.95  # of a GPU: torch's allocator keeps pieces that fit nothing
 _CPU_PROCESS = 0.55e9  # Python, torch and Ray
-# oneDNN keeps its last 1,024 compiled products, and passes of ever new lengths fill that.  1.1 MB each, measured on AMX.
+# oneDNN keeps its last 1,024 compiled products; passes of ever new lengths fill that.  1.1 MB each, measured on AMX.
 # With $ONEDNN_PRIMITIVE_CACHE_CAPACITY=256 the demo's update takes as long, with 64 it takes 1.4 times as long.
 _PRODUCTS = 1024 * 1.1e6
 _CONTEXT = 0.6e9  # CUDA's, cuBLAS's work space and kernels, for each process on a GPU
