@@ -53,8 +53,8 @@ _MEASURES = {  # by the word behind `tlt bench`
     "idle": "What training in idle time costs: each rollout is decoded with it and without it.",
     "engines": "Our engine beside others, on the same prompts and cores. `live` is the number of requests at a time, "
     "`over_plain` the speed over our plain decoding, `differing` the share of responses unlike those of `plain`.",
-    "peers": "Whole steps of ours beside those of TRL's GRPOTrainer, which generates with transformers: same start "
-    "model, prompts, settings, precision, rewards and cores. `reward, tlt minus trl`: over all prompts of all steps.",
+    "memory": "The memory plan, made before the run, beside the most that a worker has held.",
+    "peers": "Whole steps of ours and of TRL's GRPOTrainer, all else equal. `reward, tlt minus trl`: over all steps.",
     "kernels": "Bytes and operations a second of every op.",
     "sizes": "Plain and adaptive decoding at the shape of a large model. Weights are random, acceptance is planted.",
 }
