@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Container
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,12 +58,12 @@ def save(root: Path, state: DriverState, write_parts: Callable[[Path], None]) ->
     try:
         write_parts(partial)
         (partial / _STATE).write_text(json.dumps(asdict(state), indent=1))
-        _sync_tree(partial)
-        files = {
-            str(path.relative_to(partial)): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-            for path in sorted(partial.rglob("*"))
-            if path.is_file()
-        }
+        paths = sorted(path for path in partial.rglob("*") if path.is_file())
+        with ThreadPoolExecutor() as pool:  # the workers wait, so their cores are free
+            listed = list(pool.map(_written, paths))
+        for folder in (path for path in partial.rglob("*") if path.is_dir()):
+            _sync_folder(folder)
+        files = {str(path.relative_to(partial)): entry for path, entry in zip(paths, listed, strict=True)}
         (partial / _COMPLETE).write_text(json.dumps({"files": files}))
         _sync_file(partial / _COMPLETE)
         _sync_folder(partial)
@@ -132,9 +133,10 @@ def _digest(path: Path, mtime_ns: int) -> str:
     return sha256_of(path)
 
 
-def _sync_tree(folder: Path) -> None:
-    for path in folder.rglob("*"):
-        (_sync_file if path.is_file() else _sync_folder)(path)
+def _written(path: Path) -> dict[str, Any]:
+    """Flush a file to the disk; returns its entry in `COMPLETE`."""
+    _sync_file(path)
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def _sync_file(path: Path) -> None:
