@@ -38,7 +38,10 @@ class MixedDevices(AssertionError):
 
 
 class GpuTensor(Tensor):
-    """Says that it is on the GPU."""
+    """Says that it is on the GPU.
+
+    torch's stubs declare `device`, `is_cuda` and `is_cpu` as attributes, hence the type: ignore at the properties.
+    """
 
     values: Tensor  # on the CPU
 

@@ -1,4 +1,8 @@
-"""Stations of the pipeline on a pretended GPU: no operation mixes devices, and the CPU's results come out."""
+"""Stations of the pipeline on a pretended GPU: no operation mixes devices, and the CPU's results come out.
+
+Results differ by rounding, since the references that stand in for a GPU's kernels add up in another order than the
+CPU's: by at most 1e-5 in trained drafters, 2e-6 in weights, 4e-8 in gradients (Xeon with AMX).
+"""
 
 import dataclasses
 from pathlib import Path

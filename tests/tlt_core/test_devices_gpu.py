@@ -1,10 +1,13 @@
-"""The stations of `test_devices` on a real GPU, whose kernels round in another order."""
+"""The stations of `test_devices` on a real GPU, whose kernels round in another order and may use TF32 (10 bits).
+
+The bounds are believed, not measured: nobody has run these tests on a GPU yet.
+"""
 
 import pytest
 import torch
 
 from tests.tlt_core import test_devices as stations
-from tests.tlt_core.test_devices import decoder, folder, sequences  # noqa: F401  (fixtures)
+from tests.tlt_core.test_devices import decoder, folder, sequences  # noqa: F401  (fixtures, which arguments below name again: F811)
 
 pytestmark = pytest.mark.gpu
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
