@@ -1,12 +1,12 @@
-"""One MLflow run; its failures never stop training.
+"""One MLflow run; it neither stops nor delays training.
 
-Calls go through a queue.  When the tracking server does not answer, they stay queued, and are sent in order once it
-answers again.  The run's own files (`track.py`) are complete in any case.
+Calls go through an `Outbox`.  When the tracking server does not answer, they stay there, and are made in order once it
+answers again.  The run's own files (`track.py`) are complete in any case, and the next attempt at the run sends the
+steps that MLflow lacks.
 """
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from mlflow.utils.time import get_current_time_millis
 from sqlalchemy.exc import SQLAlchemyError
 
 from conf.system import TrackingConfig
+from tasks.outbox import Outbox
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,10 @@ _LONGEST_PARAM = 500  # characters; older stores accept no more
 _PARAMS_PER_CALL = 100
 _LONGEST_DIGEST = 36
 _STEP_METRIC = "training/global_step"  # in every row
+# A new sqlite store takes some seconds on a busy machine.  A server that is slower is reported later, by its run id.
+_START_S = 20.0
+# For what is still to be sent; the run's folder has it in any case.  Who interrupts a run does not wait that long.
+_END_S, _END_INTERRUPTED_S = 60.0, 5.0
 
 
 class DatasetInput(NamedTuple):
@@ -48,11 +53,11 @@ class MlflowRun:
         self.run_id = ""
         self.experiment_id = ""
         self._cfg = cfg
-        self._queue: deque[Callable[[], object]] = deque()
         self._is_new = False
         self._logged_steps: set[int] = set()
-        self._warned = False
-        self._send(lambda: self._start(run_name, resume_id, on_start))
+        self._outbox = Outbox(f"MLflow at {cfg.uri}", errors=TRACKER_ERRORS, refused=self._is_refusal)
+        self._outbox.put(lambda: self._start(run_name, resume_id, on_start))
+        self._outbox.settle(within_s=_START_S)
 
     @property
     def link(self) -> str:
@@ -65,30 +70,35 @@ class MlflowRun:
         """Log the metrics of a step, unless an earlier attempt has logged them."""
         now = get_current_time_millis()
         batch = [Metric(name, value, now, step) for name, value in values.items()]
-        self._send(lambda: self._metrics(batch, step))
+        self._outbox.put(lambda: self._metrics(batch, step))
 
     def describe(self, params: Mapping[str, Any], *, tags: Mapping[str, str], dataset: DatasetInput) -> None:
         """Parameters (nested ones flattened: `rollout/num_samples`), tags and data set of a new run.
 
         Does nothing if an earlier attempt began the run: MLflow's parameters cannot change.
         """
-        self._send(lambda: self._describe(params, tags, dataset) if self._is_new else None)
+        self._outbox.put(lambda: self._describe(params, tags, dataset) if self._is_new else None)
 
     def tag(self, name: str, value: str) -> None:
         """Set a tag; a later value replaces an earlier one."""
-        self._send(lambda: self._client.set_tag(self.run_id, name, value))
+        self._outbox.put(lambda: self._client.set_tag(self.run_id, name, value))
 
     def artifact(self, path: Path, *, folder: str = "") -> None:
         """Upload a file."""
-        self._send(lambda: self._client.log_artifact(self.run_id, str(path), artifact_path=folder or None))
+        self._outbox.put(lambda: self._client.log_artifact(self.run_id, str(path), artifact_path=folder or None))
 
     def end(self, status: str) -> None:
         """Close the run: FINISHED, FAILED or KILLED."""
         import mlflow
 
-        self._send(lambda: mlflow.end_run(status))
-        if self._queue:
-            log.warning("MLflow lacks the last %d calls of this run; its folder has all of them", len(self._queue))
+        self._outbox.put(lambda: mlflow.end_run(status))
+        self.settle(within_s=_END_INTERRUPTED_S if status == "KILLED" else _END_S)
+
+    def settle(self, *, within_s: float) -> None:
+        """Wait for what is still to be sent; a warning says what is not sent then."""
+        left = self._outbox.settle(within_s=within_s)
+        if left:
+            log.warning("MLflow lacks the last %d calls of this run; its folder has all of them", left)
 
     def _start(self, run_name: str, resume_id: str, on_start: Callable[[str], None]) -> None:
         import mlflow
@@ -146,30 +156,13 @@ class MlflowRun:
             log.warning("MLflow run %s of the earlier attempt is gone from %s: a new one begins", run_id, self._cfg.uri)
             return False
 
-    def _send(self, call: Callable[[], object]) -> None:
-        """Queue a call; send queued calls until the store fails."""
-        self._queue.append(call)
-        while self._queue:
-            try:
-                self._queue[0]()
-            except TRACKER_ERRORS as error:
-                if not (self.run_id and _is_refusal(error)):
-                    if not self._warned:
-                        log.warning("MLflow at %s failed, training goes on: %s", self._cfg.uri, error)
-                    self._warned = True
-                    return
-                log.warning("MLflow refused a call, which is dropped: %s", error)
-            self._queue.popleft()
-        if self._warned:
-            log.warning("MLflow at %s answers again: nothing was lost", self._cfg.uri)
-            self._warned = False
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Would the same call always fail?  Then it must not hold up the calls behind it."""
-    if isinstance(error, MlflowException):
-        return 400 <= error.get_http_status_code() < 500
-    return isinstance(error, FileNotFoundError)
+    def _is_refusal(self, error: Exception) -> bool:
+        """Would the same call always fail?  Then it must not hold up the calls behind it.  A run must have begun."""
+        if not self.run_id:
+            return False
+        if isinstance(error, MlflowException):
+            return 400 <= error.get_http_status_code() < 500
+        return isinstance(error, FileNotFoundError)
 
 
 def artifact_location(cfg: TrackingConfig) -> str | None:

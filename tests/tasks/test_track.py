@@ -1,6 +1,8 @@
 """The run's own files, and the boundary around MLflow."""
 
 import json
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from conf.load import load
 from conf.run import RunConfig
 from conf.system import TrackingConfig
+from tasks import mlflow_run
 from tasks.mlflow_run import DatasetInput, MlflowRun, flatten
 from tasks.track import Tracker, step_line
 from tests.tasks.scored_batches import scored_batch
@@ -123,12 +126,54 @@ def test_what_a_server_missed_is_sent_when_it_answers_again(
     monkeypatch.setattr(MlflowClient, "log_batch", unreachable)
     run.metrics({"loss": 1.0}, step=1)
     run.metrics({"loss": 2.0}, step=2)
+    run.settle(within_s=30.0)
+    assert "lacks the last 2 calls" in caplog.text
     monkeypatch.setattr(MlflowClient, "log_batch", log_batch)
     run.metrics({"loss": 3.0}, step=3)
     run.end("FINISHED")
     history = MlflowClient(tracking.uri).get_metric_history(run.run_id, "loss")
     assert [(m.step, m.value) for m in history] == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert "answers again" in caplog.text
+
+
+def test_a_call_that_does_not_return_holds_up_nobody(tracking: TrackingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _open(tracking)
+    log_batch, answer = MlflowClient.log_batch, threading.Event()
+
+    def late(self: MlflowClient, run_id: str, *, metrics: Any) -> None:
+        answer.wait()
+        log_batch(self, run_id, metrics=metrics)
+
+    monkeypatch.setattr(MlflowClient, "log_batch", late)
+    for step in range(1, 4):
+        run.metrics({"loss": float(step)}, step=step)  # would never return
+    run.settle(within_s=0.2)
+    assert not MlflowClient(tracking.uri).get_metric_history(run.run_id, "loss")
+    answer.set()
+    run.end("FINISHED")
+    assert [m.step for m in MlflowClient(tracking.uri).get_metric_history(run.run_id, "loss")] == [1, 2, 3]
+
+
+def test_a_server_that_accepts_and_never_answers_delays_only_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each call to it takes until its time limit."""
+    monkeypatch.setattr(mlflow_run, "_START_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
+        run = _open(TrackingConfig(uri=uri, system_metrics=False))
+        for step in range(50):
+            run.metrics({"loss": 1.0}, step=step)
+        run.end("KILLED")
+    assert (run.run_id, run.link) == ("", "")
+    assert "lacks the last 52 calls" in caplog.text  # start, steps, end
+
+
+def test_a_defect_of_ours_is_not_taken_for_a_failure_of_the_server(tracking: TrackingConfig) -> None:
+    run = _open(tracking)
+    run.describe({}, tags={}, dataset=None)  # type: ignore[arg-type]
+    with pytest.raises(AttributeError):
+        run.settle(within_s=30.0)
 
 
 def test_what_a_server_refuses_does_not_hold_up_the_rest(

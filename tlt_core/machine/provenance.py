@@ -8,6 +8,7 @@ runs/NAME/run.json       the tracker's run id, and an entry for each attempt (a 
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +20,8 @@ from conf.run import RunConfig
 from tlt_core.items.store import write_atomically
 from tlt_core.machine import doctor
 from tlt_core.machine.precision import Precision
+
+_RECORD = threading.Lock()  # for run.json: the tracker's thread writes it, too
 
 
 def commit() -> str:
@@ -36,7 +39,6 @@ def begin_attempt(cfg: RunConfig, *, forecast_s: Mapping[str, float]) -> None:
     """Write `config.yaml` and add this attempt to `run.json`.  forecast_s: seconds by stage.  Raises OSError."""
     resolved = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
     write_atomically(cfg.run_dir / "config.yaml", lambda partial: partial.write_text(resolved))
-    record = _read(cfg.run_dir)
     attempt = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -45,14 +47,17 @@ def begin_attempt(cfg: RunConfig, *, forecast_s: Mapping[str, float]) -> None:
         "machine": doctor.machine(),
         "forecast_s": _rounded(forecast_s),
     }
-    _write(cfg.run_dir, {**record, "attempts": [*record.get("attempts", []), attempt]})
+    with _RECORD:
+        record = _read(cfg.run_dir)
+        _write(cfg.run_dir, {**record, "attempts": [*record.get("attempts", []), attempt]})
 
 
 def end_attempt(run_dir: Path, *, took_s: Mapping[str, float]) -> None:
     """Add the seconds that the newest attempt's stages have taken."""
-    record = _read(run_dir)
-    *earlier, newest = record["attempts"]
-    _write(run_dir, {**record, "attempts": [*earlier, {**newest, "took_s": _rounded(took_s)}]})
+    with _RECORD:
+        record = _read(run_dir)
+        *earlier, newest = record["attempts"]
+        _write(run_dir, {**record, "attempts": [*earlier, {**newest, "took_s": _rounded(took_s)}]})
 
 
 def tracker_run_id(run_dir: Path) -> str:
@@ -62,7 +67,8 @@ def tracker_run_id(run_dir: Path) -> str:
 
 def keep_tracker_run_id(run_dir: Path, run_id: str) -> None:
     """Remember the tracker's run at once: the first checkpoint may be far away."""
-    _write(run_dir, {**_read(run_dir), "tracker_run_id": run_id})
+    with _RECORD:
+        _write(run_dir, {**_read(run_dir), "tracker_run_id": run_id})
 
 
 def _read(run_dir: Path) -> dict[str, Any]:
