@@ -3,6 +3,7 @@
     command ---- starts ----> python -m flows._server ---- becomes ----> uvicorn, prefect's server
        |                                                                     ^
        +---- waits until it answers, sets PREFECT_API_URL                    |
+       +---- starts it again at the same address when it ends before that ---+
        +---- terminates it; when the command is killed, the kernel does -----+
 
 A server that Prefect starts itself would outlive `kill -9` of its parent, and Ctrl-C would reach it.
@@ -10,17 +11,23 @@ A server that Prefect starts itself would outlive `kill -9` of its parent, and C
 
 import ctypes
 import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import closing
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
 _START_S = 180.0  # enough for a busy machine that creates the database
+_LOOK_S = 0.2  # between two looks whether it still runs
+_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0  # before it is started again; doubled each time
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a child gets when its parent dies
 
 
@@ -34,6 +41,9 @@ class PrivateServer:
     def __init__(self) -> None:
         self._home = Path(os.environ["PREFECT_HOME"])
         self._process: subprocess.Popen[bytes] | None = None
+        self._command: list[str] = []
+        self._is_closing = threading.Event()
+        self._guard = threading.Thread(target=self._keep_alive, name="guard of Prefect's server", daemon=True)
 
     def __enter__(self) -> "PrivateServer":
         if not self._is_configured():
@@ -46,16 +56,19 @@ class PrivateServer:
             from prefect.logging.handlers import APILogHandler
 
             APILogHandler().flush()  # each line that is still queued would complain that the server is gone
+            self._is_closing.set()
             self._process.terminate()
             try:
                 self._process.wait(timeout=5)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+            if self._guard.is_alive():
+                self._guard.join()  # a server that it has just started ends with it: see `_become_server`
             del os.environ["PREFECT_API_URL"]
 
     def wait_ready(self) -> None:
-        """Return when the server answers.  Raises ServerError."""
+        """Return when the server answers; from then on it is started again when it ends.  Raises ServerError."""
         deadline = time.monotonic() + _START_S
         while self._process is not None and not answers(os.environ["PREFECT_API_URL"]):
             if self._process.poll() is not None or time.monotonic() > deadline:
@@ -65,6 +78,8 @@ class PrivateServer:
                     "and set PREFECT_API_URL"
                 )
             time.sleep(0.1)
+        if self._process is not None:
+            self._guard.start()
 
     def _is_configured(self) -> bool:
         """Whether the environment or a Prefect profile names a server."""
@@ -75,15 +90,35 @@ class PrivateServer:
         with closing(socket.socket()) as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        with (self._home / "server.log").open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "flows._server", str(port), str(os.getpid())],
+        self._command = [sys.executable, "-m", "flows._server", str(port), str(os.getpid())]
+        (self._home / "server.log").unlink(missing_ok=True)
+        self._process = self._launch()
+        os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
+
+    def _launch(self) -> "subprocess.Popen[bytes]":
+        with (self._home / "server.log").open("a") as output:
+            return subprocess.Popen(
+                self._command,
                 env={**os.environ, "PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1"},
-                stdout=log,
-                stderr=log,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
-        os.environ["PREFECT_API_URL"] = f"http://127.0.0.1:{port}/api"
+
+    def _keep_alive(self) -> None:
+        """Start the server again whenever it ends early.  Prefect's client tries again in the meantime."""
+        pause_s = _PAUSE_S
+        while not self._is_closing.wait(_LOOK_S):
+            if self._process is None or self._process.poll() is None:
+                continue
+            log.warning(
+                "Prefect's private server ended (exit code %d); it is started again.  Its output is in %s",
+                self._process.returncode,
+                self._home / "server.log",
+            )
+            if not self._is_closing.wait(pause_s):
+                self._process = self._launch()
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def answers(url: str) -> bool:

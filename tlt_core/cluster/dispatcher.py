@@ -15,9 +15,10 @@ fair shares, the end of rollout and the loss of a worker depend on it.
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from tlt_core.cluster.pulse import Beat, Sign, Signs
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.passes import Key
 from tlt_core.items.types import GenerationRequest, Rollout
@@ -59,7 +60,22 @@ class Drained(NamedTuple):
 
 
 class Dispatcher:
-    """State of one generation phase at a time."""
+    """State of one generation phase at a time, and the workers' signs of life."""
+
+    def __init__(self) -> None:
+        self._signs = Signs()
+
+    def beat(self, beat: Beat) -> int:
+        """A worker gives a sign of life; returns how often stacks were asked for so far."""
+        return self._signs.heard(beat)
+
+    def signs(self) -> Mapping[int, Sign]:
+        """Signs of life by rank."""
+        return self._signs.all()
+
+    def want_stacks(self) -> None:
+        """Have all workers write their stacks."""
+        self._signs.want_stacks()
 
     def begin(
         self,

@@ -8,6 +8,7 @@ import ray
 
 from tlt_core.cluster.dispatcher import OfferedPass
 from tlt_core.items.types import GenerationRequest, Rollout
+from tlt_core.machine.getting_on import got_on
 from tlt_core.spot.coordinator import Order, Progress, WorkerIdle
 
 _REPORT_S = 0.5  # how often a busy worker reports its token count
@@ -36,6 +37,7 @@ class RequestFeed:
 
     def count(self, tokens: int) -> None:
         """So many tokens more were emitted."""
+        got_on()
         self._tokens += tokens
         if time.monotonic() - self._reported_s > _REPORT_S:
             self._report()

@@ -5,19 +5,19 @@
 
 consumes: groups of requests, training shares.  waits: for all workers, while it watches each of them.
 produces: finished rollouts as they end, reports.  A worker that dies fails the phase at once with its own traceback:
-the rest of the group is killed, so nobody waits in a collective for a dead peer.
+the rest of the group is killed, so nobody waits in a collective for a dead peer.  One that hangs: see `watch`.
 """
 
 import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ActorDiedError, RayError, RayTaskError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
 from conf.system import ClusterConfig
 from tlt_core.cluster.dispatcher import Dispatcher, Drained, OfferedPass
@@ -26,6 +26,7 @@ from tlt_core.cluster.messages import GenerateReport, UpdateReport, WorkerSpec
 from tlt_core.cluster.placement import lost_nodes, require_room, reserve, start_ray
 from tlt_core.cluster.rendezvous import LOOPBACK
 from tlt_core.cluster.shared_folders import expected_files, probe_file, require_seen
+from tlt_core.cluster.watch import Watch
 from tlt_core.cluster.weight_digest import outliers
 from tlt_core.cluster.worker import Worker
 from tlt_core.grpo.batch import TrainBatch
@@ -38,7 +39,9 @@ from tlt_core.spot.training import SpotResult
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.02  # how often the driver checks whether it must still wait
-_WATCH_S = 0.1  # how often it gathers finished rollouts
+_GATHER_S = 0.1  # how often it gathers finished rollouts
+_WAKE_S = 1.0  # how often it looks after workers that it waits for
+_DISPATCHER_S = 120.0  # longest answer; a busy machine takes seconds to start it
 _POST_MORTEM_S = 10.0  # for Ray to notice that a process or node is gone, after its peers have felt it
 _RESUME = "Start the same command again to resume from the newest checkpoint."
 
@@ -88,6 +91,8 @@ class WorkerGroup:
         ]
         dispatcher = ray.remote(num_cpus=0)(Dispatcher)
         self._dispatcher: Any = dispatcher.options(scheduling_strategy=self._placement.beside_driver()).remote()
+        self._watch = Watch(cluster, self._placement, self._ask_dispatcher, shared=shared)
+        self._watch.begin_pulses(self._workers, self._dispatcher)
         if not self._placement.is_local:
             self._require_shared_folders(spec, shared)
         if self.num_workers > 1 or (spec.trainer is not None and spec.trainer.update.backend.kind == "deepspeed"):
@@ -108,7 +113,7 @@ class WorkerGroup:
 
     def _join(self) -> None:
         addresses = [LOOPBACK if self._placement.is_local else node.address for node in self._placement.nodes]
-        (meeting_point,) = self._get([self._workers[0].host_group.remote(addresses[0])])
+        (meeting_point,) = self._wait_for([self._workers[0].host_group.remote(addresses[0])], "join")
         self._on_each("join", [(meeting_point, address) for address in addresses])
 
     def __enter__(self) -> "WorkerGroup":
@@ -149,9 +154,9 @@ class WorkerGroup:
         is_training: these are the rollouts of RL step `step`.  spot: when idle workers train the drafter.  A worker
         that dies when it has nothing left to decode does not end the phase: the next one fails.
         """
-        self._begin(groups, dispatch=dispatch, step=step, spot=spot)
+        self._ask_dispatcher("begin", groups, num_workers=self.num_workers, dispatch=dispatch, step=step, spot=spot)
         calls = [w.serve_requests.remote(self._dispatcher, params, step, is_training) for w in self._workers]
-        reports = self._gather(calls, lambda: on_progress(self._ask_dispatcher("drain")), every_s=_WATCH_S)
+        reports = self._gather(calls, "rollout", lambda: on_progress(self._ask_dispatcher("drain")), every_s=_GATHER_S)
         return Generated(reports, self._ask_dispatcher("phase"))
 
     def offer(self, passes: Sequence[OfferedPass]) -> None:
@@ -165,19 +170,18 @@ class WorkerGroup:
             if not waiting():
                 self._ask_dispatcher("end")
 
-        self._begin([], dispatch="pull", step=step, spot=spot)
+        self._ask_dispatcher("begin", [], num_workers=self.num_workers, dispatch="pull", step=step, spot=spot)
         calls = [w.train_while_waiting.remote(self._dispatcher) for w in self._workers]
-        results = self._gather(calls, end_when_there, every_s=_POLL_S)
+        results = self._gather(calls, "waiting for scores", end_when_there, every_s=_POLL_S, may_idle=True)
         return Waited(results, self._ask_dispatcher("phase"))
 
-    def _begin(
-        self, groups: Sequence[Sequence[GenerationRequest]], *, dispatch: str, step: int, spot: SpotSettings
-    ) -> None:
-        self._ask_dispatcher("begin", groups, num_workers=self.num_workers, dispatch=dispatch, step=step, spot=spot)
-
-    def _gather(self, calls: Sequence[Any], look: Callable[[], None], *, every_s: float) -> list[Any]:
-        """The workers' reports by rank, without those that died idle.  look: called now and then, and at the end."""
+    def _gather(
+        self, calls: Sequence[Any], what: str, look: Callable[[], None], *, every_s: float, may_idle: bool = False
+    ) -> list[Any]:
+        """The workers' reports by rank, without those that died idle.  look: called now and then, and at the end.
+        what, may_idle: see `Watch`."""
         ranks = {call: rank for rank, call in enumerate(calls)}
+        self._watch.begin(what)
         pending, reports = list(calls), dict[int, Any]()
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=every_s)
@@ -186,10 +190,11 @@ class WorkerGroup:
                 if report is not None:
                     reports[ranks[call]] = report
             look()
+            self._look_after([ranks[call] for call in pending], may_idle=may_idle)
         return [reports[rank] for rank in sorted(reports)]
 
     def _ask_dispatcher(self, method: str, *arguments: Any, **options: Any) -> Any:
-        return self._get([getattr(self._dispatcher, method).remote(*arguments, **options)])[0]
+        return self._get([getattr(self._dispatcher, method).remote(*arguments, **options)], within_s=_DISPATCHER_S)[0]
 
     def _report_of(self, call: Any, rank: int) -> Any:
         """None: the worker died idle, and the phase goes on."""
@@ -220,7 +225,8 @@ class WorkerGroup:
 
     def export_drafter(self, out_dir: Path) -> None:
         """Write the drafter in use as a folder that vLLM and SGLang load.  Every worker has the same."""
-        self._get([self._workers[0].call_drafting.remote("export", out_dir, dtype=as_torch(self._rollout_dtype))])
+        call = self._workers[0].call_drafting.remote("export", out_dir, dtype=as_torch(self._rollout_dtype))
+        self._wait_for([call], "export of the drafter")
 
     # ------------------------------------------------------------------------------------------ policy
 
@@ -259,23 +265,37 @@ class WorkerGroup:
 
     def _on_all(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
         """Call a method of every worker."""
-        return self._wait_for([getattr(w, method).remote(*arguments, **options) for w in self._workers])
+        return self._wait_for([getattr(w, method).remote(*arguments, **options) for w in self._workers], method)
 
     def _on_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a method of every worker, with arguments of its own."""
-        return self._wait_for([getattr(w, method).remote(*a) for w, a in zip(self._workers, arguments, strict=True)])
+        calls = [getattr(w, method).remote(*a) for w, a in zip(self._workers, arguments, strict=True)]
+        return self._wait_for(calls, method)
 
-    def _wait_for(self, calls: Sequence[Any]) -> list[Any]:
-        """Answers of all workers.  The first call that fails ends the group at once."""
-        pending = list(calls)
+    def _wait_for(self, calls: Sequence[Any], what: str) -> list[Any]:
+        """Answers of all workers, or of the first ones.  The first call that fails ends the group at once."""
+        self._watch.begin(what)
+        ranks, pending = {call: rank for rank, call in enumerate(calls)}, list(calls)
         while pending:
-            done, pending = ray.wait(pending, num_returns=1)
+            done, pending = ray.wait(pending, num_returns=1, timeout=_WAKE_S)
             self._get(done)
+            self._look_after([ranks[call] for call in pending])
         return self._get(calls)
 
-    def _get(self, calls: Sequence[Any]) -> list[Any]:
+    def _look_after(self, ranks: Collection[int], *, may_idle: bool = False) -> None:
+        """Raises WorkerDied when a worker that is waited for is given up."""
+        problem = self._watch.look(ranks, may_idle=may_idle)
+        if problem is not None:
+            self._watch.kill_silent()
+            self.kill()
+            raise WorkerDied(f"{problem}.  {_RESUME}")
+
+    def _get(self, calls: Sequence[Any], *, within_s: float | None = None) -> list[Any]:
         try:
-            return ray.get(list(calls))
+            return ray.get(list(calls), timeout=within_s)
+        except GetTimeoutError as error:
+            self.kill()
+            raise WorkerDied(f"The dispatcher, a process here, is silent for {within_s:.0f} s.  {_RESUME}") from error
         except RayError as error:  # the call raised; or: actor died, out of memory, node lost
             try:
                 failure = _own_error(error) or self._post_mortem(error)

@@ -29,6 +29,7 @@ from tlt_core.cluster.feed import RequestFeed
 from tlt_core.cluster.messages import GenerateReport, UpdateReport, WorkerSpec
 from tlt_core.cluster.phase_end import PhaseEnd
 from tlt_core.cluster.policy_shard import PolicyShard
+from tlt_core.cluster.pulse import Pulse
 from tlt_core.cluster.rendezvous import host_store, join_group
 from tlt_core.cluster.shared_folders import unseen
 from tlt_core.cluster.start_replica import Started, start_replica
@@ -36,6 +37,7 @@ from tlt_core.cluster.weight_digest import WeightDigest
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.passes import Key
 from tlt_core.items.types import SamplingParams
+from tlt_core.machine.getting_on import got_on
 from tlt_core.machine.host_memory import keep_freed_memory
 from tlt_core.machine.low_priority import giving_way
 from tlt_core.machine.memory import peak_bytes
@@ -68,6 +70,10 @@ class Worker:
     def unseen(self, files: Mapping[Path, int]) -> tuple[Path, ...]:
         """Which of the driver's files this node does not see."""
         return unseen(files)
+
+    def begin_pulse(self, dispatcher: Any, stacks: Path | None) -> None:
+        """Give signs of life from now on.  stacks: file for this process's stacks, should they be asked for."""
+        Pulse(dispatcher, self._rank, stacks=stacks)
 
     def host_group(self, address: str) -> str:
         """Worker 0 alone: open the group's meeting point on its own node, and return it."""
@@ -182,6 +188,7 @@ class Worker:
             elif spot is not None and has_data and order.action is Action.TRAIN:
                 with self._low_priority():
                     done += spot.micro_step(self._phase_end.reached, longest_s=longest_s)
+                got_on()
             else:
                 time.sleep(_POLL_S)
             order = feed.ask(Progress(self._rank, done, time.time(), has_data))

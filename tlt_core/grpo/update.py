@@ -31,6 +31,7 @@ from tlt_core.grpo.policy import Interrupted, PolicyModel, inputs_of, measure_lo
 from tlt_core.grpo.step_sums import StepSums
 from tlt_core.grpo.torch_backend import TorchBackend
 from tlt_core.items.store import is_finite
+from tlt_core.machine.getting_on import got_on
 from tlt_core.model.decoder import Decoder
 
 log = logging.getLogger(__name__)
@@ -266,9 +267,9 @@ class PolicyTrainer:
         if self._backend.needs_equal_passes:
             most = self._reduced(torch.tensor(max(1, len(passes)), device=self._device), maximum=True)
             missing = int(most) - len(passes)
-        yield from passes
-        for _ in range(missing):
-            yield idle_micro_batch()
+        for micro in (*passes, *(idle_micro_batch() for _ in range(missing))):
+            yield micro
+            got_on()
 
     def _data(self, batch: TrainBatch, micro: MicroBatch, weights_S: Tensor) -> TokenData:
         def pick(values_C: Tensor | None) -> Tensor | None:

@@ -1,0 +1,36 @@
+"""The private Prefect server comes back when it dies, and a run goes on meanwhile."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows._server import PrivateServer, answers
+
+pytestmark = [pytest.mark.prefect, pytest.mark.slow]
+
+
+def _servers() -> list[psutil.Process]:
+    """The private servers that this process has started."""
+    children = psutil.Process().children()
+    return [child for child in children if child.status() != psutil.STATUS_ZOMBIE and "uvicorn" in child.cmdline()]
+
+
+def test_a_server_that_dies_is_started_again_at_its_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
+    with PrivateServer() as server:
+        server.wait_ready()
+        url = os.environ["PREFECT_API_URL"]
+        for _ in range(2):
+            (first,) = _servers()
+            os.kill(first.pid, signal.SIGKILL)
+            deadline = time.monotonic() + 120
+            while not (answers(url) and [s.pid for s in _servers()] != [first.pid]):
+                assert time.monotonic() < deadline, "no server answers at the old address"
+                time.sleep(0.1)
+    assert not _servers()
+    assert not answers(url)

@@ -1,0 +1,171 @@
+"""A worker that was stopped, or that does not get on, is named, and the run does not wait for it for ever."""
+
+import logging
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import ray
+import torch
+
+from conf.rollout import RolloutConfig, SpeculationConfig
+from conf.system import ClusterConfig
+from tlt_core.cluster import watch as watching
+from tlt_core.cluster.group import WorkerDied, WorkerGroup
+from tlt_core.cluster.messages import WorkerSpec
+from tlt_core.cluster.placement import Node, Placement
+from tlt_core.cluster.pulse import Beat, Signs
+from tlt_core.cluster.watch import Watch
+from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
+
+HERE = Node("a", "127.0.0.1")
+
+
+class _Dispatcher:
+    """Its part that knows the workers' signs."""
+
+    def __init__(self) -> None:
+        self.known = Signs()
+        self.stacks_wanted = 0
+
+    def ask(self, method: str) -> Any:
+        if method == "want_stacks":
+            self.stacks_wanted += 1
+            return None
+        return self.known.all()
+
+
+@pytest.fixture
+def dispatcher(monkeypatch: pytest.MonkeyPatch) -> _Dispatcher:
+    monkeypatch.setattr(watching, "_EVERY_S", 0.001)
+    return _Dispatcher()
+
+
+def _watch(dispatcher: _Dispatcher, tmp_path: Path, **limits: float) -> Watch:
+    placement = Placement(None, (0, 1), (HERE, HERE), HERE)  # type: ignore[arg-type]
+    cluster = ClusterConfig(num_workers=2, **limits)  # type: ignore[arg-type]
+    watch = Watch(cluster, placement, dispatcher.ask, shared=tmp_path)
+    watch.begin("update")
+    return watch
+
+
+def _look_for(watch: Watch, seconds: float, *, beats: Any = lambda: None, **how: bool) -> str | None:
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        beats()
+        problem = watch.look([0, 1], **how)
+        if problem is not None:
+            return problem
+        time.sleep(0.005)
+    return None
+
+
+def test_a_silent_worker_is_named_with_phase_and_given_up(
+    dispatcher: _Dispatcher, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = _watch(dispatcher, tmp_path, silence_s=0.4)
+    done = iter(range(10**6))
+    dispatcher.known.heard(Beat(1, os.getpid(), 0))
+    problem = _look_for(watch, 5.0, beats=lambda: dispatcher.known.heard(Beat(0, 1, next(done))))
+    assert problem is not None
+    assert f"'update' from worker 1 on node 127.0.0.1, process {os.getpid()} (" in problem
+    assert "worker 0" not in problem
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(said) == 1
+    assert "worker 1" in said[0]
+    assert "cluster.silence_s" in said[0]
+
+
+def test_a_worker_that_is_heard_again_is_not_given_up(
+    dispatcher: _Dispatcher, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watching, "_SILENCE_SAID_S", 0.1)
+    watch = _watch(dispatcher, tmp_path, silence_s=60.0)
+    done = iter(range(10**6))
+
+    def both() -> None:
+        dispatcher.known.heard(Beat(0, 1, next(done)))
+        dispatcher.known.heard(Beat(1, 2, next(done)))
+
+    both()
+    assert _look_for(watch, 0.3) is None
+    assert "has given no sign of life" in caplog.text
+    monkeypatch.setattr(watching, "_EVERY_S", 0.05)
+    assert _look_for(watch, 0.3, beats=both) is None
+    assert "worker 1 answers again" in caplog.text
+
+
+def test_workers_that_live_and_do_not_get_on_are_given_up_and_their_stacks_asked_for(
+    dispatcher: _Dispatcher, tmp_path: Path
+) -> None:
+    watch = _watch(dispatcher, tmp_path, stuck_s=0.4)
+
+    def beat() -> None:
+        for rank in (0, 1):
+            dispatcher.known.heard(Beat(rank, rank, 7))
+
+    assert _look_for(watch, 0.8, beats=beat, may_idle=True) is None
+    watch.begin("update")
+    problem = _look_for(watch, 5.0, beats=beat)
+    assert problem is not None
+    assert "cluster.stuck_s=0" in problem
+    assert "'update'" in problem
+    assert str(tmp_path / "stacks") in problem
+    assert dispatcher.stacks_wanted == 1
+
+
+def test_one_worker_that_gets_on_is_enough(dispatcher: _Dispatcher, tmp_path: Path) -> None:
+    watch, done = _watch(dispatcher, tmp_path, stuck_s=0.2), iter(range(10**6))
+
+    def beat() -> None:
+        dispatcher.known.heard(Beat(0, 1, 7))
+        dispatcher.known.heard(Beat(1, 2, next(done)))
+
+    assert _look_for(watch, 0.8, beats=beat) is None
+
+
+def _requests() -> list[list[GenerationRequest]]:
+    tokens = torch.arange(3, 9).int()
+    return [[GenerationRequest(NoiseKey(0, 1, g, 0), tokens)] for g in range(8)]
+
+
+@pytest.fixture
+def group(tiny_folder: Path, tmp_path: Path) -> Any:
+    rollout = RolloutConfig(dtype="float32", max_live_requests=1, speculation=SpeculationConfig(policy="off"))
+    spec = WorkerSpec(tiny_folder, rollout, max_len=300, trainer=None, threads=1, device="cpu")
+    with WorkerGroup(ClusterConfig(num_workers=2, silence_s=8.0, stuck_s=8.0), spec, shared=tmp_path) as started:
+        started.load(None, 0)
+        yield started
+        started.kill()
+
+
+@pytest.mark.slow
+def test_a_stopped_process_ends_the_rollout_and_is_gone_afterwards(
+    group: WorkerGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    pid = ray.get(group._workers[1].__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(WorkerDied, match=rf"worker 1 on node .*, process {pid} \(stopped\)"):
+        group.run_phase(
+            _requests(), SamplingParams(max_new_tokens=200), dispatch="static", on_progress=lambda drained: None
+        )
+    assert "has given no sign of life" in caplog.text
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "the stopped process is still there"
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_call_that_never_ends_is_given_up_and_its_stack_written(group: WorkerGroup, tmp_path: Path) -> None:
+    def wait_in_vain(_: object) -> None:
+        time.sleep(10_000)
+
+    with pytest.raises(WorkerDied, match="No worker has got on for cluster.stuck_s=8 s in the phase 'sleeping'"):
+        group._wait_for([w.__ray_call__.remote(wait_in_vain) for w in group._workers], "sleeping")
+    for rank in range(2):
+        assert "wait_in_vain" in (tmp_path / "stacks" / f"worker-{rank}.txt").read_text()

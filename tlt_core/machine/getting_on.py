@@ -1,0 +1,17 @@
+"""How far this process has got: a number that grows with each decoding round, training pass or piece of training.
+
+Whoever watches the process reads it from another thread (`cluster/pulse`).
+"""
+
+_done = 0
+
+
+def got_on() -> None:
+    """Call it in loops that may take long.  By one thread."""
+    global _done
+    _done += 1
+
+
+def how_far() -> int:
+    """Calls of `got_on` so far."""
+    return _done
