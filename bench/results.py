@@ -27,10 +27,10 @@ option `--out`, which only names the report, is left out). Figures are medians o
 maximum in brackets. A bound is what a figure has to reach. Tables use the names of the report;
 [metrics.md](metrics.md) explains those with a slash.
 
-To repeat a report, train the drafter first that its command names, for instance:
+To repeat a report, train the drafter first that its command names, with the same configuration:
 
 ```bash
-tlt warmup conf/bench.yaml --out runs/warm/drafter-eagle3
+tlt warmup conf/demo.yaml --out runs/warm/drafter-eagle3
 python -m bench.results        # writes this page again, after new reports
 ```
 """

@@ -1,7 +1,7 @@
 """Flow: reinforcement learning with verifiable rewards.
 
     for each step:  rollout -> reward -> policy update -> publish -> evaluate -> checkpoint -> track
-                      '-> idle workers train the drafter -> publish drafter
+                      '-> idle workers begin the update, train the drafter -> publish drafter
 
 Starting the same configuration again resumes its run.  Nothing numerical is decided here.
 """
@@ -85,7 +85,7 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
 
 
 def iterate(session: Session, tracker: Tracker, warm_up: dict[str, float], show: Terminal, took: Took) -> None:
-    """The remaining RL steps."""
+    """Validate the start policy of a fresh run; then the remaining RL steps."""
     page = RunPage(run_name=session.cfg.name, num_steps=session.cfg.num_steps)
     page.begin(
         done=session.completed_steps,
@@ -129,7 +129,7 @@ def register(session: Session, policy: Path, dataset: Ref, *, tracker_run_id: st
 
 
 def sample(session: Session, step: int) -> Ref:
-    """Scored groups of one step; dynamic sampling may take several rounds."""
+    """Scored groups of one step; dynamic sampling may take several rollouts."""
     rollouts = rollout(session, step)
     scored = reward(session, step, rollouts)
     publish_drafter(session, step)

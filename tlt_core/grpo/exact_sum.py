@@ -1,11 +1,12 @@
 """Sums of gradients that do not depend on the order: every order gives the same bits.
 
-Math.  Let u = 2^-46 and c = 1.5 * 2^52 u = 96.  In double precision, (x + c) - c is the multiple of u nearest to x for
-|x| < 32, and a multiple of u near x for a larger x.  It depends on x alone.  Sums of multiples of u are exact in double
-precision while they stay below 2^53 u = 128, and exact sums do not depend on the order.  So where every partial sum of
-an entry stays below 128, its bits depend neither on the order nor on how the summands are divided among workers.
+Math.  Let u = 2^-46 and c = 1.5 * 2^52 u = 96.  Summands x are float32 or bfloat16; from |x| = 2^-23 on they are
+multiples of u themselves.  In double precision, (x + c) - c is x then, and for a smaller x the multiple of u nearest to
+it: a summand loses at most 2^-47 = 7e-15.  Sums of multiples of u are exact in double precision while they stay below
+2^53 u = 128, and exact sums do not depend on the order.  So where every partial sum of an entry stays below 128, its
+bits depend neither on the order nor on how the summands are divided among workers.
 
-Beyond 128 a sum is rounded as usual.  Infinity and NaN stay what they are.  A summand loses at most 2^-47 = 7e-15.
+Beyond 128, which no gradient that can be trained on comes near, a sum is rounded as usual.  Infinity and NaN stay.
 """
 
 import torch

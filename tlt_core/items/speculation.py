@@ -7,7 +7,7 @@
 A drafter only proposes.  Verification decides with the target's own choice, so nothing that a drafter does can change a
 sampled token, even if it is wrong or fails (see `tlt_core/rollout/spec_round`).
 
-Shapes: B live rows, C positions of a row, N draft tokens of all rows together, E tapped width.
+Shapes: B live rows, C positions of a row, N draft tokens of all rows together.
 """
 
 from collections.abc import Mapping, Sequence
@@ -68,8 +68,8 @@ class DraftTree(NamedTuple):
 class Floors(NamedTuple):
     """What drafting must promise to be worth its time; 0: draft and verify all that the strategy allows."""
 
-    token: float = 0.0  # estimated chance of acceptance of a draft token, for its verification
-    level: float = 0.0  # tokens accepted on the next level, of all rows together, for drafting that level
+    token: float = 0.0  # a draft token with a smaller estimated chance of acceptance is not verified
+    level: float = 0.0  # a level of the tree, of all rows together, that promises fewer accepted tokens is not drafted
 
 
 NO_FLOORS = Floors()
@@ -137,7 +137,8 @@ class Tuner(Protocol):
     floors: Floors  # of the latest choice
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
-        """rows: a number for each live request that stays the same for its life; context as in RoundReport."""
+        """rows: a number for each live request that stays the same for its life, unlike its row of the batch; context
+        as in RoundReport."""
         ...
 
     def observe(self, rows: Sequence[int], report: RoundReport) -> None:

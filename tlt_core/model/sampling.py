@@ -1,11 +1,12 @@
-"""The one definition of the policy's probability, used by rollout, verification and the update.
+"""The policy's probability as rollout and verification compute it, and the noise of a token.
 
     z = logits / T, then top-k, then top-p filtering (filtered tokens get -inf)
     p = softmax(z),  log p = z - logsumexp(z)            (T = 0: arg-max; log p is then reported at T = 1)
     token = arg-max(z + Gumbel noise keyed by (seed, step, prompt, sample, position))
 
 The noise depends on the key alone, so a response does not depend on the batch, the worker or the decoding strategy
-that produced it.
+that produced it.  The update computes the same p without filters (`kernels/sampling/token_logprob`); with top-k or
+top-p, `algorithm.tis_cap` corrects for the difference.
 
 Shapes: N positions to sample, one row of logits and one key each; V vocabulary.
 """

@@ -5,15 +5,16 @@
 
 A plain round is a round whose trees are empty: each row's newest token is its whole path.
 
-Theorem.  Let noise g_p be keyed by (stream, position p), and let plain decoding emit x_p = f(x_<p, g_p) with
-f(x, g) = arg-max_v (log pi(v | x) + g_v).  Then a speculative round emits a prefix of that same sequence, at least one
-token long, whatever the tree.
+Theorem.  Let pi be the policy after temperature and filters (`model/sampling`), and noise g_p be keyed by (stream,
+position p).  Let plain decoding emit x_p = f(x_<p, g_p) with f(x, g) = arg-max_v (log pi(v | x) + g_v).  Then a round
+that begins after x_<p emits x_p, .., x_{p+k} for some k >= 0, whatever the tree.  By induction over rounds, so is the
+whole response plain decoding's.
 Proof.  By induction along the accepted path.  The root is the newest token of x_<p, so the choice there is
 f(x_<p, g_p) = x_p: the first emitted token is plain decoding's.  A child is entered only if it carries exactly the
 token chosen at its parent; its ancestors then spell x_<=p and nothing else (it attends to its ancestors alone), so its
 own choice is f(x_<=p, g_{p+1}) = x_{p+1}.  No acceptance probability and no resampling are needed, because the choice
-is never altered, only computed earlier.  The drafter's guesses, its noise and its failures decide how long the prefix
-is, not what it holds.  (Exact in exact arithmetic: two batch shapes round differently, which shows where two
+is never altered, only computed earlier.  The drafter's guesses, its noise and its failures decide how large k is, not
+which tokens come.  (Exact in exact arithmetic: two batch shapes round differently, which shows where two
 candidates' scores lie within that rounding of each other.)
 
 Since x_p is an exact sample of pi (Gumbel-max), so is the round's output.  Drafting with the *same* noise raises the

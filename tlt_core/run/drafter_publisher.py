@@ -84,7 +84,7 @@ class DrafterPublisher:
 
     @property
     def has_all_results(self) -> bool:
-        """False where no drafter is trained, with vLLM, and when a worker was lost."""
+        """False where no drafter is trained, and when a worker was lost."""
         return len(self._results) == self._group.num_workers
 
     def observe(self, phase: PhaseReport, rounds: Sequence[Sequence[RoundTrace]], results: list[SpotResult]) -> None:

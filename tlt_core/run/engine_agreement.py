@@ -19,7 +19,7 @@ class DisagreementError(Exception):
 def require_agreement(metrics: Mapping[str, float], cfg: RolloutConfig) -> None:
     """metrics: of an update.  Raises DisagreementError.
 
-    Only vLLM is checked: our engine shares `model/sampling` with the update.  With top-k or top-p nothing is checked,
+    Only vLLM is checked: our engine runs the update's own network.  With top-k or top-p nothing is checked,
     as the update's policy has no such filters.
     """
     if cfg.engine != "vllm" or cfg.top_k or not math.isclose(cfg.top_p, 1.0):

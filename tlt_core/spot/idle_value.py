@@ -4,15 +4,19 @@
     the drafter    g u n / (d c)   seconds of later steps
 
 g is the relative gain in acceptance length from one phase of training, n the phases that it lasts, at most those that
-the run has left.  It matters in the t seconds in which somebody is idle, as far as the tuner uses this drafter in them:
-a share u.  So a phase of training gains g u n t seconds.  It took d t seconds, on c workers at a time.  All of this is
+the run has left.  A phase is one rollout.  Drafts pay where few requests are left, which is when somebody is idle: t
+seconds of a rollout.  In a share u of them the tuner uses this drafter.  So the training of one rollout gains g u t
+seconds in each of the next n.  It took a share d of t, on c workers at a time: c d t worker seconds.  All of this is
 measured (`payoff`).  At the start g is a usual value, and high: a drafter that does not know the policy's newest habits
 gains much.  Later g falls, and the update comes first; in a short run it does so from the start.
 
-Training follows when no pass is left.  Passes follow when the drafter cannot be trained.
+`run/drafter_publisher` compares the two before each rollout, and `spot/coordinator` goes by the result whenever a
+worker asks.  Training follows when no pass is left.  Passes follow when the drafter cannot be trained.
 """
 
-_LEAST_USED = 0.1  # a drafter that is not used now may be once it is trained
+# Floors, so that one odd rollout decides nothing for good.
+_LEAST_USED = 0.1  # u: a drafter that is not used now may be once it is trained
+_LEAST_SHARE, _FEWEST_WORKERS = 0.05, 1.0  # d and c: of a rollout with hardly any idle time
 
 
 def update_worth(num_workers: int) -> float:
@@ -25,4 +29,5 @@ def drafter_worth(gain: float, *, used: float, lasting_phases: int, share: float
 
     gain: g.  used: u.  share: d, of the time in which somebody is idle.  workers: c, that train at a time.
     """
-    return max(gain, 0.0) * max(used, _LEAST_USED) * lasting_phases / (max(share, 0.05) * max(workers, 1.0))
+    cost = max(share, _LEAST_SHARE) * max(workers, _FEWEST_WORKERS)
+    return max(gain, 0.0) * max(used, _LEAST_USED) * lasting_phases / cost

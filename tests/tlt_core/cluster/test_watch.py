@@ -165,7 +165,7 @@ def test_a_call_that_never_ends_is_given_up_and_its_stack_written(group: WorkerG
     def wait_in_vain(_: object) -> None:
         time.sleep(10_000)
 
-    with pytest.raises(WorkerDied, match="No worker has got on for cluster.stuck_s=8 s in the phase 'sleeping'"):
+    with pytest.raises(WorkerDied, match=r"No worker has got on for cluster\.stuck_s=8 s in the phase 'sleeping'"):
         group._wait_for([w.__ray_call__.remote(wait_in_vain) for w in group._workers], "sleeping")
     for rank in range(2):
         assert "wait_in_vain" in (tmp_path / "stacks" / f"worker-{rank}.txt").read_text()

@@ -1,4 +1,4 @@
-"""Losses of the drafter: against the target's distribution on the draft vocabulary, and for some methods its features.
+"""Losses of the drafter: against the target's distribution on the draft vocabulary; for some methods also features.
 
 Let p be the target's distribution over its whole vocabulary, q = softmax(z) the drafter's over the draft vocabulary J,
 and a = sum_{v in J} min(p_v, q_v) the overlap.  Losses of one position, and their gradients with respect to z:
@@ -7,7 +7,7 @@ and a = sum_{v in J} min(p_v, q_v) the overlap.  Losses of one position, and the
     tv        1 - a                                 q (b - sum_u b_u q_u),  b_v = -1 where q_v < p_v and 0 elsewhere
     mixed     (1 - a) soft_ce + a tv, with a in the weights held fixed
 
-p is not renormalised over J: no draft can be right outside J, and the best q is p / m either way.  So each position is
+p is not renormalised over J.  That would not change the best q of soft_ce, which is p / m; but so each position is
 weighted by m, the chance that a draft can be right at all.
 
 a is the acceptance probability of an optimally coupled first draft.  Drafting with the target's own noise reaches at
@@ -15,8 +15,9 @@ least (1 - tv) / (1 + tv) (Daliri, Musco, Suresh, arXiv 2408.07978).  So tv is t
 vanishes where q gives no probability to what p expects.  `mixed` learns such positions by soft_ce, and by tv where the
 two agree.  LK losses (arXiv 2602.23881) mix the two by a falling weight; the weight 1 - a of each position is ours.
 
-Feature regression (EAGLE, arXiv 2401.15077) is smooth L1 between y and what stands in its place at the next position
-once the target has run there: here the fused state g, taken as a constant.
+Feature regression (EAGLE, arXiv 2401.15077), of the methods `hass` and `eagle`: let y_t be the drafter's output at
+position t, and g_t its input there, the fused hidden states of the target (`model`).  While drafting, y_t stands in for
+g_{t+1}, which is not there yet.  So smooth L1 draws y_t to g_{t+1}, with no gradient into g.
 
 Shapes: N positions, J draft vocabulary, D hidden size.
 """
