@@ -44,6 +44,9 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep."""
     keep_best: int = Field(1, ge=0)
     """Number of best checkpoints to keep besides, by `best_metric`."""
+    must_save_by_s: float = Field(0.0, ge=0)
+    """Seconds after SIGTERM or Ctrl-C in which the run may finish and save its step before it ends; give a pod that
+    grace period.  A second signal ends it at once.  0: it ends at once, from the newest checkpoint on it goes on."""
     best_metric: str = "val-core/all/reward/greedy"
     """Metric that ranks checkpoints; higher is better.  Checkpoints without it are not ranked."""
 

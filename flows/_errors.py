@@ -1,6 +1,6 @@
 """Failures that a user can cause or must know about, each in one paragraph with a remedy.
 
-Exit code 2: the input is wrong (configuration, model, data); 1: the run failed; 130: interrupted.
+Exit code 2: the input is wrong (configuration, model, data); 1: the run failed; 130: Ctrl-C; 143: SIGTERM.
 Any other error is a bug and keeps its traceback.
 """
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from conf.load import ConfigError
+from flows import _stopping
 
 
 class Report(NamedTuple):
@@ -23,8 +24,8 @@ def explain(error: BaseException, *, run_dir: Path | None) -> Report | None:
     see_log = f"  The traceback is in {run_dir / 'log.txt'}." if run_dir and (run_dir / "log.txt").is_file() else ""
     if isinstance(error, ConfigError):
         return Report(str(error), 2)
-    if isinstance(error, KeyboardInterrupt | SystemExit):  # Ctrl-C, or SIGTERM (which Ray turns into an exit)
-        return Report("Interrupted.  The same command goes on from the newest checkpoint.", 130)
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return Report("Interrupted.  The same command goes on from the newest checkpoint.", _stopping.exit_code())
     if _is_disk_full(error):
         where = f" under {run_dir}" if run_dir else ""
         return Report(

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conf.load import load
-from flows import _environment, _errors, _logging
+from flows import _environment, _errors, _logging, _stopping
 from flows._commands import ON_CONFIG, OTHERS
 from flows._parser import parse
 
@@ -20,7 +20,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     _environment.set_defaults()
     _logging.attach_terminal()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # `kill` ends a run like Ctrl-C, with everything closed
+    for number in (signal.SIGTERM, signal.SIGINT):  # `kill` ends a command like Ctrl-C, with everything closed
+        signal.signal(number, _stopping.end_at_once)
     run_dir: Path | None = None
     try:
         if args.command in OTHERS:

@@ -5,6 +5,7 @@ from prefect import flow
 from conf.run import RunConfig
 from flows._config import as_config, run_name
 from flows._logging import run_log
+from flows._stopping import Stopping
 from flows._terminal import Terminal
 from tasks.coldstart import ColdStarted, cold_start
 from tasks.prepare import prepare_data, prepare_model
@@ -19,7 +20,7 @@ def coldstart(config: RunConfig | str, overrides: list[str] | None = None) -> Co
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
     check_cluster(cfg.cluster)
-    with run_log(cfg.run_dir), Terminal() as show:
+    with Stopping(), run_log(cfg.run_dir), Terminal() as show:
         cfg = precision.settle(cfg)
         model_dir = prepare_model(cfg)
         dataset = prepare_data(cfg, model_dir)

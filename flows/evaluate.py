@@ -8,6 +8,7 @@ from prefect import flow
 from conf.run import RunConfig
 from flows._config import as_config, as_policy, run_name
 from flows._logging import run_log
+from flows._stopping import Stopping
 from flows._terminal import Terminal
 from tasks.coldstart import cold_start
 from tasks.evaluate import evaluate as validate
@@ -30,7 +31,7 @@ def evaluate(
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
     check_cluster(cfg.cluster)
-    with run_log(cfg.run_dir), Terminal() as show:
+    with Stopping(), run_log(cfg.run_dir), Terminal() as show:
         cfg = precision.settle(cfg)
         start = prepare_model(cfg)
         dataset = prepare_data(cfg, start)

@@ -8,6 +8,7 @@ from conf.load import ConfigError
 from conf.run import RunConfig
 from flows._config import as_config, as_policy, run_name
 from flows._logging import run_log
+from flows._stopping import Stopping
 from flows._terminal import Terminal
 from tasks.coldstart import cold_start
 from tasks.export import export_policy
@@ -52,7 +53,7 @@ def export(
     out_dir = Path(out or f"exports/{cfg.name}")
     if track:
         project_of(out_dir)
-    with run_log(cfg.run_dir), Terminal() as show:
+    with Stopping(), run_log(cfg.run_dir), Terminal() as show:
         cfg = precision.settle(cfg)
         start = prepare_model(cfg)
         dataset = prepare_data(cfg, start)

@@ -20,6 +20,7 @@ from prefect.exceptions import PrefectException
 from conf.run import RunConfig
 from flows._config import as_config, run_name
 from flows._logging import run_log
+from flows._stopping import Stopping
 from flows._terminal import Terminal
 from tasks.coldstart import cold_start
 from tasks.prepare import prepare_data, prepare_model
@@ -55,7 +56,12 @@ def retrain(config: RunConfig | str, overrides: list[str] | None = None) -> Deci
     preflight.check_run(cfg)
     journal = Journal(cfg.run_dir / "retrain.jsonl")
     try:
-        with exclusive(cfg.run_dir / "retrain" / "lock"), run_log(cfg.run_dir), Terminal() as show:
+        with (
+            Stopping(),
+            exclusive(cfg.run_dir / "retrain" / "lock"),
+            run_log(cfg.run_dir),
+            Terminal() as show,
+        ):
             try:
                 decision = attempt(precision.settle(cfg), journal, show)
             except Exception as error:

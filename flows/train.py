@@ -16,6 +16,7 @@ from flows._announcement import Took, announce
 from flows._artifacts import RunPage
 from flows._config import as_config, run_name
 from flows._logging import run_log
+from flows._stopping import Stopping
 from flows._terminal import Terminal
 from tasks.checkpoint import checkpoint
 from tasks.coldstart import cold_start
@@ -47,7 +48,12 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
     check_cluster(cfg.cluster)
-    with exclusive(cfg.run_dir / "lock", wait=True), run_log(cfg.run_dir), Terminal() as show:
+    with (
+        Stopping() as stopping,
+        exclusive(cfg.run_dir / "lock", wait=True),
+        run_log(cfg.run_dir),
+        Terminal() as show,
+    ):
         cfg = precision.settle(cfg)
         predicted = announce(cfg)
         show.expect({} if predicted is None else predicted.phases)
@@ -72,7 +78,8 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
             Tracker(session, dataset=dataset) as tracker,
         ):
             took.lap("workers")
-            iterate(session, tracker, warm_up, show, took)
+            stopping.may_finish_step(session.may_take_to_stop_s)
+            iterate(session, tracker, warm_up, show, took, stopping)
             trained = export_policy(session)
             show.begin("registry")
             register(session, trained, dataset, tracker_run_id=tracker.run_id)
@@ -84,7 +91,9 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
             return trained
 
 
-def iterate(session: Session, tracker: Tracker, warm_up: dict[str, float], show: Terminal, took: Took) -> None:
+def iterate(
+    session: Session, tracker: Tracker, warm_up: dict[str, float], show: Terminal, took: Took, stopping: Stopping
+) -> None:
     """Validate the start policy of a fresh run; then the remaining RL steps."""
     page = RunPage(run_name=session.cfg.name, num_steps=session.cfg.num_steps)
     page.begin(
@@ -107,13 +116,15 @@ def iterate(session: Session, tracker: Tracker, warm_up: dict[str, float], show:
         publish(session, step)
         if session.validation.is_due(step):
             evaluate(session, step)
-        if session.checkpoint_due(step):
+        if session.checkpoint_due(step) or stopping.requested:
             checkpoint(session, step)
         show.begin("figures and metrics")
         metrics = track(session, tracker, step, scored)
         took.step(metrics)
         show.step_done(metrics)
         page.step_done(step, metrics)
+        if stopping.requested and session.completed_steps == step:
+            stopping.end()
     page.end(session.cfg.run_dir / "figures")
 
 

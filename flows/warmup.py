@@ -7,6 +7,7 @@ from prefect import flow
 from conf.run import RunConfig
 from flows._config import as_config, run_name
 from flows._logging import run_log
+from flows._stopping import Stopping
 from flows._terminal import Terminal
 from tasks.coldstart import cold_start
 from tasks.prepare import prepare_data, prepare_model
@@ -23,7 +24,7 @@ def warmup(
     """Folder of the drafter, and its metrics.  out: default `runs/NAME/drafter-eagle3`."""
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
-    with run_log(cfg.run_dir), Terminal() as show:
+    with Stopping(), run_log(cfg.run_dir), Terminal() as show:
         cfg = precision.settle(cfg)
         policy = prepare_model(cfg)
         dataset = prepare_data(cfg, policy)

@@ -50,13 +50,15 @@ def finish(root: Path, name: str, *, workers: int, more: Sequence[str] = ()) -> 
     return {"sha256": hashlib.sha256(policy).hexdigest(), "rows": rows}
 
 
-def kill_when(process: subprocess.Popen, ready: Callable[[], bool], *, victim: Callable[[], int]) -> None:
+def kill_when(
+    process: subprocess.Popen, ready: Callable[[], bool], *, victim: Callable[[], int], number: int = signal.SIGKILL
+) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not ready():
         assert process.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline, "the moment to kill never came"
         time.sleep(0.002)
-    os.kill(victim(), signal.SIGKILL)
+    os.kill(victim(), number)
 
 
 def worker_pid(process: subprocess.Popen) -> int:
@@ -194,3 +196,50 @@ def test_no_worker_outlives_a_killed_run(root):
     assert children, "no worker was seen before the kill"
     _, alive = psutil.wait_procs(children, timeout=60)
     assert not alive, [p.cmdline()[:3] for p in alive]
+
+
+NOISE = ("Traceback", "SIGABRT", "Stack trace", "core_worker", "terminate called", "Exception ignored")
+
+
+def stopped(root: Path, name: str, number: int, ready: Callable[[], bool], *, more: Sequence[str] = ()) -> tuple:
+    """Send a signal when `ready`; returns exit code and the log.  The end takes a minute and a half at most."""
+    process, children = start(root, name, workers=2, more=more), []
+
+    def victim() -> int:
+        children.extend(psutil.Process(process.pid).children(recursive=True))
+        return process.pid
+
+    kill_when(process, ready, victim=victim, number=number)
+    code = process.wait(90)
+    _gone, alive = psutil.wait_procs(children, timeout=20)
+    assert children
+    assert not alive, alive
+    return code, (root / f"{name}.log").read_text()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_run_in_order_and_it_goes_on(root, number, code):
+    name = f"stopped{number}"
+    checkpoints = root / "runs" / name / "checkpoints"
+    found, log = stopped(root, name, number, (checkpoints / "step_000001").exists)
+    assert found == code, log[-3000:]
+    assert "The same command goes on from the newest checkpoint" in log
+    assert not [word for word in NOISE if word in log], log[-3000:]
+    rows = finish(root, name, workers=2)["rows"]
+    assert [r["step"] for r in rows] == list(range(STEPS + 1))
+    assert rows[-1]["training/resume_attempt"] == 1
+
+
+def test_a_run_that_has_the_time_saves_its_step_before_it_ends(root):
+    """No checkpoint is due before the last step."""
+    more = ["checkpoint.every_steps=100", "checkpoint.must_save_by_s=120"]
+    run = root / "runs" / "graceful"
+    code, log = stopped(root, "graceful", signal.SIGTERM, (run / "steps" / "000002").exists, more=more)
+    assert code == 143, log[-3000:]
+    assert "SIGTERM: the run ends when this step is saved" in log
+    saved = [path.name for path in (run / "checkpoints").iterdir()]
+    assert len(saved) == 1
+    assert saved[0] in ("step_000002", "step_000003")  # the signal may come at the step's very end
+    graceful = finish(root, "graceful", workers=2, more=more)
+    assert graceful["rows"][-1]["training/resume_attempt"] == 1
+    assert graceful["sha256"] == finish(root, "whole", workers=2, more=more)["sha256"]

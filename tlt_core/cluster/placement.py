@@ -8,8 +8,11 @@ produces: a placement group with one bundle per worker, or a ClusterError before
 
 import logging
 import os
+import signal
 import socket
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import ray
@@ -95,17 +98,28 @@ def start_ray(cluster: ClusterConfig) -> None:
             if name.startswith("RAY_"):  # for the raylet, which passes them on
                 os.environ.setdefault(name, value)
         num_cpus = cluster.num_workers * cluster.threads_per_worker
-        ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **options)
+        with _own_sigterm():
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **options)
         return
     try:
         _require_listener(cluster.address)
-        ray.init(address=cluster.address, **options)
+        with _own_sigterm():
+            ray.init(address=cluster.address, **options)
     except (OSError, RuntimeError, ValueError, RayError) as error:
         raise ClusterError(
             f"cluster.address={cluster.address!r}: no Ray cluster answers from this machine ({error}).  Start one with "
             "'ray start --head' (further nodes: 'ray start --address=HOST:6379'), start the run on one of its nodes, "
             "with RAY_AUTH_MODE as the cluster has it; or set cluster.address=local"
         ) from error
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Ray sets a handler of SIGTERM that exits in the middle of its own calls, which then abort the process."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
 
 
 def _require_listener(address: str) -> None:

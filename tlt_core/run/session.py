@@ -44,6 +44,9 @@ from tlt_core.run.worker_spec import worker_spec
 
 log = logging.getLogger(__name__)
 
+_RESERVE = 1.5  # times the newest checkpoint's seconds, for the one that a stopped run still saves
+_FIRST_SAVING_S = 10.0  # believed before one was saved
+
 
 class Session:
     """Context manager: its exit ends the workers and the scoring processes."""
@@ -77,6 +80,7 @@ class Session:
         )
         self._scorer, self._reporter = scorer, reporter
         self._resample_rounds = 0
+        self._saving_s = _FIRST_SAVING_S
         self._num_train = len(prompts.train)
         self.scoring = Scoring(scorer, prompts)
         self.drafter = DrafterPublisher(cfg, group, metrics=self.metrics, reporter=reporter)
@@ -228,6 +232,10 @@ class Session:
         """Every `checkpoint.every_steps` steps and after the last."""
         return step % self.cfg.checkpoint.every_steps == 0 or step == self.cfg.num_steps
 
+    def may_take_to_stop_s(self) -> float:
+        """Seconds that the step has to end, when the run is told to stop now: the rest is for saving it."""
+        return self.cfg.checkpoint.must_save_by_s - _RESERVE * self._saving_s if self._reporter.step else 0.0
+
     def save_checkpoint(self, step: int) -> Path:
         """Save all that a resume needs, atomically; prune older checkpoints."""
         self._reporter.phase("checkpoint")
@@ -247,6 +255,7 @@ class Session:
             )
             folder = checkpoint.save(root, state, lambda partial: self.group.save(partial.resolve()))
             checkpoint.prune(root, keep_last=kept.keep_last, keep_best=kept.keep_best)
+        self._saving_s = self.metrics.values()["timing_s/save_checkpoint"]
         self.completed_steps = step
         return folder
 

@@ -1,0 +1,83 @@
+"""SIGTERM and Ctrl-C end a flow in order: workers end, files are whole, Prefect and MLflow hear of it.
+
+Both raise KeyboardInterrupt, the one exception that Ray's calls pass on.  Prefect's handler of SIGTERM raises another
+one, by which it knows a cancelled run; so it is called last, when Ray has ended (`Stopping.__exit__`).
+
+A training run may finish and save its step first, if it is given the time: `checkpoint.must_save_by_s`.
+"""
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_received: list[int] = []
+
+
+def exit_code() -> int:
+    """Of a process that a signal ends: 143 for SIGTERM, 130 for Ctrl-C."""
+    return 128 + (_received[0] if _received else signal.SIGINT)
+
+
+def end_at_once(number: int, _: FrameType | None = None) -> None:
+    """Handler of both signals outside of flows."""
+    _received.append(number)
+    raise KeyboardInterrupt
+
+
+class Stopping:
+    """Context manager around what a flow does; in another thread than the main one it does nothing."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._seconds: Callable[[], float] = lambda: 0.0
+        self._alarm: threading.Timer | None = None
+        self._number: int | None = None
+
+    def may_finish_step(self, seconds: Callable[[], float]) -> None:
+        """From now on the first signal only sets `requested`, for so many seconds; then, or at the second, it ends."""
+        self._seconds = seconds
+
+    @property
+    def requested(self) -> bool:
+        """Shall the run end after this step?"""
+        return self._number is not None
+
+    def end(self) -> None:
+        """The step is saved: end now."""
+        raise KeyboardInterrupt
+
+    def __enter__(self) -> "Stopping":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, error_type: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        before = self._before.get(signal.SIGTERM)
+        if self._number == signal.SIGTERM and error_type is KeyboardInterrupt and callable(before):
+            before(self._number, None)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        is_first, self._number = self._number is None, self._number or number
+        _received.append(number)
+        left_s = self._seconds()
+        if not is_first or left_s <= 0:
+            raise KeyboardInterrupt
+        log.warning(
+            "%s: the run ends when this step is saved, at the latest in %.0f s; a second signal ends it now",
+            signal.Signals(number).name,
+            left_s,
+        )
+        self._alarm = threading.Timer(left_s, os.kill, (os.getpid(), number))
+        self._alarm.daemon = True
+        self._alarm.start()
