@@ -13,10 +13,12 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
 import torch
+from ray._private import ray_constants
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -98,8 +100,9 @@ def start_ray(cluster: ClusterConfig) -> None:
             if name.startswith("RAY_"):  # for the raylet, which passes them on
                 os.environ.setdefault(name, value)
         num_cpus = cluster.num_workers * cluster.threads_per_worker
-        with _own_sigterm():
+        with _own_sigterm(), _loopback_only():
             ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **options)
+        _close_token_file()
         return
     try:
         _require_listener(cluster.address)
@@ -120,6 +123,24 @@ def _own_sigterm() -> Iterator[None]:
     yield
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _loopback_only() -> Iterator[None]:
+    """Have Ray's processes listen to this machine alone, as Ray does on systems on which it forms no clusters."""
+    before = ray_constants.ENABLE_RAY_CLUSTER
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before
+
+
+def _close_token_file() -> None:
+    """Ray lets everybody read the token with which its processes prove who they are."""
+    token = Path.home() / ".ray" / "auth_token"
+    if token.is_file() and token.stat().st_uid == os.getuid():
+        token.chmod(0o600)
 
 
 def _require_listener(address: str) -> None:
