@@ -166,6 +166,14 @@ def _doctor(args: argparse.Namespace) -> None:
     show(args.config, default=DEMO, gpu=args.gpu)
 
 
+def _status(args: argparse.Namespace) -> int:
+    from flows.status import status
+
+    text, is_well = status(args.run, stacks=args.stacks)
+    print(text)
+    return 0 if is_well else 1
+
+
 def _ui(args: argparse.Namespace) -> None:
     from flows.ui import serve
 
@@ -214,6 +222,7 @@ OTHERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "generate": _generate,
     "verify-export": _verify_export,
     "report": _report,
+    "status": _status,
     "plan": _plan,
     "doctor": _doctor,
     "ui": _ui,

@@ -9,9 +9,11 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TextIO
 
+_LOG_BYTES, _OLDER_LOGS = 50_000_000, 3  # log.txt, then log.txt.1 .. log.txt.3
 OWN = ("flows", "tasks", "tlt_core", "kernels", "conf")
 
 
@@ -44,7 +46,7 @@ def attach_terminal() -> None:
     logging.getLogger("urllib3").setLevel(logging.ERROR)
 
 
-class _RunLogHandler(logging.FileHandler):
+class _RunLogHandler(RotatingFileHandler):
     """A full disk must end the run when saving fails, not when logging fails."""
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -56,7 +58,7 @@ class _RunLogHandler(logging.FileHandler):
 def run_log(run_dir: Path) -> Iterator[None]:
     """Copy all lines to `run_dir/log.txt`, with the traceback of an error that leaves the block."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    handler = _RunLogHandler(run_dir / "log.txt", encoding="utf-8")
+    handler = _RunLogHandler(run_dir / "log.txt", maxBytes=_LOG_BYTES, backupCount=_OLDER_LOGS, encoding="utf-8")
     # Prefect's records have the name of their task.
     line = "%(asctime)s %(levelname)-7s %(name)s: %(task_run_name)s %(message)s"
     handler.setFormatter(logging.Formatter(line, defaults={"task_run_name": ""}))

@@ -52,6 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_bench(commands.add_parser("bench", help="measure, and write reports/NAME.json"))
     _add_generate(commands.add_parser("generate", help="batch generation: JSONL of prompts in, JSONL out"))
     _add_report(commands.add_parser("report", help="one run as one HTML file: what TLT has saved, curves, timelines"))
+    status = commands.add_parser("status", help="where a run is, how long it will take, what went wrong")
+    status.add_argument(
+        "run", metavar="RUN", nargs="?", default="", help="its folder or configuration (default: newest)"
+    )
+    status.add_argument("--stacks", action="store_true", help="have its processes write their stacks to RUN/stacks")
     _add_plan(commands.add_parser("plan", help="what TLT and other ways would bring: simulated from a run's own costs"))
     doctor = commands.add_parser("doctor", help="what this machine has, and what a run would take: time, memory")
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help="of that run (default: conf/demo.yaml)")

@@ -10,6 +10,7 @@ In: `Progress` several times a second from the session, the metrics of a finishe
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group
@@ -19,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows._heartbeat import Heartbeat
+from flows._status import StatusFile
 from tlt_core.items.types import WorkerState
 from tlt_core.run.progress import PhaseClock, Progress, in_words, minutes
 
@@ -34,8 +36,11 @@ _STATES = {
 class Terminal:
     """Context manager.  `Session` calls the instance with its progress."""
 
-    def __init__(self, *, console: Console | None = None, quiet_s: float | None = None) -> None:
-        """quiet_s: see `Heartbeat`."""
+    def __init__(
+        self, run_dir: Path | None = None, *, console: Console | None = None, quiet_s: float | None = None
+    ) -> None:
+        """run_dir: where `tlt status` finds the progress.  quiet_s: see `Heartbeat`."""
+        self._status = None if run_dir is None else StatusFile(run_dir)
         self._console = console or Console(stderr=True)
         self._progress: Progress | None = None
         self._began_s = time.monotonic()
@@ -51,16 +56,20 @@ class Terminal:
             self._heartbeat.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error_type: type | None, error: BaseException | None, trace: object) -> None:
+        if self._status is not None:
+            self._status.end(error)
         if self._console.is_terminal:
             self._live.stop()
         else:
-            self._heartbeat.__exit__()
+            self._heartbeat.__exit__(error_type, error, trace)
 
     def __call__(self, progress: Progress) -> None:
         """Show the progress of the run."""
         self._clock.show(progress, time.monotonic())
         self._progress = progress
+        if self._status is not None:
+            self._status.show(progress)
 
     def stage(self, phase: str, done: int, total: int, loss: float | None) -> None:
         """Show the progress of a stage outside the RL loop: cold start, first drafter."""

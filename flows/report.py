@@ -38,18 +38,18 @@ def find(run: str) -> tuple[Path, RunConfig]:
             raise ConfigError(f"{run}: its run has no folder {path} yet; begin it with 'tlt train {run}'")
     elif not path.is_dir():
         raise ConfigError(
-            f"{run}: neither a folder nor a file; name a run's folder, such as {_example()}, or its configuration file"
+            f"{run}: neither a folder nor a file; name a run's folder, such as {example()}, or its configuration file"
         )
     missing = [name for name in ("config.yaml", "metrics.jsonl") if not (path / name).is_file()]
     if missing:
         raise ConfigError(
             f"{path} has no {' and no '.join(missing)}: it is not a run's folder, or its run has not ended a step; "
-            f"name a run's folder, such as {_example()}, or go on with 'tlt train CONFIG'"
+            f"name a run's folder, such as {example()}, or go on with 'tlt train CONFIG'"
         )
     return path, load(path / "config.yaml")
 
 
-def _example() -> str:
-    """The newest run in `runs`."""
+def example() -> str:
+    """The newest run in `runs`, or how one is named."""
     runs = [path.parent for path in Path("runs").glob("*/metrics.jsonl")]
     return str(max(runs, key=lambda folder: folder.stat().st_mtime, default=Path("runs/demo")))

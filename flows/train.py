@@ -52,7 +52,7 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
         Stopping() as stopping,
         exclusive(cfg.run_dir / "lock", wait=True),
         run_log(cfg.run_dir),
-        Terminal() as show,
+        Terminal(cfg.run_dir) as show,
     ):
         cfg = precision.settle(cfg)
         predicted = announce(cfg)

@@ -3,11 +3,13 @@
 runs/NAME/metrics.jsonl            one line a step, always
 runs/NAME/figures/*.png            worker timeline, response lengths, reward curve
 runs/NAME/samples/step_000003.jsonl
+runs/NAME/metrics.prom             the newest step for Prometheus, as a file for node_exporter's textfile collector
 MLflow                             the same, when it answers (`mlflow_run.py`)
 """
 
 import json
 import logging
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -83,6 +85,8 @@ class Tracker:
         """Log the numbers of a step; step 0 has the cold start and the first validation."""
         require_declared(values)
         self._append({"step": step, **values})
+        text = prometheus({"step": step, **values}, run=self._cfg.name)
+        write_atomically(self._run_dir / "metrics.prom", lambda partial: partial.write_text(text))
         self._mlflow.metrics(values, step=step)
 
     def outcome(self, values: Mapping[str, float]) -> None:
@@ -162,6 +166,12 @@ class Tracker:
         self._rows.append(row)
         with (self._run_dir / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+
+def prometheus(values: Mapping[str, float], *, run: str) -> str:
+    """Prometheus' text format: critic/rewards/mean of run demo becomes `tlt_critic_rewards_mean{run="demo"} 0.5`."""
+    names = {name: re.sub("[^a-zA-Z0-9]", "_", name) for name in values}
+    return "".join(f'tlt_{names[name]}{{run="{run}"}} {value}\n' for name, value in values.items())
 
 
 def step_line(values: Mapping[str, float], *, step: int, num_steps: int) -> str:

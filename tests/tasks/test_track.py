@@ -260,6 +260,17 @@ def test_a_step_leaves_metrics_figures_and_samples(cfg: RunConfig, caplog: pytes
     assert provenance.tracker_run_id(cfg.run_dir) == session.tracker_run_id
 
 
+def test_the_newest_step_is_a_file_for_prometheus(cfg: RunConfig) -> None:
+    with _tracker(_Session(cfg), cfg) as tracker:
+        tracker.record({"critic/rewards/mean": 0.5, "val-core/all/reward/mean_at_4": 0.25}, step=1)
+        tracker.record({"critic/rewards/mean": 0.75, "actor/grad_norm": float("nan")}, step=2)
+    assert (cfg.run_dir / "metrics.prom").read_text().splitlines() == [
+        'tlt_step{run="smoke"} 2',
+        'tlt_critic_rewards_mean{run="smoke"} 0.75',
+        'tlt_actor_grad_norm{run="smoke"} nan',
+    ]
+
+
 def test_the_verdict_is_a_tag_and_its_seconds_are_metrics(cfg: RunConfig) -> None:
     session: Any = _Session(cfg)
     with _tracker(session, cfg) as tracker:

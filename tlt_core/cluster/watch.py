@@ -8,6 +8,7 @@ Both are logged once, with worker and phase, and the workers' stacks are written
 """
 
 import contextlib
+import faulthandler
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,6 +20,7 @@ import psutil
 from conf.system import ClusterConfig
 from tlt_core.cluster.placement import Placement
 from tlt_core.cluster.pulse import Sign
+from tlt_core.machine.getting_on import STACKS_WANTED
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +36,7 @@ class Watch:
     ) -> None:
         """ask: calls a method of the dispatcher.  shared: folder for the workers' stacks."""
         self._cluster, self._placement, self._ask = cluster, placement, ask
-        self._stacks = None if shared is None else shared.resolve() / "stacks"
+        self._stacks = None if shared is None else shared.resolve() / STACKS_WANTED.parent
         self._what, self._began_s, self._looked_s = "", 0.0, 0.0
         self._silent: set[int] = set()  # logged
         self._last: Mapping[int, Sign] = {}
@@ -58,6 +60,7 @@ class Watch:
         if not ranks or now_s - self._looked_s < _EVERY_S:
             return None
         self._looked_s = now_s
+        self._write_requested()
         waited_s, signs = now_s - self._began_s, self._ask("signs")
         return self._silence(ranks, signs, waited_s) or (None if may_idle else self._standstill(ranks, signs, waited_s))
 
@@ -105,11 +108,11 @@ class Watch:
         if stuck_s > min(_STUCK_SAID_S, limit_s / 2) and not self._said_stuck:
             self._said_stuck = True
             log.warning(
-                "no worker has got on for %.0f s in the phase %r%s; the run ends after cluster.stuck_s=%.0f s",
+                "no worker has got on for %.0f s in the phase %r; the run ends after cluster.stuck_s=%.0f s.  Stacks%s",
                 stuck_s,
                 self._what,
-                self._write_stacks(),
                 limit_s,
+                self._write_stacks(),
             )
         if stuck_s <= limit_s:
             return None
@@ -119,12 +122,21 @@ class Watch:
             f"{sorted(ranks)} are waited for.{where} Raise cluster.stuck_s if one pass really takes that long"
         )
 
+    def _write_requested(self) -> None:
+        """Write the stacks that somebody has asked for, the driver's own included."""
+        if self._stacks is None or not (self._stacks / STACKS_WANTED.name).exists():
+            return
+        (self._stacks / STACKS_WANTED.name).unlink(missing_ok=True)
+        with (self._stacks / "driver.txt").open("w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+        log.info("as asked: the stacks of the driver and%s", self._write_stacks())
+
     def _write_stacks(self) -> str:
         """Have all workers write their stacks; says where."""
         if self._stacks is None:
-            return ""
+            return " are not written, since there is no folder for them"
         self._ask("want_stacks")
-        return f" (stacks of all workers: {self._stacks})"
+        return f" of all workers are in {self._stacks}"
 
     def _name(self, rank: int) -> str:
         return f"worker {rank} on node {self._placement.nodes[rank].address}"

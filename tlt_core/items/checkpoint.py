@@ -86,6 +86,11 @@ def load_state(folder: Path) -> DriverState:
         ) from None
 
 
+def names(root: Path) -> list[str]:
+    """Names of the whole checkpoints, oldest first, whether or not they are valid."""
+    return sorted(path.name for path in root.glob("step_*"))
+
+
 def newest_valid(root: Path) -> Path | None:
     """The newest checkpoint whose files are all as they were written; others are skipped with a warning."""
     for folder in sorted(root.glob("step_*"), reverse=True):

@@ -3,6 +3,9 @@
 Whoever watches the process reads it from another thread (`cluster/pulse`).
 """
 
+from pathlib import Path
+
+STACKS_WANTED = Path("stacks") / "wanted"  # below a run's folder: whoever makes this file asks for all stacks
 _done = 0
 
 

@@ -21,6 +21,7 @@ from tlt_core.cluster.placement import Node, Placement
 from tlt_core.cluster.pulse import Beat, Signs
 from tlt_core.cluster.watch import Watch
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
+from tlt_core.machine.getting_on import STACKS_WANTED
 
 HERE = Node("a", "127.0.0.1")
 
@@ -169,3 +170,14 @@ def test_a_call_that_never_ends_is_given_up_and_its_stack_written(group: WorkerG
         group._wait_for([w.__ray_call__.remote(wait_in_vain) for w in group._workers], "sleeping")
     for rank in range(2):
         assert "wait_in_vain" in (tmp_path / "stacks" / f"worker-{rank}.txt").read_text()
+
+
+def test_stacks_that_somebody_asks_for_are_written_the_drivers_too(dispatcher: _Dispatcher, tmp_path: Path) -> None:
+    watch = _watch(dispatcher, tmp_path)
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / STACKS_WANTED).touch()
+    for _ in range(3):
+        time.sleep(0.002)
+        watch.look([0, 1])
+    assert dispatcher.stacks_wanted == 1
+    assert "test_stacks_that_somebody_asks_for" in (tmp_path / "stacks" / "driver.txt").read_text()

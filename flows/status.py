@@ -1,0 +1,118 @@
+"""`tlt status`: where a run is, how long it will take, who is idle, what went wrong: all from the run's folder."""
+
+import json
+import re
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from conf.load import ConfigError, load
+from flows._status import FAILED, FINISHED, RUNNING, STATUS, STOPPED, is_alive
+from flows.report import example
+from tlt_core.items import checkpoint
+from tlt_core.machine.getting_on import STACKS_WANTED
+from tlt_core.run.progress import Progress, in_words, minutes
+from tlt_core.run.summary import rows_of
+
+_RECENT = 5  # steps whose median tells how long the rest will take
+_LOG_TAIL = 200_000  # bytes
+
+
+def status(run: str, *, stacks: bool) -> tuple[str, bool]:
+    """What is known of the run, in lines, and whether all is well (it runs, or has finished).
+
+    run: its folder or configuration file; empty: the newest run in `runs`.  stacks: ask the run for the stacks of its
+    processes.  Raises ConfigError.
+    """
+    folder = _folder(run)
+    try:
+        known = json.loads((folder / STATUS).read_text())
+        alive = is_alive(known)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{folder} has no readable {STATUS} ({type(error).__name__}): no run has begun there; name a run's folder, "
+            f"such as {example()}"
+        ) from None
+    state = known["state"]
+    if state == RUNNING and alive is False:
+        state = "dead"
+    if stacks:
+        if state != RUNNING:
+            raise ConfigError(f"--stacks: {folder} is {state}; only a running run can write its stacks")
+        (folder / STACKS_WANTED).parent.mkdir(exist_ok=True)
+        (folder / STACKS_WANTED).touch()
+    return "\n".join(f"{name:12}{text}" for name, text in _lines(folder, known, state)), state in (RUNNING, FINISHED)
+
+
+def _folder(run: str) -> Path:
+    path = Path(run or example())
+    return load(path).run_dir if path.is_file() else path
+
+
+def _lines(folder: Path, known: Mapping[str, Any], state: str) -> Iterator[tuple[str, str]]:
+    began = datetime.fromtimestamp(known["started"]).strftime("%Y-%m-%d %H:%M:%S")
+    yield "run", f"{folder}: {_STATES[state]} (process {known['pid']} on {known['host']}, started {began})"
+    if known["error"]:
+        yield "error", known["error"].splitlines()[0]
+    rows = [row for row in rows_of(folder) if row["step"] > 0] if (folder / "metrics.jsonl").is_file() else []
+    if state == RUNNING and "phase" in known:
+        now = Progress(**{name: known[name] for name in Progress._fields if name != "worker_states"})
+        yield "now", in_words(now, elapsed_s=time.time() - known["phase_began"], left_s=None)
+        if known["worker_states"]:
+            yield "workers", "  ".join(f"{rank} {name}" for rank, name in enumerate(known["worker_states"]))
+        if rows and known["num_steps"]:
+            yield "time left", _time_left(rows, known["num_steps"])
+    if rows:
+        yield "last step", _step(rows[-1])
+    yield "checkpoint", _checkpoint(folder / "checkpoints")
+    trouble = _last_trouble(folder / "log.txt")
+    if trouble:
+        yield "last trouble", trouble
+
+
+_STATES = {
+    RUNNING: "running",
+    FINISHED: "finished",
+    STOPPED: "stopped by a signal; the same command goes on",
+    FAILED: "failed; the same command goes on from the newest checkpoint",
+    "dead": "its process is gone without a word (killed, out of memory, power); the same command goes on",
+}
+
+
+def _time_left(rows: Sequence[Mapping[str, float]], num_steps: int) -> str:
+    recent = [row["timing_s/step"] for row in rows[-_RECENT:]]
+    left = num_steps - int(rows[-1]["step"])
+    return f"about {minutes(left * statistics.median(recent))} for {left} steps (median of the last {len(recent)})"
+
+
+def _step(row: Mapping[str, float]) -> str:
+    parts = [f"{row['step']:.0f} in {row['timing_s/step']:.1f} s", f"reward {row['critic/rewards/mean']:.3f}"]
+    if "rollout/spec_accept_length" in row:
+        parts.append(f"accepted length {row['rollout/spec_accept_length']:.2f}")
+    if "bubble/idle_ratio" in row:
+        parts.append(f"idle {row['bubble/idle_ratio']:.0%} of the rollout")
+    if "bubble/harvested_ratio" in row:
+        parts.append(f"{row['bubble/harvested_ratio']:.0%} of that used")
+    return ", ".join(parts)
+
+
+def _checkpoint(root: Path) -> str:
+    names = checkpoint.names(root)
+    if not names:
+        return "none yet"
+    ago_s = time.time() - (root / names[-1]).stat().st_mtime
+    return f"{names[-1]}, {minutes(ago_s)} ago; kept: {', '.join(str(int(n.split('_')[1])) for n in names)}"
+
+
+def _last_trouble(log: Path) -> str:
+    """The newest warning or error of the run's log."""
+    if not log.is_file():
+        return ""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_TAIL))
+        lines = file.read().decode(errors="replace").splitlines()
+    found = [line for line in lines if re.match(r"\d{4}-\d\d-\d\d [\d:,]+ (WARNING|ERROR|CRITICAL) ", line)]
+    return found[-1] if found else ""
