@@ -93,6 +93,7 @@ class MlflowRun:
 
         self._outbox.put(lambda: mlflow.end_run(status))
         self.settle(within_s=_END_INTERRUPTED_S if status == "KILLED" else _END_S)
+        self._outbox.close()
 
     def settle(self, *, within_s: float) -> None:
         """Wait for what is still to be sent; a warning says what is not sent then."""

@@ -31,6 +31,7 @@ class Outbox:
         self._failures = 0
         self._dropped = 0
         self._is_down = False
+        self._is_closed = False
         self._defect: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name=f"outbox of {name}", daemon=True)
         self._thread.start()
@@ -64,9 +65,16 @@ class Outbox:
                 raise self._defect
             return len(self._calls) + self._dropped
 
+    def close(self) -> None:
+        """Make no further call."""
+        with self._changed:
+            self._is_closed = True
+            self._hurry.set()
+            self._changed.notify_all()
+
     def _serve(self) -> None:
         try:
-            while True:
+            while not self._is_closed:
                 self._make_next()
         except BaseException as defect:  # the run raises it at its next call
             with self._changed:
@@ -75,7 +83,9 @@ class Outbox:
 
     def _make_next(self) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._calls)
+            self._changed.wait_for(lambda: self._calls or self._is_closed)
+            if self._is_closed:
+                return
             call = self._calls[0]
         done = self._succeeds(call)
         with self._changed:

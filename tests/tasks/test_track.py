@@ -164,7 +164,7 @@ def test_a_server_that_accepts_and_never_answers_delays_only_the_start(
         run = _open(TrackingConfig(uri=uri, system_metrics=False))
         for step in range(50):
             run.metrics({"loss": 1.0}, step=step)
-        run.end("KILLED")
+        run.end("KILLED")  # the thread makes no further call
     assert (run.run_id, run.link) == ("", "")
     assert "lacks the last 52 calls" in caplog.text  # start, steps, end
 
