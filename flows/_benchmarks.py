@@ -9,7 +9,7 @@ from typing import Literal
 from conf.load import ConfigError
 
 Benchmark = Literal[
-    "step", "e2e", "rollout", "tuner", "spot", "idle", "engines", "peers", "kernels", "sizes", "demo", "memory"
+    "step", "e2e", "rollout", "tuner", "spot", "idle", "engines", "peers", "kernels", "sizes", "demo", "memory", "soak"
 ]
 
 BENCHMARKS: dict[Benchmark, str] = {
@@ -25,6 +25,7 @@ BENCHMARKS: dict[Benchmark, str] = {
     "sizes": "bench.sizes.command:bench_sizes_flow",
     "demo": "bench.demo:bench_demo",
     "memory": "bench.memory:bench_memory",
+    "soak": "bench.soak:bench_soak",
 }
 
 

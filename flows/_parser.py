@@ -143,7 +143,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "vLLM, llama.cpp and OpenVINO; peers: whole steps of ours beside TRL's; kernels: bytes and operations a "
         "second of every op, beside the device's own ceilings; sizes: plain beside adaptive decoding at the shapes of "
         "large models, with random weights and planted acceptance; demo: what a whole run takes and brings, from its "
-        "folder (trained first if need be)",
+        "folder (trained first if need be); memory: the plan beside what workers took; soak: a long run with faults, "
+        "beside the same run in peace",
     )
     parser.add_argument("config", nargs="?", default=DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
