@@ -9,7 +9,20 @@ from typing import Literal
 from conf.load import ConfigError
 
 Benchmark = Literal[
-    "step", "e2e", "rollout", "tuner", "spot", "idle", "engines", "peers", "kernels", "sizes", "demo", "memory", "soak"
+    "step",
+    "e2e",
+    "rollout",
+    "tuner",
+    "spot",
+    "idle",
+    "engines",
+    "peers",
+    "kernels",
+    "sizes",
+    "demo",
+    "memory",
+    "soak",
+    "compiled",
 ]
 
 BENCHMARKS: dict[Benchmark, str] = {
@@ -26,6 +39,7 @@ BENCHMARKS: dict[Benchmark, str] = {
     "demo": "bench.demo:bench_demo",
     "memory": "bench.memory:bench_memory",
     "soak": "bench.soak:bench_soak",
+    "compiled": "bench.kernels.compiled:bench_compiled",
 }
 
 

@@ -26,9 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.dispatch import Impl, jit, power_of_two, tl, uses_triton
+from kernels.dispatch import Impl, jit, power_of_two, tl, triton, uses_triton
 
 _BLOCK_KEYS = 64
+_MOST_OF_FOUR_WARPS = 4096  # entries of the output block; more would not fit into their registers
 _MOST_ROWS = 64  # queries of one program
 _PROGRAMS = 264  # in flight: two for each multiprocessor of a large GPU
 _MOST_SPLITS = 64
@@ -104,7 +105,8 @@ def _tree_attention_triton(
         q_BKNd.contiguous(), keys_BKCd, values_BKCd, bases_B.contiguous(), sees_BWU.contiguous().view(torch.uint8),
         parts_BKNSd, sums_2BKNS, num_kv, num_rows, width, nodes, size, splits, sums_2BKNS[0].numel(),
         keys_BKCd.stride(0), keys_BKCd.stride(1), keys_BKCd.stride(2), float(size**-0.5),
-        ROWS=rows, KEYS=_BLOCK_KEYS, SIZE=block_d, WIDEN=not q_BKNd.is_cuda,
+        ROWS=rows, KEYS=_BLOCK_KEYS, SIZE=block_d, WIDEN=bool(triton.knobs.runtime.interpret),
+        num_warps=8 if rows * block_d > _MOST_OF_FOUR_WARPS else 4,
     )  # fmt: skip
     _join_splits[(live * num_kv * num_rows,)](
         parts_BKNSd, sums_2BKNS, out_BKNd, size, splits, sums_2BKNS[0].numel(),
