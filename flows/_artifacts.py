@@ -1,12 +1,12 @@
 """What a flow run's page in Prefect shows: progress, the table of steps, the newest worker timeline, a link to MLflow.
 
-When Prefect's server stops answering, the run goes on without them.
+The run waits for none of it: see `tasks/outbox`.
 """
 
 import base64
-import logging
+import contextvars
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -22,8 +22,9 @@ from prefect.artifacts import (
 )
 from prefect.exceptions import PrefectException
 
-log = logging.getLogger(__name__)
+from tasks.outbox import Outbox
 
+_END_S = 15.0  # for what is still to be sent
 _COLUMNS = {
     "reward": "critic/rewards/mean",
     "length p50": "response_length/p50",
@@ -46,11 +47,14 @@ class RunPage:
         self._num_steps = num_steps
         self._rows: list[dict[str, Any]] = []
         self._progress: UUID | None = None
+        errors = (httpx.HTTPError, PrefectException)
+        self._outbox = Outbox("Prefect's server", errors=errors, refused=lambda _: True)  # later calls show more
 
     def begin(self, *, done: int, mlflow_link: str, mlflow_run_id: str, tracking_uri: str) -> None:
         """Show the progress bar, and where MLflow has the run."""
         where = f"MLflow run `{mlflow_run_id}` in `{tracking_uri}`; `tlt ui` or `make ui` opens it."
-        try:
+
+        def send() -> None:
             created = create_progress_artifact(
                 progress=self._percent(done), key=f"{self._key}-progress", description="RL steps"
             )
@@ -60,23 +64,24 @@ class RunPage:
                 create_link_artifact(key=f"{self._key}-mlflow", link=mlflow_link, link_text="MLflow run")
             else:
                 create_markdown_artifact(key=f"{self._key}-mlflow", markdown=where)
-        except (httpx.HTTPError, PrefectException) as error:
-            log.warning("Prefect did not take an artifact: %s", error)
+
+        self._send(send)
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the progress bar."""
         shown = {column: round(metrics[name], 3) for column, name in _COLUMNS.items() if name in metrics}
         self._rows.append({"step": step, **shown})
-        if self._progress is None:
-            return
-        try:
-            update_progress_artifact(self._progress, progress=self._percent(step))
-        except (httpx.HTTPError, PrefectException) as error:
-            log.warning("Prefect did not take an artifact: %s", error)
+
+        def send() -> None:
+            if self._progress is not None:
+                update_progress_artifact(self._progress, progress=self._percent(step))
+
+        self._send(send)
 
     def end(self, figures: Path) -> None:
         """Show the table of steps and the newest picture of each kind."""
-        try:
+
+        def send() -> None:
             create_table_artifact(key=f"{self._key}-steps", table=self._rows, description="Steps of this run")
             for kind, description in _PICTURES.items():
                 drawn = sorted(figures.glob(f"{kind}_*.png"))
@@ -87,8 +92,15 @@ class RunPage:
                         key=f"{self._key}-{kind}",
                         description=f"{description}, step {int(drawn[-1].stem.removeprefix(kind + '_'))}",
                     )
-        except (httpx.HTTPError, PrefectException) as error:
-            log.warning("Prefect did not take an artifact: %s", error)
+
+        self._send(send)
+        self._outbox.settle(within_s=_END_S)
+        self._outbox.close()
+
+    def _send(self, call: Callable[[], object]) -> None:
+        """In this flow's context, by which Prefect knows whose artifact it is."""
+        context = contextvars.copy_context()
+        self._outbox.put(lambda: context.run(call))
 
     def _percent(self, done: int) -> float:
         return 100.0 * done / self._num_steps
