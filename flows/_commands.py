@@ -186,7 +186,8 @@ def _deploy(args: argparse.Namespace) -> None:
     if args.stop:
         print(f"stopped: {', '.join(deploy.stop()) or 'nothing was running'}")
         return
-    url = deploy.deploy(port=args.port, file=args.file, notify_url=os.environ.get("TLT_NOTIFY_URL", ""))
+    notify_url = os.environ.get("TLT_NOTIFY_URL", "")
+    url = deploy.deploy(port=args.port, file=args.file, notify_url=notify_url, with_worker=not args.no_worker)
     print(f"deployed; pages: {url.removesuffix('/api')}    stop: tlt deploy --stop (make deploy-stop).  Run with")
     print(f"export PREFECT_API_URL={url}")
     print("prefect deployment run 'train/train' -p config=conf/smoke.yaml")

@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     ui.add_argument("--port", type=_PORT, default=5000)
     deploy = commands.add_parser("deploy", help="a Prefect server and worker on this machine, with all deployments")
     deploy.add_argument("--stop", action="store_true", help="end them; interrupted runs resume at the next deploy")
+    deploy.add_argument("--no-worker", action="store_true", help="start none: the pool's workers are elsewhere")
     deploy.add_argument("--file", type=Path, default=Path("prefect.yaml"))
     recover = commands.add_parser("recover", help="find runs whose process is gone, so that they are resumed")
     for command in (deploy, recover):

@@ -41,8 +41,11 @@ class DeployError(ValueError):
     """The deployment failed.  The text says what to do."""
 
 
-def deploy(*, port: int, file: Path, notify_url: str = "") -> str:
-    """Start everything; returns the address of the API.  Raises DeployError."""
+def deploy(*, port: int, file: Path, notify_url: str = "", with_worker: bool = True) -> str:
+    """Start everything; returns the address of the API.  Raises DeployError.
+
+    with_worker=False: the pool's workers are elsewhere, so none is started here and no lost run is looked for.
+    """
     if not file.is_file():
         raise DeployError(f"{file} does not exist; run this in the project's folder, or give --file")
     own_url = f"http://{_HOST}:{port}/api"
@@ -60,13 +63,14 @@ def deploy(*, port: int, file: Path, notify_url: str = "") -> str:
     from flows.recover import recover
 
     worker = Daemon("worker", folder=_folder())
+    start_worker = with_worker and worker.process() is None
     with get_client(sync_client=True) as client:
         _make_pool(client)
         log.info("automations: %s", ", ".join(_automations.install(client, notify_url=notify_url)))
         _deploy_all(file, env=env)
-        if worker.process() is None and _is_local(url):  # elsewhere, other machines' workers may share the pool
+        if start_worker and _is_local(url):  # elsewhere, other machines' workers may share the pool
             recover(client, pool=POOL)
-    if worker.process() is None:
+    if start_worker:
         worker.start(["-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"], env=env)
     return url
 

@@ -218,11 +218,22 @@ def test_kubernetes_deployments_make_the_job_that_is_meant(deployed: Deployed) -
     job = apply_values(template["job_configuration"], defaults | deployment.job_variables)["job_manifest"]
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert (container["image"], job["metadata"]["namespace"]) == ("tlt:0.1.0", "ml")
+    assert (container["image"], job["metadata"]["namespace"]) == ("tlt:0.1.0-cuda", "ml")
     assert container["resources"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": 1}
     assert container["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
     assert pod["volumes"][0] == {"name": "state", "persistentVolumeClaim": {"claimName": "tlt-state"}}
     assert deployment.entrypoint == "flows.train.train"
+
+
+@pytest.mark.slow
+@pytest.mark.prefect
+def test_without_a_worker_the_deployments_are_made_and_nothing_is_started(deployed: Deployed) -> None:
+    env = deployed.env | {"PREFECT_API_URL": deployed.url, "PREFECT_HOME": str(deployed.root / "elsewhere")}
+    elsewhere = deployed._replace(env=env)
+    deployed.prefect("deployment", "delete", "evaluate/evaluate")
+    assert "deployed" in elsewhere.tlt("deploy", "--no-worker", "--file", str(deployed.root / "prefect.yaml"))
+    assert not list((deployed.root / "elsewhere").glob("*.pid"))
+    assert "evaluate/evaluate" in deployed.prefect("deployment", "ls")
 
 
 @pytest.mark.slow

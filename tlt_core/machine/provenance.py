@@ -6,6 +6,7 @@ runs/NAME/run.json       the tracker's run id, and an entry for each attempt (a 
 """
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -25,13 +26,16 @@ _RECORD = threading.Lock()  # for run.json: the tracker's thread writes it, too
 
 
 def commit() -> str:
-    """Commit of the running code, with `-dirty` when files have changed since; `unknown` outside a git checkout."""
+    """Commit of the running code, with `-dirty` when files have changed since.
+
+    Outside a git checkout it is what TLT_COMMIT says (an image knows its own), or `unknown`.
+    """
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
         status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        return os.environ.get("TLT_COMMIT", "unknown")
     return head.stdout.strip() + ("-dirty" if status.stdout.strip() else "")
 
 

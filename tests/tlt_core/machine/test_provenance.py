@@ -28,4 +28,7 @@ def test_every_attempt_is_recorded_and_the_tracker_run_survives(tmp_path: Path) 
 
 def test_outside_a_git_checkout_the_commit_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))
+    monkeypatch.delenv("TLT_COMMIT", raising=False)
     assert provenance.commit() == "unknown"
+    monkeypatch.setenv("TLT_COMMIT", "0123abc")
+    assert provenance.commit() == "0123abc"
