@@ -4,7 +4,7 @@ vLLM packs weights for its CPU kernels and fuses projections, so what is in use 
 a load each layer is therefore asked: its output for one random input must be that of the file's weights.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -14,55 +14,83 @@ from torch import Tensor, nn
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
 
-def load(runner: Any, model: nn.Module, file: str) -> dict[str, Any]:
-    """Load all tensors of the file.  Returns {"tensors": loaded, "checked": layers and parameters that were compared}.
+class Loading:
+    """New weights of one model, which may come in several files.  Until `end` the model must not be used."""
 
-    Raises ValueError when the file does not fill the model, or the model does not compute with it afterwards."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+    def __init__(self, runner: Any, model: nn.Module) -> None:
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
 
-    wanted = {name for name, _ in model.named_parameters()}
-    with safe_open(file, framework="pt") as tensors:
-        given = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  (not a mapping)
-    _require_complete(model, given, file)
-    with set_current_vllm_config(runner.vllm_config):
-        initialize_layerwise_reload(model)
-        loaded = cast(Any, model).load_weights(iter(given.items()))
-        finalize_layerwise_reload(model, runner.vllm_config.model_config)
-    # A head that is tied to the embedding is not in the file, but it is packed apart.
-    head = getattr(model, "lm_head", None)
-    if head is not None and "lm_head.weight" not in given:
-        head.quant_method.process_weights_after_loading(head)
-    missing = sorted(wanted - set(loaded or wanted))
-    if missing:
-        raise ValueError(f"{file} has no weights for {len(missing)} parameters, e.g. {missing[0]}")
-    return {"tensors": len(given), "checked": require_in_use(model, given, file)}
+        self._runner, self._model = runner, model
+        self._wanted = {name for name, _ in model.named_parameters()}
+        self._dtype = next(model.parameters()).dtype
+        self._loaded: set[str] = set()
+        self._expected: dict[str, Tensor] = {}  # what each matrix makes of its `_input`, by the end of its name
+        self._tensors, self._has_head = 0, False
+        with set_current_vllm_config(runner.vllm_config):
+            initialize_layerwise_reload(model)
+
+    def add(self, file: str) -> None:
+        """Load the tensors of a safetensors file."""
+        from vllm.config import set_current_vllm_config
+
+        with safe_open(file, framework="pt") as tensors:
+            given = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  (not a mapping)
+        for name, weight in given.items():
+            if weight.dim() == 2:
+                x = _input(weight.shape[1], self._dtype).float()
+                self._expected[_end(name)] = x @ weight.to(self._dtype).float().T
+        with set_current_vllm_config(self._runner.vllm_config):
+            self._loaded |= set(cast(Any, self._model).load_weights(iter(given.items())) or self._wanted)
+        self._tensors += len(given)
+        self._has_head |= "lm_head.weight" in given
+
+    def end(self) -> dict[str, Any]:
+        """Finish.  Returns {"tensors": loaded, "checked": layers that were compared}.
+
+        Raises ValueError when the files do not fill the model, or the model does not compute with them."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
+
+        with set_current_vllm_config(self._runner.vllm_config):
+            finalize_layerwise_reload(self._model, self._runner.vllm_config.model_config)
+        # A head that is tied to the embedding is not in the file, but it is packed apart.
+        head = getattr(self._model, "lm_head", None)
+        if head is not None and not self._has_head:
+            head.quant_method.process_weights_after_loading(head)
+        missing = sorted(self._wanted - self._loaded)
+        if missing:
+            raise ValueError(f"no weights came for {len(missing)} parameters, e.g. {missing[0]}")
+        _refuse_missing(self._model, self._expected)
+        return {"tensors": self._tensors, "checked": self._require_in_use()}
+
+    @torch.inference_mode()
+    def _require_in_use(self) -> int:
+        """Compare each layer with the files' weights; returns how many were compared.  Raises ValueError."""
+        checked, device = 0, next(self._model.parameters()).device
+        for name, module, parts in _layers(self._model):
+            dtype = next((p.dtype for p in module.parameters()), self._dtype)
+            if getattr(module, "tp_size", 1) > 1 or module.bias is not None or dtype != self._dtype:
+                continue
+            if dtype not in _TOLERANCE:  # quantised: not to be compared
+                continue
+            expected = torch.cat([self._expected[part] for part in parts], dim=-1)
+            size = getattr(module, "input_size_per_partition", module.input_size)
+            answer = module(_input(size, dtype).to(device))
+            found = (answer[0] if isinstance(answer, tuple) else answer).float().cpu()
+            error = float((found - expected).norm() / expected.norm())
+            if not error <= _TOLERANCE[dtype]:
+                raise ValueError(
+                    f"{name} does not compute with the weights that came (relative error {error:.1e}): the engine "
+                    "would decode with other weights than were published"
+                )
+            checked += 1
+        return checked
 
 
-@torch.inference_mode()
-def require_in_use(model: nn.Module, given: Mapping[str, Tensor], file: str) -> int:
-    """Compare each layer with the file's weights; returns how many were compared.  Raises ValueError."""
-    checked, generator = 0, torch.Generator().manual_seed(0)
-    for name, module, weights in _layers(model, given):
-        if any(w is None for w in weights) or getattr(module, "tp_size", 1) > 1 or module.bias is not None:
-            continue
-        size = weights[0].shape[1]
-        dtype = next((p.dtype for p in module.parameters()), weights[0].dtype)
-        if dtype not in _TOLERANCE:  # quantised: not to be compared
-            continue
-        x = torch.randn(1, size, generator=generator).to(dtype)
-        expected = torch.cat([x.float() @ w.to(dtype).float().T for w in weights], dim=-1)
-        device = next(model.parameters()).device
-        answer = module(x.to(device))
-        found = (answer[0] if isinstance(answer, tuple) else answer).float().cpu()
-        error = float((found - expected).norm() / expected.norm())
-        if not error <= _TOLERANCE[dtype]:
-            raise ValueError(
-                f"{name} does not compute with the weights of {file} (relative error {error:.1e}): the engine would "
-                "decode with other weights than were published"
-            )
-        checked += 1
-    return checked
+def _input(size: int, dtype: torch.dtype) -> Tensor:
+    """What a layer with so many inputs is asked, [1, size]."""
+    return torch.randn(1, size, generator=torch.Generator().manual_seed(size)).to(dtype)
 
 
 @torch.inference_mode()
@@ -93,27 +121,31 @@ def require_answers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
         )
 
 
-def _require_complete(model: nn.Module, given: Mapping[str, Tensor], file: str) -> None:
+def require_complete(model: nn.Module, file: str) -> None:
     """A layer that the file leaves out would keep what it had, without a word.  Raises ValueError."""
-    missing = sorted(name for name, _, weights in _layers(model, given) if any(w is None for w in weights))
+    with safe_open(file, framework="pt") as tensors:
+        names = tensors.keys()
+    _refuse_missing(model, {_end(name) for name in names})
+
+
+def _refuse_missing(model: nn.Module, given: Container[str]) -> None:
+    missing = sorted(name for name, _, parts in _layers(model) if any(part not in given for part in parts))
     if missing:
-        raise ValueError(f"{file} has no weights for {len(missing)} layers, e.g. {missing[0]}")
+        raise ValueError(f"no weights came for {len(missing)} layers, e.g. {missing[0]}")
 
 
-def _layers(model: nn.Module, given: Mapping[str, Tensor]) -> Iterator[tuple[str, nn.Module, list[Any]]]:
-    """Linear layers, with the file's weights of each; None for those that it lacks."""
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any, list[str]]]:
+    """Linear layers, with the ends of the names that their matrices have in a file."""
     from vllm.model_executor.layers.linear import LinearBase
 
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {}) or {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
-    by_end = {_end(name): tensor for name, tensor in given.items()}
     for name, module in model.named_modules():
-        if not isinstance(module, LinearBase):
-            continue
-        room, _, last = name.rpartition(".")
-        yield name, module, [by_end.get(_end(f"{room}.{part}.weight")) for part in fused.get(last, [last])]
+        if isinstance(module, LinearBase):
+            room, _, last = name.rpartition(".")
+            yield name, module, [_end(f"{room}.{part}.weight") for part in fused.get(last, [last])]
 
 
 def _end(name: str) -> str:

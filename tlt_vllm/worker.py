@@ -15,10 +15,26 @@ class WorkerExtension:
 
     model_runner: Any
     _tlt_answers: list[dict[str, Any]]
+    _tlt_loading: weights.Loading | None = None
 
     def tlt_load_policy(self, file: str) -> dict[str, Any]:
         """New weights of the policy, in place, from a safetensors file.  Raises ValueError; see `weights`."""
-        report = weights.load(self.model_runner, self.model_runner.get_model(), file)
+        weights.require_complete(self.model_runner.get_model(), file)
+        self.tlt_load_policy_part(file)
+        return self.tlt_end_policy()
+
+    def tlt_load_policy_part(self, file: str) -> None:
+        """Some of the policy's new weights.  The engine must not decode before `tlt_end_policy`."""
+        if self._tlt_loading is None:
+            self._tlt_loading = weights.Loading(self.model_runner, self.model_runner.get_model())
+        self._tlt_loading.add(file)
+
+    def tlt_end_policy(self) -> dict[str, Any]:
+        """All parts are there.  Raises ValueError; see `weights`."""
+        loading, self._tlt_loading = self._tlt_loading, None
+        if loading is None:
+            raise ValueError("no part of the policy came before the end: call tlt_load_policy_part first")
+        report = loading.end()
         tap = hooks.parts_of(self.model_runner).tap
         if tap is not None:
             tap.clear()
@@ -30,7 +46,10 @@ class WorkerExtension:
         model = getattr(drafter, "model", None)
         if model is None:
             raise ValueError("this engine has no drafter with weights: start it with a speculative config of eagle3")
-        return weights.load(self.model_runner, model, file)
+        weights.require_complete(model, file)
+        loading = weights.Loading(self.model_runner, model)
+        loading.add(file)
+        return loading.end()
 
     def tlt_before_sleep(self) -> None:
         """Remember what the layers of policy and drafter compute."""

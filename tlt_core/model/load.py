@@ -152,6 +152,15 @@ def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted(ids))
 
 
+def hf_tensors(
+    weights: Iterable[tuple[str, Tensor]], config: DecoderConfig, *, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """The decoder's parameters by name -> the tensors of a Hugging Face folder, on the CPU, one after the other."""
+    for name, weight in weights:
+        for hf, part in _to_hf(name, weight, config):
+            yield hf, part.to("cpu", dtype).contiguous()
+
+
 def save_hf(
     weights: Iterable[tuple[str, Tensor]],
     config: DecoderConfig,
@@ -165,7 +174,7 @@ def save_hf(
     `weights` are the decoder's parameters by name, each one once.  All or nothing.  Raises StoreError where the disk
     refuses.
     """
-    tensors = {hf: part.to("cpu", dtype).contiguous() for name, w in weights for hf, part in _to_hf(name, w, config)}
+    tensors = dict(hf_tensors(weights, config, dtype=dtype))
     with torch.device("meta"):
         missing = {hf for name, _ in Decoder(config).named_parameters() for hf in _hf_names(name)} - tensors.keys()
     assert not missing, f"weights to save lack {sorted(missing)[0]}"

@@ -1,12 +1,12 @@
 """vLLM as a worker's replica: the worker's side of a process that runs in vLLM's own Python environment.
 
-    with VllmRollout(python, model, folder=..., write_policy=..., ...) as replica:
+    with VllmRollout(python, model, folder=..., for_vllm=..., ...) as replica:
         replica.load_weights(trainer.weights(), policy_version=1)      # into the running engine
         replica.decode(pull, on_finish, params)                        # as `Replica.decode`
 
-Requests and responses go through pipes, weights through a safetensors file.  Every answer of the process has a time
-limit and names the policy version that it decoded with.  A process that hangs, has died or missed an update ends the
-phase with a message and the end of its log.
+Requests and responses go through pipes, weights in pieces through shared memory (`pieces`).  Every answer of the
+process has a time limit and names the policy version that it decoded with.  A process that hangs, has died or missed an
+update ends the phase with a message and the end of its log.
 
 The process runs the plug-in `tlt_vllm`: tokens are sampled with our noise, so speculation does not change them, and
 responses are those of our engine up to rounding.  The tuner chooses draft lengths, and hidden states come back for
@@ -37,6 +37,7 @@ from tlt_core.model.sampling import stream_key
 from tlt_core.rollout.engine import Pull, RoundTrace
 from tlt_core.rollout.replica import DecodeReport, OnCaptured
 from tlt_core.rollout.vllm.environment import environment
+from tlt_core.rollout.vllm.pieces import in_shared_memory, pieces
 
 _SCRIPT = Path(__file__).with_name("process.py")
 _START_S = 1200.0  # loading takes half a minute, on a busy machine ten
@@ -64,7 +65,7 @@ class VllmRollout:
         model: Path,
         *,
         folder: Path,
-        write_policy: Callable[[Iterable[tuple[str, Tensor]], Path], None],
+        for_vllm: Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]],
         dtype: str,
         max_len: int,
         max_live: int,
@@ -79,15 +80,15 @@ class VllmRollout:
         seed: int = 0,
         policy_version: int = 0,
     ) -> None:
-        """python: of the environment with vLLM.  folder: this object's own, for the log and for weights on their way.
-        write_policy: writes weights under our names as a Hugging Face folder.  kv_cache_mb, eager: see `VllmConfig`.
+        """python: of the environment with vLLM.  folder: this object's own, for the log.
+        for_vllm: makes Hugging Face's tensors of weights under our names.  kv_cache_mb, eager: see `VllmConfig`.
         memory_fraction: of a GPU, where kv_cache_mb is None; less where it would not leave `leave_bytes` to others.
         sleeps: `release_memory` is going to be called.  speculative: vLLM's speculative_config (`vllm_speculation`
         makes one).  tlt: settings of `tlt_vllm`.  policy_version: of the weights in `model`.
 
         Raises VllmUnusable."""
         require_vllm(python)
-        self._python, self._folder, self._write_policy = python, folder, write_policy
+        self._python, self._folder, self._for_vllm = python, folder, for_vllm
         self._max_live, self._threads = max_live, threads
         self._version = policy_version
         self._settings = {
@@ -160,11 +161,10 @@ class VllmRollout:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, policy_version: int) -> None:
         """As `Replica.load_weights`, into the running engine.  Raises VllmError."""
-        folder = self._folder / "policy"
-        self._write_policy(weights, folder)
-        file = folder / "model.safetensors"
-        self.ask({"ask": "weights", "file": str(file), "version": policy_version})
-        file.unlink()
+        for piece in pieces(self._for_vllm(weights)):
+            with in_shared_memory(piece, otherwise=self._folder) as file:
+                self.ask({"ask": "part", "file": str(file)})
+        self.ask({"ask": "weights", "version": policy_version})
         self._version = policy_version
 
     def decode(

@@ -4,7 +4,9 @@
 
     stdin   {"model": ..., "dtype": ..., "max_len": ..., ...}                                      settings, once
     stdout  {"ready": {"version": ..., "threads": ...}}
-    stdin   {"ask": "weights", "file": "x.safetensors", "version": 3}
+    stdin   {"ask": "part", "file": "x.safetensors"}                                    some of the policy's new weights
+    stdout  {}
+    stdin   {"ask": "weights", "version": 3}                                            that were all of them
     stdout  {"tensors": 272, "checked": 120, "seconds": 0.4}
     stdin   {"ask": "drafter", "file": "y.safetensors"}
     stdout  {"tensors": 12, "checked": 6}
@@ -95,13 +97,18 @@ class Server:
             "samples_rightly": _spreads_temperatures(),
         }
 
-    def weights(self, *, file, version):
-        """Replace the policy's weights by those of a safetensors file."""
+    def part(self, *, file):
+        """Replace some of the policy's weights by those of a safetensors file."""
         if self._live:
             raise RuntimeError(f"{len(self._live)} responses are being decoded: weights change between rollouts only")
         self._wake()
+        self._llm.collective_rpc("tlt_load_policy_part", args=(file,))
+        return {}
+
+    def weights(self, *, version):
+        """All parts are there: from now on the policy has this version."""
         started_s = time.monotonic()
-        report = self._llm.collective_rpc("tlt_load_policy", args=(file,))[0]
+        report = self._llm.collective_rpc("tlt_end_policy")[0]
         self._version = version
         if not self._llm.reset_prefix_cache():
             raise RuntimeError("the prefix cache was not emptied: it holds states of the old weights")

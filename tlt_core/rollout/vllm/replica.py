@@ -1,6 +1,6 @@
 """Starts vLLM as a worker's replica, as the configuration says."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from conf.rollout import RolloutConfig
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.config import DecoderConfig
 from tlt_core.model.ends import PolicyEnds
-from tlt_core.model.load import load_config, save_hf
+from tlt_core.model.load import hf_tensors, load_config
 from tlt_core.rollout.vllm.client import VllmRollout
 from tlt_core.rollout.vllm.drafts import tlt_settings, vllm_menu, vllm_speculation
 
@@ -47,15 +47,15 @@ def start_vllm(
     model, menu = load_config(model_dir), vllm_menu(cfg.speculation)
     max_len = max(max_len, min(max_len + _ROOM, model.max_position_embeddings))
 
-    def write_policy(weights: Iterable[tuple[str, Tensor]], folder: Path) -> None:
+    def for_vllm(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         weights = weights if ends is None else ends.through(weights)
-        save_hf(weights, model, folder, tokenizer_from=model_dir, dtype=as_torch(cfg.dtype))
+        return hf_tensors(weights, model, dtype=as_torch(cfg.dtype))
 
     engine = VllmRollout(
         spec.python,
         model_dir,
         folder=spec.folder / f"worker_{rank}",
-        write_policy=write_policy,
+        for_vllm=for_vllm,
         dtype=cfg.dtype,
         max_len=max_len,
         max_live=cfg.max_live_requests,

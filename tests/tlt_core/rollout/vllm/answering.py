@@ -4,17 +4,22 @@ The seed of the settings says what goes wrong: 1: new weights are ignored.  2: i
 """
 
 import json
+import struct
 import sys
+from pathlib import Path
 
 
 def main() -> None:
     """Serve until stdin ends."""
     settings = json.loads(sys.stdin.readline())
     _say({"ready": {"version": "none", "samples_rightly": True}})
-    live, decoded, version = [], 0, settings["version"]
+    live, decoded, version, parts = [], 0, settings["version"], []
     for line in sys.stdin:
         request = json.loads(line)
         match request.pop("ask"):
+            case "part":
+                parts.append(_names(request["file"]))
+                _say({})
             case "weights":
                 version = version if settings["seed"] == 1 else request["version"]
                 _say({"tensors": 1, "seconds": 0.0})
@@ -29,12 +34,27 @@ def main() -> None:
                 answer = {"live": len(live), "tokens": 3, "finished": [told | {"states": None}], "rounds": rounds}
                 _say(answer | {"version": version})
             case "counters":
-                _say({"drafts": decoded, "draft_tokens": 3 * decoded, "accepted": decoded, "tuner": {"speedup_est": 1}})
+                _say(
+                    {
+                        "drafts": decoded,
+                        "draft_tokens": 3 * decoded,
+                        "accepted": decoded,
+                        "tuner": {"speedup_est": 1},
+                        "parts": parts,
+                    }
+                )
             case "tuner":
                 if request["call"] == "suspend":
                     _say({"error": "KeyError: no such drafter"})
                 else:
                     _say({"answer": {"given": request["arguments"], "options": request["options"]}})
+
+
+def _names(file: str) -> list[str]:
+    """Of the tensors in a safetensors file."""
+    with Path(file).open("rb") as content:
+        (size,) = struct.unpack("<Q", content.read(8))
+        return sorted(json.loads(content.read(size)).keys() - {"__metadata__"})
 
 
 def _say(value: dict) -> None:

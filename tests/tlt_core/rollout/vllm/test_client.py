@@ -3,6 +3,7 @@
 `answering` stands in for the process; tests/vllm starts the real one.
 """
 
+import functools
 import sys
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from conf.load import ConfigError, load
 from conf.rollout import RolloutConfig, SpeculationConfig
 from tlt_core.items.speculation import Strategy
 from tlt_core.items.types import FinishReason, GenerationRequest, NoiseKey, Rollout, SamplingParams
-from tlt_core.rollout.vllm import client
+from tlt_core.rollout.vllm import client, pieces
 from tlt_core.rollout.vllm.client import VllmError, VllmRollout, VllmUnusable
 from tlt_core.rollout.vllm.drafts import RemoteTuner, tlt_settings, vllm_menu, vllm_speculation
 from tlt_core.run import preflight
@@ -122,14 +123,10 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(client, "_SCRIPT", Path(__file__).with_name("answering.py"))
     monkeypatch.setattr(client, "require_vllm", lambda _: None)
 
-    def write(weights, folder: Path) -> None:
-        folder.mkdir(exist_ok=True)
-        (folder / "model.safetensors").write_text("")
-
     def started(seed: int) -> VllmRollout:
         sizes = {"dtype": "float32", "max_len": 16, "max_live": 2, "threads": 1}
         python = Path(sys.executable)
-        return VllmRollout(python, tmp_path, folder=tmp_path / "vllm", write_policy=write, seed=seed, **sizes)
+        return VllmRollout(python, tmp_path, folder=tmp_path / "vllm", for_vllm=list, seed=seed, **sizes)
 
     return started
 
@@ -162,6 +159,19 @@ def test_what_the_process_answers_becomes_rollouts_and_a_report(start) -> None:
             assert rounds[0].report.strategy == Strategy("ngram", 3, 1, 3)
             assert (rounds[0].report.accepted, rounds[0].tokens, rounds[0].seconds) == ((1,), 2, 0.75)
     replica.close()  # again
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_weights_go_in_pieces_and_leave_no_file(start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, room) -> None:
+    monkeypatch.setattr(pieces, "_SHARED", tmp_path / "shared")
+    if room:
+        (tmp_path / "shared").mkdir()
+    monkeypatch.setattr(client, "pieces", functools.partial(pieces.pieces, most_bytes=100))
+    weights = [(name, torch.zeros(count)) for name, count in zip("abcdef", (10, 15, 1, 40, 20, 5), strict=True)]
+    with start(seed=0) as replica:
+        replica.load_weights(weights, policy_version=1)
+        assert replica.counters()["parts"] == [["a", "b"], ["c"], ["d"], ["e", "f"]]  # 40 + 60, 4, 160, 80 + 20 bytes
+    assert not [p for p in tmp_path.rglob("*") if p.suffix == ".safetensors"]
 
 
 def test_a_process_that_missed_an_update_ends_the_phase(start) -> None:
