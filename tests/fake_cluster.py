@@ -22,18 +22,23 @@ _OBJECT_STORE_BYTES = 80 << 20
 _TIMEOUT_S = 90
 
 
-def add_node(cluster: Cluster, address: str, *, num_cpus: int) -> object:
+def add_node(cluster: Cluster, address: str, *, num_cpus: int, num_gpus: int = 0) -> object:
     """A further node, or the first: the head."""
     head = {"include_dashboard": False} if cluster.head_node is None else {}
     with contextlib.chdir(tempfile.gettempdir()):
         return cluster.add_node(
-            node_ip_address=address, num_cpus=num_cpus, object_store_memory=_OBJECT_STORE_BYTES, **head
+            node_ip_address=address,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            **head,
         )
 
 
 @contextlib.contextmanager
-def fake_cluster(cpus: Mapping[str, int]) -> Iterator[Cluster]:
-    """cpus: of each node, by its address; the first is the head, where drivers run.  Ends every process it started."""
+def fake_cluster(cpus: Mapping[str, int], *, gpus: int = 0) -> Iterator[Cluster]:
+    """cpus: of each node, by its address; the first is the head, where drivers run.  gpus: of each node; there are none
+    behind these numbers.  Ends every process it started."""
     before = _ray_processes()
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -42,7 +47,7 @@ def fake_cluster(cpus: Mapping[str, int]) -> Iterator[Cluster]:
         cluster = Cluster()
         try:
             for address, count in cpus.items():
-                add_node(cluster, address, num_cpus=count)
+                add_node(cluster, address, num_cpus=count, num_gpus=gpus)
             yield cluster
         finally:
             ray.shutdown()

@@ -1,0 +1,49 @@
+"""A dry run of the GPU configurations' placement, on nodes that pretend to have GPUs."""
+
+import os
+from collections import Counter
+
+import pytest
+import ray
+
+from conf.load import load
+from tests.fake_cluster import fake_cluster
+from tlt_core.cluster.placement import ClusterError, require_room, reserve, start_ray
+
+pytestmark = pytest.mark.slow
+NODES = ("127.0.0.2", "127.0.0.3")
+
+
+class _Seat:
+    """What a worker's process would see."""
+
+    def see(self) -> tuple[str, str]:
+        return ray.util.get_node_ip_address(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.mark.parametrize(("config", "nodes"), [("multi_gpu", 1), ("multi_node", 2)])
+def test_every_worker_gets_a_gpu_of_its_own_and_neighbours_have_consecutive_ranks(config: str, nodes: int) -> None:
+    wanted = load(f"conf/{config}.yaml").cluster
+    with fake_cluster(dict.fromkeys(NODES[:nodes], 8 * wanted.threads_per_worker), gpus=8) as cluster:
+        there = wanted.model_copy(update={"address": cluster.address})
+        start_ray(there)
+        require_room(there)
+        placement = reserve(there)
+        actor = ray.remote(num_cpus=there.threads_per_worker, num_gpus=there.gpus_per_worker)(_Seat)
+        seats = [
+            actor.options(scheduling_strategy=placement.worker(rank)).remote() for rank in range(there.num_workers)
+        ]
+        seen = ray.get([seat.see.remote() for seat in seats])
+    assert [address for address, _ in seen] == [node.address for node in placement.nodes]
+    assert [address for address, _ in seen] == [address for address in NODES[:nodes] for _ in range(8)]
+    assert len(set(seen)) == there.num_workers == 8 * nodes
+    assert Counter(gpu for _, gpu in seen) == Counter(dict.fromkeys(map(str, range(8)), nodes))
+
+
+def test_a_cluster_with_a_gpu_too_few_is_refused() -> None:
+    wanted = load("conf/multi_gpu.yaml").cluster
+    with fake_cluster({NODES[0]: 8 * wanted.threads_per_worker}, gpus=7) as cluster:
+        there = wanted.model_copy(update={"address": cluster.address})
+        start_ray(there)
+        with pytest.raises(ClusterError, match=r"asks for 32 CPUs and 8 GPUs; .* with 32 CPUs and 7 GPUs"):
+            require_room(there)
