@@ -12,7 +12,8 @@ class PretrainedModel(Section):
 
     kind: Literal["pretrained"] = "pretrained"
     path: str = "smollm2-135m-instruct"
-    """A local folder, a hub name, or `smollm2-135m-instruct`, the model that is installed with the package."""
+    """A local folder, a hub name (`owner/name@COMMIT` pins it), or `smollm2-135m-instruct`, the model that is installed
+    with the package."""
 
 
 class RandomModel(Section):

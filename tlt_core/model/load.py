@@ -41,7 +41,8 @@ _TOKENIZER_FILES = (
 
 
 def resolve(path: str | Path) -> Path:
-    """Folder of a model: a local folder, the embedded model, or a hub name (downloaded).  Raises ModelError."""
+    """Folder of a model: a local folder, the embedded model, or a hub name (downloaded), with `@REVISION` if it is to
+    be a certain commit, tag or branch.  Raises ModelError."""
     if str(path) == EMBEDDED_NAME:
         return embedded_model_dir()
     folder = Path(path)
@@ -51,7 +52,8 @@ def resolve(path: str | Path) -> Path:
         return folder
     if folder.is_absolute() or str(path).startswith(".") or str(path).count("/") != 1:
         raise ModelError(
-            f"model folder {path} does not exist; give a local folder, a hub name (owner/name), or {EMBEDDED_NAME!r}"
+            f"model folder {path} does not exist; give a local folder, a hub name (owner/name, owner/name@COMMIT), or "
+            f"{EMBEDDED_NAME!r}"
         )
     return _download(str(path))
 
@@ -60,8 +62,10 @@ def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    repository, _, revision = name.partition("@")
+    kept = ["*.safetensors", "*.json", "*.jinja", "*.txt"]  # no code, no pickles
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.jinja", "*.txt"]))
+        return Path(snapshot_download(repository, revision=revision or None, allow_patterns=kept))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelError(
             f"model {name!r} is neither a local folder nor can it be had from the hub ({type(error).__name__}); check "

@@ -39,7 +39,7 @@ def check_run(cfg: RunConfig) -> None:
 
 def _is_fetched(path: str) -> bool:
     """Is it the embedded model, or a name on the hub?"""
-    hub_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) is not None
+    hub_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+(@[\w.-]+)?", path) is not None
     return path == EMBEDDED_NAME or (hub_name and not Path(path).is_dir())
 
 

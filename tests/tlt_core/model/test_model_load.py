@@ -1,8 +1,13 @@
 """Folders in and out: bitwise round trips, and errors that name the file and the remedy."""
 
 import dataclasses
+import http.server
 import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
 
 import pytest
 import torch
@@ -176,6 +181,29 @@ def test_hub_name_without_network_is_one_clear_paragraph():
         resolve("nobody/nothing-7b")
     assert "\n" not in str(info.value)
     assert "model.path=smollm2-135m-instruct" in str(info.value)
+
+
+@pytest.mark.parametrize(("name", "revision"), [("owner/name", "main"), ("owner/name@0123abc", "0123abc")])
+def test_the_named_revision_is_asked_for(name, revision):
+    asked = []
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
+        environment.pop("HF_HUB_OFFLINE", None)
+        code = "import sys; from tlt_core.model.load import resolve; resolve(sys.argv[1])"
+        done = subprocess.run([sys.executable, "-c", code, name], env=environment, capture_output=True, timeout=120)
+        hub.shutdown()
+    assert b"can it be had from the hub" in done.stderr
+    assert [path for path in asked if "owner" in path] == [f"/api/models/owner/name/revision/{revision}"]
 
 
 def test_folder_without_tokenizer(folder):
