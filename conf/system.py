@@ -39,6 +39,9 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints to keep."""
     keep_best: int = Field(1, ge=0)
     """Number of best checkpoints to keep besides, by `best_metric`."""
+    keep_step_files: int = Field(8, ge=1)
+    """Number of newest steps whose rollouts and scores stay in `runs/NAME/steps`, besides the first step's.  Older ones
+    are removed with older checkpoints."""
     best_metric: str = "val-core/all/reward/greedy"
     """Metric that ranks checkpoints; higher is better.  Checkpoints without it are not ranked."""
 
