@@ -24,6 +24,8 @@ from tasks.warmup import warm_up_drafter
 
 _FIXED = StrategyConfig(drafter="eagle3", depth=4, width=1, tokens=4)  # a usual setting of serving engines
 
+_ALL_STEPS = 10_000_000  # the most of a run: their files are measured
+
 
 def first_drafter(cfg: RunConfig) -> tuple[Path, Path]:
     """Folders of the drafter that all runs start with, and of its policy.  A drafter is made if none is configured."""
@@ -50,7 +52,8 @@ def variants(cfg: RunConfig, drafter: Path) -> dict[str, RunConfig]:
     tlt       as static, but they do both
     """
     validation = cfg.evaluation.model_copy(update={"every_steps": 0})
-    saving = cfg.checkpoint.model_copy(update={"every_steps": cfg.num_steps, "keep_last": 1, "keep_best": 0})
+    kept = {"every_steps": cfg.num_steps, "keep_last": 1, "keep_best": 0, "keep_step_files": _ALL_STEPS}
+    saving = cfg.checkpoint.model_copy(update=kept)
     tracking = cfg.tracking.model_copy(update={"register_models": False})
     common = {"evaluation": validation, "checkpoint": saving, "tracking": tracking}
     base = cfg.model_copy(update=common).with_drafter(drafter)

@@ -66,13 +66,14 @@ def predict(cfg: RunConfig, todo: ToDo) -> Forecast | None:
 def to_do(cfg: RunConfig) -> ToDo:
     """What is still to do."""
     embedded = inputs.artifacts_dir() / "models" / EMBEDDED_NAME / "config.json"
-    newest = checkpoint.newest_valid(cfg.run_dir / "checkpoints")
+    with checkpoint.newest(cfg.run_dir / "checkpoints") as found:
+        done_steps = 0 if found is None else found.state.step
     return ToDo(
         model=not embedded.is_file() and (isinstance(cfg.model, RandomModel) or cfg.model.path == EMBEDDED_NAME),
         data=not (inputs.data_dir(cfg) / "manifest.json").is_file(),
         cold_start=cfg.coldstart.enabled and not (coldstart.output_dir(cfg) / "coldstart.json").is_file(),
         first_drafter=cfg.needs_first_drafter and not (cfg.run_dir / "drafter-eagle3").is_dir(),
-        done_steps=0 if newest is None else checkpoint.load_state(newest).step,
+        done_steps=done_steps,
     )
 
 

@@ -74,18 +74,17 @@ def export(
 
 def _newest_policy(cfg: RunConfig, start: Path, dataset: Ref, show: Terminal) -> tuple[Path, int | None]:
     """Folder of the policy, and its RL steps if known.  A policy older than the newest checkpoint is exported again."""
-    newest, written = checkpoint.newest_valid(cfg.run_dir / "checkpoints"), cfg.run_dir / POLICY
-    if newest is None:
-        return (written, None) if written.is_dir() else (start, 0)
-    state = checkpoint.load_state(newest)
-    if not _is_newer(written / "config.json", newest / "state.json"):
-        first = cfg.run_dir / DRAFTER
-        resumed = cfg.with_drafter(first) if cfg.needs_first_drafter and first.is_dir() else cfg
-        with Session.resume_or_init(
-            resumed, data_dir=Path(dataset.path), start_model=start, on_progress=show
-        ) as session:
-            export_policy(session)
-    return written, state.step
+    written = cfg.run_dir / POLICY
+    with checkpoint.newest(cfg.run_dir / "checkpoints") as found:
+        if found is None:
+            return (written, None) if written.is_dir() else (start, 0)
+        if _is_newer(written / "config.json", found.folder / "state.json"):
+            return written, found.state.step
+    first = cfg.run_dir / DRAFTER
+    resumed = cfg.with_drafter(first) if cfg.needs_first_drafter and first.is_dir() else cfg
+    with Session.resume_or_init(resumed, data_dir=Path(dataset.path), start_model=start, on_progress=show) as session:
+        export_policy(session)
+        return written, session.completed_steps  # of a running training: perhaps a newer checkpoint's
 
 
 def _is_newer(path: Path, than: Path) -> bool:

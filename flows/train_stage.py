@@ -59,7 +59,7 @@ def _inputs_digest(cfg: RunConfig) -> str:
     dataset = inputs.data_dir(cfg) / "manifest.json"
     content = {
         "config": cfg.model_dump(mode="json", exclude={"tracking"}),
-        "data": dataset.read_text() if dataset.is_file() else "",
+        "data": dataset.read_text(errors="replace") if dataset.is_file() else "",
         "start": weights_digest(start) if cfg.coldstart.enabled and start.is_dir() else "",
         "drafter": weights_digest(Path(drafter)) if drafter is not None else "",
     }

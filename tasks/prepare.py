@@ -29,5 +29,6 @@ def prepare_data(cfg: RunConfig, model_dir: Path) -> Ref:
         tokenizer=load_tokenizer(model_dir),
         max_prompt_tokens=cfg.rollout.max_prompt_tokens,
         out_dir=folder,
+        alone=inputs.making(folder),
     )
     return Ref(str(folder), manifest.counts["train"], manifest.digest)

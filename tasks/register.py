@@ -1,6 +1,10 @@
-"""Tasks: register a trained policy or drafter in MLflow.  A registry that fails does not fail the run."""
+"""Tasks: register a trained policy or drafter in MLflow.
+
+Neither a registry that fails nor weights that are not finite fail the run: a warning says what is not registered.
+"""
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,6 +17,8 @@ from tasks.registry import CHALLENGER, CHAMPION, Entry, Registry, Version, model
 from tlt_core.export import lineage
 from tlt_core.export.record import weights_digest
 from tlt_core.items.store import Ref
+from tlt_core.model.config import ModelError
+from tlt_core.model.load import check_finite
 
 log = logging.getLogger(__name__)
 
@@ -21,16 +27,25 @@ log = logging.getLogger(__name__)
 def register_policy(
     cfg: RunConfig, folder: Path, dataset: Ref, metrics: Mapping[str, float], tracker_run_id: str
 ) -> str:
-    """Register a version of the policy; it becomes the champion unless the present one validated better.
+    """Register a version of the policy as challenger; it becomes the champion unless the present one validated better.
+    Without a figure of its own it does not.
 
-    Returns "NAME version N", or the empty string if the registry failed.
+    Returns "NAME version N", or the empty string if it is not registered.
     """
     tags = lineage.policy_tags(cfg, folder, dataset=dataset)
     score = metrics.get(cfg.checkpoint.best_metric)
-    if score is not None:
+    if score is not None and math.isfinite(score):
         tags["validation"] = f"{score:.6g}"
+    else:
+        found, score = "missing" if score is None else score, None
+        log.warning(
+            "%s is %s, so the policy cannot become the %s; set evaluation.every_steps above 0",
+            cfg.checkpoint.best_metric,
+            found,
+            CHAMPION,
+        )
     entry = Entry(model_name(cfg, "policy"), folder, tags["policy_digest"], tags, lineage.policy_card(cfg, tags))
-    return _leniently(cfg, lambda registry: _enter(registry, entry, tracker_run_id, rival=_validated_better(score)))
+    return _leniently(cfg, lambda registry: _enter(registry, entry, tracker_run_id, wins=_validated_best(score)))
 
 
 @task(task_run_name="register-drafter", cache_policy=NO_CACHE)
@@ -39,18 +54,22 @@ def register_drafter(
 ) -> str:
     """Register a version of the drafter as challenger; `retrain` measures whether it is better than the champion.
 
-    Returns "NAME version N", or the empty string if the registry failed.
+    Returns "NAME version N", or the empty string if it is not registered.
     """
+    own = {name: value for name, value in metrics.items() if name.startswith("drafter/")}
+    if unsound := [name for name, value in own.items() if not math.isfinite(value)]:
+        log.warning("not finite, so the drafter's version does not have them as tags: %s", ", ".join(unsound))
     tags = lineage.drafter_tags(cfg, policy, dataset=dataset) | {
-        name.removeprefix("drafter/"): f"{value:.6g}" for name, value in metrics.items() if name.startswith("drafter/")
+        name.removeprefix("drafter/"): f"{value:.6g}" for name, value in own.items() if name not in unsound
     }
     digest = weights_digest(folder)
     entry = Entry(model_name(cfg, "drafter"), folder, digest, tags, lineage.drafter_card(cfg, tags))
-    return _leniently(cfg, lambda registry: _enter(registry, entry, tracker_run_id, rival=lambda _: True))
+    return _leniently(cfg, lambda registry: _enter(registry, entry, tracker_run_id, wins=lambda _: False))
 
 
-def _enter(registry: Registry, entry: Entry, run_id: str, *, rival: Callable[[Version | None], bool]) -> Version:
-    """Register as challenger, and as champion unless `rival(champion)` says that the present one is better."""
+def _enter(registry: Registry, entry: Entry, run_id: str, *, wins: Callable[[Version | None], bool]) -> Version:
+    """Register as challenger, and as champion if it `wins` against the present one.  Raises ModelError."""
+    check_finite(entry.folder)
     known = registry.find(entry.model, entry.digest)
     if known is not None:
         return known  # the same weights again; aliases stay, as they may have been moved by hand
@@ -59,20 +78,20 @@ def _enter(registry: Registry, entry: Entry, run_id: str, *, rival: Callable[[Ve
     if not run_id:
         registry.finish(owner, {})  # this MLflow run only holds the files
     registry.set_alias(version, CHALLENGER)
-    if not rival(registry.by_alias(entry.model, CHAMPION)):
+    if wins(registry.by_alias(entry.model, CHAMPION)):
         registry.set_alias(version, CHAMPION)
     return version
 
 
-def _validated_better(score: float | None) -> Callable[[Version | None], bool]:
-    """Did the champion validate better?  Unless both have a figure, the newer policy is preferred."""
+def _validated_best(score: float | None) -> Callable[[Version | None], bool]:
+    """Was it validated, and did the champion not validate better?  A champion without a figure gives way."""
 
-    def better(champion: Version | None) -> bool:
-        if champion is None or score is None or "validation" not in champion.tags:
-            return False
-        return float(champion.tags["validation"]) > score
+    def best(champion: Version | None) -> bool:
+        if score is None or champion is None or "validation" not in champion.tags:
+            return score is not None
+        return not float(champion.tags["validation"]) > score
 
-    return better
+    return best
 
 
 def _leniently(cfg: RunConfig, call: Callable[[Registry], Version]) -> str:
@@ -80,4 +99,6 @@ def _leniently(cfg: RunConfig, call: Callable[[Registry], Version]) -> str:
         return str(call(Registry(cfg.tracking)))
     except TRACKER_ERRORS as error:
         log.warning("MLflow's registry at %s failed (the files are in the run's folder): %s", cfg.tracking.uri, error)
-        return ""
+    except ModelError as error:
+        log.warning("not registered: %s", error)
+    return ""

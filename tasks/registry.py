@@ -1,7 +1,9 @@
 """The model registry: policies and drafters as versions of MLflow models, with aliases, tags and a card.
 
-    tlt-demo-policy     one version per trained policy       champion: the best validated, challenger: the newest
+    tlt-demo-policy     one version per trained policy       champion: the best validated, if any was
     tlt-demo-drafter    one version per trained drafter      champion: the one to serve (`retrain` decides)
+
+The newest version of each is the challenger.
 
 A version's files are artifacts of the MLflow run that made it (`runs:/ID/drafter-eagle3-<digest>`).  Its tags record
 data set, run and checkpoint.  Registering the same weights again returns the existing version, so every call may be

@@ -4,7 +4,6 @@ In: a run's folder.  Out: HTML text with all pictures inside.
 """
 
 import base64
-import json
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -14,6 +13,7 @@ import yaml
 
 from conf.run import RunConfig
 from tasks import report_curves as curves
+from tlt_core.machine import provenance
 from tlt_core.run.savings import Part, Row, Savings, savings
 
 _NEWEST = 3  # timelines that are shown
@@ -49,7 +49,7 @@ code, pre { font: .88em ui-monospace, monospace; } pre { background: #f6f6f6; pa
 def page(run_dir: Path, cfg: RunConfig, rows: Sequence[Row]) -> str:
     """The HTML text.  cfg: the run's own; rows: of its `metrics.jsonl`."""
     found = savings(rows, cfg)
-    record = _record(run_dir)
+    record = (provenance.attempts(run_dir) or [{}])[-1]
     begun = str(record.get("started", "")).replace("T", " ")[:16]
     parts = [
         f"<h1>{escape(cfg.name)}</h1>",
@@ -181,12 +181,6 @@ def _machine(record: dict[str, Any]) -> str:
 def _settings(cfg: RunConfig) -> str:
     text = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
     return f"<details><summary>Every setting</summary><pre>{escape(text)}</pre></details>"
-
-
-def _record(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / "run.json"
-    attempts = json.loads(path.read_text()).get("attempts", []) if path.is_file() else []
-    return attempts[-1] if attempts else {}
 
 
 class _Number(str):

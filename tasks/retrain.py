@@ -21,9 +21,9 @@ from tlt_core.export import drafter_trial, lineage
 from tlt_core.export.drafter_trial import Trial
 from tlt_core.export.promotion import Decision
 from tlt_core.export.record import weights_digest
-from tlt_core.items.store import Ref, write_atomically
+from tlt_core.items.store import Ref, read_json_lines, write_atomically
 from tlt_core.model.config import ModelError
-from tlt_core.model.load import load_config
+from tlt_core.model.load import check_finite, load_config
 from tlt_core.run.progress import Progress
 from tlt_core.run.session import Session
 
@@ -90,7 +90,11 @@ def record_decision(
     trials: dict[str, Trial],
     key: str,
 ) -> Version:
-    """Register the candidate as challenger, and as champion if it won, with figures and reason."""
+    """Register the candidate as challenger, and as champion if it won, with figures and reason.
+
+    Raises ModelError where its weights are not finite.
+    """
+    check_finite(candidate)
     registry = Registry(cfg.tracking)
     entry = _entry(cfg, policy, dataset, candidate, decision, trials["candidate"])
     run_id = registry.run(name=f"retrain-{cfg.name}", key=key, tags=entry.tags)
@@ -120,16 +124,8 @@ class Journal:
         self._path = path
 
     def rows(self) -> list[dict[str, Any]]:
-        """All complete lines; a killed process may have left half a line."""
-        if not self._path.is_file():
-            return []
-        rows = []
-        for line in self._path.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                continue
-        return rows
+        """All lines.  Raises StoreError."""
+        return read_json_lines(self._path)
 
     def last_decided(self) -> dict[str, Any] | None:
         """The newest line that says promoted or refused."""

@@ -20,6 +20,7 @@ from prefect.cache_policies import NO_CACHE
 
 from tasks import figures
 from tasks.mlflow_run import DatasetInput, MlflowRun
+from tlt_core.data import dataset as datasets
 from tlt_core.items import store
 from tlt_core.items.metrics import require_declared
 from tlt_core.items.store import Ref, write_atomically
@@ -124,15 +125,18 @@ class Tracker:
             self._mlflow.metrics({k: v for k, v in row.items() if k != "step"}, step=row["step"])
 
     def _describe(self, dataset: Ref) -> None:
-        manifest = Path(dataset.path) / "manifest.json"
-        generator = json.loads(manifest.read_text())["generator"]
-        tags = {"generator": generator, "path": dataset.path, "num_train": str(dataset.count)}
+        folder = Path(dataset.path)
+        tags = {
+            "generator": datasets.read_manifest(folder).generator,
+            "path": dataset.path,
+            "num_train": str(dataset.count),
+        }
         self._mlflow.describe(
             self._cfg.model_dump(mode="json"),
             tags={"commit": provenance.commit(), "run_dir": str(self._run_dir.absolute())},
             dataset=DatasetInput(self._cfg.data.kind, dataset.sha256, tags),
         )
-        self._mlflow.artifact(manifest, folder="data")
+        self._mlflow.artifact(folder / "manifest.json", folder="data")
 
     def _write_samples(self, session: Session, step: int, scored: ScoredBatch) -> None:
         rows = session.scoring.sample_texts(scored, self._cfg.tracking.num_sample_rollouts)
@@ -201,13 +205,7 @@ def _rows_up_to(path: Path, completed_steps: int) -> list[dict[str, Any]]:
     """Rows of earlier attempts up to the checkpoint; later ones are removed from the file, as their steps run again."""
     if not path.is_file():
         return []
-    rows = []
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:  # a killed attempt may have left half a line
-            break
-    kept = [row for row in rows if row["step"] <= completed_steps and completed_steps > 0]
+    kept = [row for row in store.read_json_lines(path) if row["step"] <= completed_steps and completed_steps > 0]
     text = "".join(json.dumps(row) + "\n" for row in kept)
     write_atomically(path, lambda partial: partial.write_text(text))
     return kept

@@ -1,6 +1,8 @@
 """The registry, on a sqlite store and on a real MLflow server."""
 
+import math
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,15 +14,21 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 from mlflow import MlflowClient
+from safetensors.torch import load_file, save_file
 
 from conf.load import load
 from conf.run import RunConfig
 from conf.system import TrackingConfig
 from tasks.register import register_drafter, register_policy
 from tasks.registry import CHALLENGER, CHAMPION, Entry, Registry, RegistryError
+from tasks.retrain import record_decision
 from tlt_core.export import lineage
+from tlt_core.export.drafter_trial import Trial
+from tlt_core.export.promotion import Decision
 from tlt_core.items.store import Ref
+from tlt_core.model.config import ModelError
 from tlt_core.run import inputs
 
 
@@ -61,12 +69,17 @@ def _wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
     raise AssertionError("MLflow's server did not start")
 
 
-def _folder(tmp_path: Path, content: str) -> Path:
+def _folder(tmp_path: Path, value: float) -> Path:
+    """A drafter of one weight."""
     folder = tmp_path / "drafter-eagle3"
     folder.mkdir(exist_ok=True)
-    (folder / "model.safetensors").write_text(content)
+    save_file({"fc.weight": torch.tensor([value])}, folder / "model.safetensors")
     (folder / "config.json").write_text("{}")
     return folder
+
+
+def _value(folder: Path) -> float:
+    return float(load_file(folder / "model.safetensors")["fc.weight"])
 
 
 def test_versions_aliases_and_files(uri: str, tmp_path: Path) -> None:
@@ -76,10 +89,10 @@ def test_versions_aliases_and_files(uri: str, tmp_path: Path) -> None:
     assert registry.by_alias(model, CHAMPION) is None
     run_id = registry.run(name="made", key="once", tags={"note": "x"})
     assert registry.run(name="made", key="once", tags={}) == run_id
-    first = registry.register(Entry(model, _folder(tmp_path, "one"), "d1", {"acceptance": "2.5"}, "# A"), run_id=run_id)
+    first = registry.register(Entry(model, _folder(tmp_path, 1.0), "d1", {"acceptance": "2.5"}, "# A"), run_id=run_id)
     assert registry.by_alias(model, CHAMPION) is None
     registry.set_alias(first, CHAMPION)
-    second = registry.register(Entry(model, _folder(tmp_path, "two"), "d2", {}, "# B"), run_id=run_id)
+    second = registry.register(Entry(model, _folder(tmp_path, 2.0), "d2", {}, "# B"), run_id=run_id)
     registry.set_alias(second, CHALLENGER)
     registry.finish(run_id, {"accept_length": 2.5})
 
@@ -89,8 +102,8 @@ def test_versions_aliases_and_files(uri: str, tmp_path: Path) -> None:
     assert (champion.number, champion.digest, champion.tags["acceptance"]) == ("1", "d1", "2.5")
     assert (challenger.number, challenger.digest) == ("2", "d2")
     # same run, same folder name: the first version's files are still its own
-    assert (registry.download(champion, tmp_path / "got") / "model.safetensors").read_text() == "one"
-    assert (registry.download(challenger, tmp_path / "got") / "model.safetensors").read_text() == "two"
+    assert _value(registry.download(champion, tmp_path / "got")) == 1.0
+    assert _value(registry.download(challenger, tmp_path / "got")) == 2.0
     run = MlflowClient(uri).get_run(run_id)
     assert (run.info.status, run.data.metrics["accept_length"]) == ("FINISHED", 2.5)
 
@@ -98,7 +111,7 @@ def test_versions_aliases_and_files(uri: str, tmp_path: Path) -> None:
 def test_the_same_weights_are_one_version(uri: str, tmp_path: Path) -> None:
     registry = Registry(TrackingConfig(uri=uri))
     run_id = registry.run(name="made", key="twice", tags={})
-    entry = Entry("twice-drafter", _folder(tmp_path, "one"), "d1", {"decision": "refused"}, "# A")
+    entry = Entry("twice-drafter", _folder(tmp_path, 1.0), "d1", {"decision": "refused"}, "# A")
     first = registry.register(entry, run_id=run_id)
     again = registry.register(entry._replace(tags={"decision": "promoted"}), run_id=run_id)
     assert again.number == first.number
@@ -141,15 +154,61 @@ def test_the_better_validated_policy_is_the_champion_and_lineage_is_in_the_tags(
     assert {"tokenizer_digest", "git_commit", "run_name", "export", "validation"} <= tags.keys()
 
 
-def test_a_warmed_up_drafter_is_the_challenger_only(cfg: RunConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("figure", [None, math.nan, math.inf, -math.inf])
+def test_a_policy_without_a_validation_figure_is_the_challenger_only(
+    cfg: RunConfig, figure: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    score, name = cfg.checkpoint.best_metric, f"tlt-{cfg.name}-policy"
+    registry, policies = Registry(cfg.tracking), [inputs.start_model(cfg.model, seed=seed) for seed in (0, 1, 2)]
+    metrics = {} if figure is None else {score: figure}
+    assert register_policy.fn(cfg, policies[0], DATA, metrics, "") == f"{name} version 1"
+    assert registry.by_alias(name, CHAMPION) is None
+    assert f"{score} is {'missing' if figure is None else figure}, so the policy cannot become" in caplog.text
+    register_policy.fn(cfg, policies[1], DATA, {score: 0.25}, "")
+    register_policy.fn(cfg, policies[2], DATA, metrics, "")
+    champion, challenger = registry.by_alias(name, CHAMPION), registry.by_alias(name, CHALLENGER)
+    assert champion is not None
+    assert challenger is not None
+    assert (champion.number, challenger.number) == ("2", "3")
+    assert "validation" not in challenger.tags
+
+
+def test_weights_that_are_not_finite_are_not_registered(
+    cfg: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sound = inputs.start_model(cfg.model, seed=0)
+    policy = shutil.copytree(sound, tmp_path / "policy")
+    tensors = load_file(policy / "model.safetensors")
+    tensors["model.norm.weight"][3] = math.inf
+    save_file(tensors, policy / "model.safetensors")
+    assert register_policy.fn(cfg, policy, DATA, {cfg.checkpoint.best_metric: 0.5}, "") == ""
+    assert "model.safetensors: model.norm.weight holds NaN or infinite numbers" in caplog.text
+    drafter = _folder(tmp_path, math.nan)
+    assert register_drafter.fn(cfg, drafter, sound, DATA, {}, "") == ""
+    assert "model.safetensors: fc.weight holds NaN or infinite numbers" in caplog.text
+    trial = {"candidate": Trial(2.0, 100.0, 0, 0)}
+    with pytest.raises(ModelError, match=r"fc\.weight holds NaN"):
+        record_decision.fn(cfg, sound, DATA, drafter, Decision("promoted", "better"), trial, "key")
+    registry = Registry(cfg.tracking)
+    for kind in ("policy", "drafter"):
+        assert registry.by_alias(f"tlt-{cfg.name}-{kind}", CHALLENGER) is None
+        assert registry.by_alias(f"tlt-{cfg.name}-{kind}", CHAMPION) is None
+
+
+def test_a_warmed_up_drafter_is_the_challenger_only(
+    cfg: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     policy = inputs.start_model(cfg.model, seed=0)
-    said = register_drafter.fn(cfg, _folder(tmp_path, "x"), policy, DATA, {"drafter/accept_len_sim": 2.5}, "")
+    metrics = {"drafter/accept_len_sim": 2.5, "drafter/loss_train": math.nan}
+    said = register_drafter.fn(cfg, _folder(tmp_path, 1.0), policy, DATA, metrics, "")
     name = f"tlt-{cfg.name}-drafter"
     assert said == f"{name} version 1"
     registry = Registry(cfg.tracking)
     challenger = registry.by_alias(name, CHALLENGER)
     assert challenger is not None
     assert challenger.tags["accept_len_sim"] == "2.5"
+    assert "loss_train" not in challenger.tags
+    assert "not finite, so the drafter's version does not have them as tags: drafter/loss_train" in caplog.text
     assert challenger.tags["policy_digest"] == lineage.policy_tags(cfg, policy, dataset=DATA)["policy_digest"]
     assert registry.by_alias(name, CHAMPION) is None
     client = MlflowClient(cfg.tracking.uri)

@@ -4,6 +4,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,9 @@ from tasks import mlflow_run
 from tasks.mlflow_run import DatasetInput, MlflowRun, flatten
 from tasks.track import Tracker, step_line
 from tests.tasks.scored_batches import scored_batch
+from tlt_core.data.dataset import DataManifest
 from tlt_core.items.speculation import OFF, RoundReport, Strategy
-from tlt_core.items.store import Ref
+from tlt_core.items.store import Ref, StoreError
 from tlt_core.items.types import ScoredBatch, WorkerSpan, WorkerState
 from tlt_core.machine import provenance
 from tlt_core.rollout.engine import RoundTrace
@@ -228,7 +230,8 @@ def cfg(tracking: TrackingConfig, tmp_path: Path) -> RunConfig:
     cfg = load("conf/smoke.yaml", [f"output_dir={tmp_path}"]).model_copy(update={"tracking": tracking})
     provenance.begin_attempt(cfg, forecast_s={})
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "manifest.json").write_text('{"generator": "by hand"}')
+    manifest = DataManifest("d" * 64, {}, "by hand", 64, {"train": 3}, {"sums": 3}, 0, {})
+    (tmp_path / "data" / "manifest.json").write_text(json.dumps(asdict(manifest)))
     return cfg
 
 
@@ -289,6 +292,15 @@ def test_a_resumed_attempt_drops_the_rows_that_it_will_write_again(cfg: RunConfi
     with _tracker(_Session(cfg, completed_steps=2), cfg):
         pass
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+
+
+def test_a_damaged_row_is_told_and_not_dropped_with_all_that_follow(cfg: RunConfig) -> None:
+    path = cfg.run_dir / "metrics.jsonl"
+    content = b'{"step": 1}\n{"step": \xff\n{"step": 3}\n'
+    path.write_bytes(content)
+    with pytest.raises(StoreError, match=r"metrics\.jsonl, line 2: no JSON object"):
+        _tracker(_Session(cfg, completed_steps=3), cfg)
+    assert path.read_bytes() == content
 
 
 def test_a_step_that_was_saved_but_not_recorded_is_recorded_on_resume(cfg: RunConfig) -> None:

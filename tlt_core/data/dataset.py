@@ -9,6 +9,7 @@ over both.  Prompts are stored as text and tokenised when they are loaded.
 import hashlib
 import json
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,10 +19,10 @@ import torch
 from conf.data import DataConfig, FileData, GymData
 from tlt_core.data import file_questions, gym_questions
 from tlt_core.data.question import DataError, Item
-from tlt_core.items.store import sha256_of, write_folder_atomically
+from tlt_core.items.store import StoreError, read_json, sha256_of, write_folder_atomically
 from tlt_core.items.types import Prompt
 
-__all__ = ["DataError", "DataManifest", "encode_prompt", "load", "prepare"]
+__all__ = ["DataError", "DataManifest", "encode_prompt", "load", "prepare", "read_manifest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +39,27 @@ class DataManifest:
     sha256: dict[str, str]  # per file
 
 
-def prepare(cfg: DataConfig, *, tokenizer: Any, max_prompt_tokens: int, out_dir: Path) -> DataManifest:
-    """Make the data set, unless it is there already.  Raises DataError, and StoreError where the disk refuses."""
-    existing = _read_manifest(out_dir)
-    if existing is not None and _matches(existing, cfg, max_prompt_tokens, out_dir):
+def prepare(
+    cfg: DataConfig,
+    *,
+    tokenizer: Any,
+    max_prompt_tokens: int,
+    out_dir: Path,
+    alone: AbstractContextManager[None] | None = None,
+) -> DataManifest:
+    """Make the data set, unless it is there already.  Raises DataError, and StoreError where the disk refuses.
+
+    alone: entered to make it, where another process may want the same; it waits for that one.
+    """
+    existing = _existing(cfg, max_prompt_tokens, out_dir)
+    if existing is not None:
         return existing
+    with alone or nullcontext():
+        made = _existing(cfg, max_prompt_tokens, out_dir)  # perhaps by the process that was waited for
+        return made or _make(cfg, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens, out_dir=out_dir)
+
+
+def _make(cfg: DataConfig, *, tokenizer: Any, max_prompt_tokens: int, out_dir: Path) -> DataManifest:
     train, validation = gym_questions.splits(cfg) if isinstance(cfg, GymData) else file_questions.splits(cfg)
     kept = [[i for i in split if len(_encode(tokenizer, i, cfg)) <= max_prompt_tokens] for split in (validation, train)]
     if not all(kept):
@@ -56,17 +73,14 @@ def prepare(cfg: DataConfig, *, tokenizer: Any, max_prompt_tokens: int, out_dir:
         _write(folder, cfg, *kept, dropped_long=dropped, max_prompt_tokens=max_prompt_tokens)
 
     write_folder_atomically(out_dir, write)
-    made = _read_manifest(out_dir)
-    assert made is not None, "it has just been written"
-    return made
+    return read_manifest(out_dir)
 
 
 def load(out_dir: Path, split: Literal["train", "validation"], tokenizer: Any) -> list[Prompt]:
     """Read one split, tokenised with the chat template.  Raises DataError."""
-    manifest = _read_manifest(out_dir)
-    path = out_dir / f"{split}.jsonl"
-    if manifest is None or not path.is_file():
-        raise DataError(f"{out_dir} holds no data set; run 'tlt prepare CONFIG' first")
+    manifest, path = read_manifest(out_dir), out_dir / f"{split}.jsonl"
+    if not path.is_file():
+        raise DataError(f"{out_dir} holds no {split} prompts; 'tlt prepare CONFIG' makes them")
     prompts = []
     for _, row in file_questions.jsonl_rows(path):
         text = row["prompt"] + manifest.config["instruction"]
@@ -134,18 +148,27 @@ def _write_rows(path: Path, items: list[Item], *, first_id: int) -> None:
             file.write(json.dumps(row | {"metadata": item.metadata}, ensure_ascii=False, default=str) + "\n")
 
 
-def _read_manifest(out_dir: Path) -> DataManifest | None:
+def read_manifest(out_dir: Path) -> DataManifest:
+    """What the data set says of itself.  Raises DataError where there is none, or a damaged one."""
+    remedy = "'tlt prepare CONFIG' makes the data set"
     try:
-        return DataManifest(**json.loads((out_dir / "manifest.json").read_text()))
-    except (OSError, json.JSONDecodeError, TypeError):
+        return DataManifest(**read_json(out_dir / "manifest.json", remedy=remedy))
+    except StoreError as error:
+        raise DataError(f"{out_dir} holds no data set: {error}") from None
+    except TypeError as error:
+        raise DataError(f"{out_dir} holds no data set: manifest.json has other keys ({error}); {remedy}") from None
+
+
+def _existing(cfg: DataConfig, max_prompt_tokens: int, out_dir: Path) -> DataManifest | None:
+    """The data set that is there, if it was made from this configuration and has not changed since."""
+    try:
+        manifest = read_manifest(out_dir)
+    except DataError:  # missing or damaged: it is made
         return None
-
-
-def _matches(manifest: DataManifest, cfg: DataConfig, max_prompt_tokens: int, out_dir: Path) -> bool:
-    """Whether it was made from this configuration and has not changed since."""
     if manifest.config != cfg.model_dump(mode="json") or manifest.max_prompt_tokens != max_prompt_tokens:
-        return False
+        return None
     if isinstance(cfg, FileData) and manifest.generator != file_questions.source(cfg):
-        return False
+        return None
     paths = {out_dir / name: digest for name, digest in manifest.sha256.items()}
-    return all(path.is_file() and sha256_of(path) == digest for path, digest in paths.items())
+    same = all(path.is_file() and sha256_of(path) == digest for path, digest in paths.items())
+    return manifest if same else None

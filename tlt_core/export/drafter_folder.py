@@ -32,6 +32,7 @@ from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.export import card, replay
 from tlt_core.export.measure import Measured, depth_table, expected_rates, measure
 from tlt_core.export.record import Source, identity, write_json, write_record
+from tlt_core.items.store import read_json
 from tlt_core.items.types import SamplingParams
 from tlt_core.machine.driver import driver_device
 from tlt_core.machine.precision import as_torch
@@ -46,7 +47,7 @@ _NOT_THE_LAYER = ("architectures", "draft_vocab_size", "eagle_aux_hidden_state_l
 def write_drafter(
     cfg: RunConfig, source: Source, folder: Path, origin: Mapping[str, Any], *, verifier: str, num_prompts: int
 ) -> None:
-    """Read, measure, write.  Raises ModelError when the drafter does not fit the policy."""
+    """Read, measure, write.  Raises ModelError when the drafter does not fit the policy, or is not finite."""
     assert source.drafter is not None, "the caller checks this"
     model = load_eagle3(source.drafter, load_config(source.policy))
     raw = json.loads((source.drafter / "config.json").read_text(encoding="utf-8"))
@@ -68,7 +69,7 @@ def write_drafter(
             "draft_vocab_size": model.config.draft_vocab_size,
             "dtype": dtype,
         },
-        "training": json.loads(training.read_text(encoding="utf-8")) if training.is_file() else None,
+        "training": read_json(training, remedy="remove it: only figures are lost") if training.is_file() else None,
         "measured": _measured_record(cfg.rollout, measured, schedules) if measured else None,
         "serving": serving,
     }

@@ -19,6 +19,7 @@ from tlt_core.export.drafter_folder import write_drafter
 from tlt_core.items.store import write_folder_atomically
 from tlt_core.machine.disk import check_space
 from tlt_core.model.config import ModelError
+from tlt_core.model.load import check_finite
 
 POLICY, DRAFTER = "policy", "drafter-eagle3"  # vLLM infers the method from the folder's name when none is given
 _POLICY_FILES = (
@@ -43,7 +44,8 @@ def run(cfg: RunConfig, source: record.Source, *, out_dir: Path, num_prompts: in
     """Write OUT; returns it.  num_prompts: held-out prompts to measure on (0: measure nothing).
 
     verifier: target that the drafter's folder names for `vllm serve DRAFTER`; None: the exported policy's path.
-    Raises ModelError (the drafter does not fit the policy), StoreError (the disk refuses), SpaceError.
+    Raises ModelError (weights or figures that are not finite, a drafter that does not fit the policy), StoreError (the
+    disk refuses, a damaged record), DataError, SpaceError.
     """
     _check_replaceable(out_dir)
     torch.set_num_threads(cfg.cluster.num_workers * cfg.cluster.threads_per_worker)
@@ -70,6 +72,7 @@ def _check_replaceable(out_dir: Path) -> None:
 
 
 def _write_policy(policy: Path, folder: Path, origin: Mapping[str, Any]) -> None:
+    check_finite(policy)
     folder.mkdir()
     for pattern in _POLICY_FILES:
         for path in sorted(policy.glob(pattern)):

@@ -35,19 +35,22 @@ def policy_tags(cfg: RunConfig, folder: Path, *, dataset: Ref) -> dict[str, str]
 def newest_is_exported(cfg: RunConfig) -> bool:
     """Whether the run's `policy` folder exists and is as new as its newest checkpoint, if there is one."""
     exported = cfg.run_dir / "policy" / "config.json"
-    newest = checkpoint.newest_valid(cfg.run_dir / "checkpoints")
-    if newest is None or not exported.is_file():
-        return exported.is_file()
-    return exported.stat().st_mtime >= (newest / "COMPLETE").stat().st_mtime
+    with checkpoint.newest(cfg.run_dir / "checkpoints") as found:
+        return exported.is_file() if found is None else _is_as_new(exported, found)
 
 
 def _made_by(cfg: RunConfig, folder: Path) -> dict[str, str]:
     """Checkpoint and version of the policy in this folder; version 0 is the start model."""
-    newest = checkpoint.newest_valid(cfg.run_dir / "checkpoints")
-    own = folder == cfg.run_dir / "policy"
-    if newest is not None and own and newest_is_exported(cfg):
-        return {"checkpoint": newest.name, "policy_version": str(checkpoint.load_state(newest).policy_version)}
-    return {"policy_version": "unknown" if own else "0"}
+    if folder != cfg.run_dir / "policy":
+        return {"policy_version": "0"}
+    with checkpoint.newest(cfg.run_dir / "checkpoints") as found:
+        if found is not None and _is_as_new(folder / "config.json", found):
+            return {"checkpoint": found.folder.name, "policy_version": str(found.state.policy_version)}
+    return {"policy_version": "unknown"}
+
+
+def _is_as_new(exported: Path, found: checkpoint.Found) -> bool:
+    return exported.is_file() and exported.stat().st_mtime >= (found.folder / "COMPLETE").stat().st_mtime
 
 
 def drafter_tags(cfg: RunConfig, policy: Path, *, dataset: Ref) -> dict[str, str]:

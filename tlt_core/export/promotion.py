@@ -7,6 +7,7 @@
 The rival is the champion, or plain decoding where no champion fits the policy.
 """
 
+import math
 from typing import Literal, NamedTuple
 
 from conf.drafter import RetrainConfig
@@ -22,6 +23,10 @@ class Decision(NamedTuple):
 
 def decide(candidate: Trial, rival: Trial, *, rival_name: str, cfg: RetrainConfig) -> Decision:
     """Promoted or refused."""
+    for whose, trial in (("the candidate", candidate), (rival_name, rival)):
+        for figure, value in trial._asdict().items():
+            if not math.isfinite(value):
+                return Decision("refused", f"{figure} of {whose} is {value}, so nothing can be compared")
     if candidate.changed:
         return Decision(
             "refused",

@@ -6,15 +6,17 @@ are the same model for a drafter, wherever they are and whatever else they hold.
 
 import hashlib
 import json
+import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from conf.run import RunConfig
+from tlt_core.data import dataset
 from tlt_core.export.contents import PROVENANCE
 from tlt_core.items.store import sha256_of
 from tlt_core.machine import doctor, provenance
@@ -36,12 +38,10 @@ class Source:
 
 
 def origin(cfg: RunConfig, source: Source) -> dict[str, Any]:
-    """What the records of policy and drafter have in common."""
+    """What the records of policy and drafter have in common.  Raises DataError, StoreError."""
     machine = doctor.machine()
-    manifest = json.loads((source.data_dir / "manifest.json").read_text(encoding="utf-8"))
+    manifest = dataset.read_manifest(source.data_dir)
     run_dir = source.run_dir or cfg.run_dir
-    record = run_dir / "run.json"
-    attempts = json.loads(record.read_text(encoding="utf-8")).get("attempts", []) if record.is_file() else []
     return {
         "format": "tlt-export-1",
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -58,14 +58,14 @@ def origin(cfg: RunConfig, source: Source) -> dict[str, Any]:
             "attempts": [
                 {name: a[name] for name in ("started", "commit", "precision") if name in a}
                 | {"argv": _without_secrets(a["argv"])}
-                for a in attempts
+                for a in provenance.attempts(run_dir)
             ],
         },
         "dataset": {
-            "digest": manifest["digest"],
-            "generator": manifest["generator"],
-            "tasks": sorted(manifest["tasks"]),
-            "counts": manifest["counts"],
+            "digest": manifest.digest,
+            "generator": manifest.generator,
+            "tasks": sorted(manifest.tasks),
+            "counts": manifest.counts,
         },
     }
 
@@ -117,5 +117,20 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Indented, for people."""
+    """Indented, for people.  Raises ModelError that names a number that is not finite."""
+    for name, value in _numbers(content, ""):
+        if not math.isfinite(value):
+            raise ModelError(f"{name} for {path.name} is {value}: what was measured is unsound; measure or train again")
     path.write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _numbers(content: Any, name: str) -> Iterator[tuple[str, float]]:
+    """All numbers in nested JSON values, with the path to each."""
+    if isinstance(content, int | float):
+        yield name, content
+    elif isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from _numbers(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(content, list | tuple):
+        for value in content:
+            yield from _numbers(value, name)

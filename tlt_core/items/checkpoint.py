@@ -2,25 +2,32 @@
 
 A checkpoint is a folder `step_000012/` with `state.json` (driver), the workers' files, and `COMPLETE`, written last,
 which lists size and SHA-256 of every file.  The folder is built under a temporary name and renamed when it is whole.
-`newest_valid` compares every file with its digest, skips damaged checkpoints and says so.
+`newest` compares every file with its digest, skips damaged checkpoints and says so.
+
+A run may write and prune while another process (`tlt evaluate`, `tlt export`) reads.  Readers hold a shared lock on
+`COMPLETE`, and `prune` removes only what it can lock alone.  The kernel frees the lock of a process that is killed.
 """
 
+import errno
+import fcntl
 import functools
 import json
 import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlt_core.items.store import sha256_of
 
 log = logging.getLogger(__name__)
 
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of a disk without locks, which then protect nothing
 _COMPLETE, _STATE = "COMPLETE", "state.json"
 
 
@@ -44,6 +51,13 @@ class DriverState:
     drafter_policy_version: int = 0  # of the newest responses that the drafter in use was trained on
     payoff: dict[str, Any] = field(default_factory=dict)  # of drafter training, see `spot/payoff`
     metrics: dict[str, float] = field(default_factory=dict)  # the step's, should the attempt end before logging them
+
+
+class Found(NamedTuple):
+    """A checkpoint to go on from."""
+
+    folder: Path
+    state: DriverState
 
 
 def save(root: Path, state: DriverState, write_parts: Callable[[Path], None]) -> Path:
@@ -91,27 +105,63 @@ def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.glob("step_*"))
 
 
-def newest_valid(root: Path) -> Path | None:
-    """The newest checkpoint whose files are all as they were written; others are skipped with a warning."""
-    for folder in sorted(root.glob("step_*"), reverse=True):
-        problem = _damage(folder)
-        if problem is None:
-            return folder
+@contextmanager
+def newest(root: Path) -> Iterator[Found | None]:
+    """The newest checkpoint whose files are all as they were written; `prune` leaves it alone within the block.
+
+    Others are skipped with a warning.  None: there is no valid one.  Raises CheckpointError.
+    """
+    skipped: set[Path] = set()
+    while folders := set(root.glob("step_*")) - skipped:  # looked up again: a run may have written and pruned meanwhile
+        folder = max(folders)
+        with _locked(folder, exclusively=False) as why_not:
+            problem = why_not or _damage(folder)
+            if problem is None:
+                yield Found(folder, load_state(folder))
+                return
+        skipped.add(folder)
         log.warning("skipping checkpoint %s: %s", folder, problem)
-    return None
+    yield None
+
+
+def newest_valid(root: Path) -> Path | None:
+    """Folder of `newest`, which may be pruned as soon as it is known."""
+    with newest(root) as found:
+        return None if found is None else found.folder
 
 
 def prune(root: Path, *, keep_last: int, keep_best: int) -> None:
     """Remove all valid checkpoints but the newest `keep_last` and the `keep_best` with the highest metric.
 
-    Of the files other than `state.json` only the sizes are compared, so pruning does not read them.
+    What another process uses is left for the next call.  Of the files other than `state.json` only the sizes are
+    compared, so pruning does not read them.
     """
     folders = sorted(p for p in root.glob("step_*") if _damage(p, digests_of=(_STATE,)) is None)
     metrics = {p: load_state(p).best_metric for p in folders}
     ranked = sorted((m, p) for p, m in metrics.items() if m is not None and math.isfinite(m))
     best = [p for _, p in reversed(ranked)][:keep_best]
     for folder in set(folders) - {*folders[-keep_last:], *best}:
-        shutil.rmtree(folder)
+        with _locked(folder, exclusively=True) as why_not:
+            if why_not is None:
+                shutil.rmtree(folder)
+            else:
+                log.info("checkpoint %s is kept for now: %s", folder, why_not)
+
+
+@contextmanager
+def _locked(folder: Path, *, exclusively: bool) -> Iterator[str | None]:
+    """Hold the checkpoint's lock within the block.  Yields why it is not held, None where it is."""
+    why_not = None
+    with ExitStack() as stack:
+        try:  # network disks lock exclusively only what is open for writing
+            marker = stack.enter_context((folder / _COMPLETE).open("r+b" if exclusively else "rb"))
+            fcntl.flock(marker, (fcntl.LOCK_EX if exclusively else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            why_not = "another process is using it" if exclusively else "another process is removing it"
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                why_not = f"its {_COMPLETE} marker cannot be locked ({error})"
+        yield why_not
 
 
 def _damage(folder: Path, *, digests_of: Container[str] | None = None) -> str | None:

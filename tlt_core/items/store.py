@@ -4,13 +4,15 @@ A task returns a `Ref`, never the data, so each intermediate result can be inspe
 """
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -82,9 +84,48 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def read_json(path: Path, *, remedy: str) -> dict[str, Any]:
+    """The file's one JSON object.  Raises StoreError, with the remedy, where it is missing or damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise StoreError(f"{path} cannot be read as JSON ({error}); {remedy}") from None
+    if not isinstance(content, dict):
+        raise StoreError(f"{path} must hold a JSON object, found {type(content).__name__}; {remedy}")
+    return content
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """One JSON object a line; empty where there is no file.  Half a last line, which a kill leaves, is left out.
+
+    Raises StoreError on any other damage.
+    """
+    rows = []
+    lines = path.read_bytes().split(b"\n") if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                rows.append(_object(line))
+        except (ValueError, RecursionError) as error:
+            if number < len(lines):
+                raise StoreError(
+                    f"{path}, line {number}: no JSON object ({error}); remove the line, or put an older copy of the "
+                    "file there"
+                ) from None
+    return rows
+
+
+def _object(line: bytes) -> dict[str, Any]:
+    content = json.loads(line)
+    if not isinstance(content, dict):
+        raise ValueError(f"found {type(content).__name__}")
+    return content
+
+
 def is_finite(tensor: Tensor) -> bool:
     """Whether there is no NaN and no infinity in a tensor.  One pass over it: both survive in its sum."""
-    return not tensor.is_floating_point() or bool(tensor.detach().sum().isfinite())
+    wide = torch.float32 if tensor.dtype == torch.float16 else None  # whose sums may exceed what it can hold
+    return not tensor.is_floating_point() or bool(tensor.detach().sum(dtype=wide).isfinite())
 
 
 def save_rollouts(batch: RolloutBatch, path: Path) -> Ref:

@@ -16,7 +16,7 @@ def check_space(folder: Path, *, needed_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed_bytes:
         raise SpaceError(
-            f"{folder} needs about {needed_bytes / 1e9:.2g} GB for checkpoints and the final policy, {existing} has "
-            f"{free / 1e9:.2g} GB free; free some space, set output_dir to another disk, or lower "
-            "checkpoint.keep_last and checkpoint.keep_best"
+            f"{folder} needs about {needed_bytes / 1e9:.2g} GB for checkpoints, saved steps and the final policy, "
+            f"{existing} has {free / 1e9:.2g} GB free; free some space, set output_dir to another disk, or lower "
+            "checkpoint.keep_last, checkpoint.keep_best and checkpoint.keep_step_files"
         )

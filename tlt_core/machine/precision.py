@@ -9,7 +9,6 @@ decides, before any expensive work; the rest of the code gets the settled types.
 its newest checkpoint, and is refused where this machine would emulate it.
 """
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from conf.run import RunConfig
 from kernels import native
 from tlt_core.items import checkpoint
+from tlt_core.items.store import read_json
 
 log = logging.getLogger(__name__)
 
@@ -168,8 +168,8 @@ def settle(cfg: RunConfig) -> RunConfig:
 
 def decide(cfg: RunConfig) -> Precision:
     """What `settle` will choose.  Commands call it to fail before they start anything.  Raises as `settle`."""
-    newest = checkpoint.newest_valid(cfg.run_dir / "checkpoints")
-    recorded = None if newest is None else recorded_in(checkpoint.load_state(newest))
+    with checkpoint.newest(cfg.run_dir / "checkpoints") as found:
+        recorded = None if found is None else recorded_in(found.state)
     return resolve(Precision.of(cfg), _offers_to(cfg), recorded=recorded, made=_made_by_stage())
 
 
@@ -199,4 +199,6 @@ def _made_by_stage() -> str:
     if "TLT_STAGES" not in os.environ:
         return ""
     reports = list(Path(os.environ["TLT_STAGES"]).glob("coldstart/*/coldstart.json"))
-    return str(json.loads(reports[0].read_text()).get("dtype", "")) if len(reports) == 1 else ""
+    if len(reports) != 1:
+        return ""
+    return str(read_json(reports[0], remedy="run 'dvc pull' or 'dvc repro' again").get("dtype", ""))

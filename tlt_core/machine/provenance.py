@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from conf.run import RunConfig
-from tlt_core.items.store import write_atomically
+from tlt_core.items.store import read_json, write_atomically
 from tlt_core.machine import doctor
 from tlt_core.machine.precision import Precision
 
@@ -40,7 +40,8 @@ def commit() -> str:
 
 
 def begin_attempt(cfg: RunConfig, *, forecast_s: Mapping[str, float]) -> None:
-    """Write `config.yaml` and add this attempt to `run.json`.  forecast_s: seconds by stage.  Raises OSError."""
+    """Write `config.yaml` and add this attempt to `run.json`.  forecast_s: seconds by stage.  Raises OSError,
+    and StoreError where `run.json` is damaged."""
     resolved = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
     write_atomically(cfg.run_dir / "config.yaml", lambda partial: partial.write_text(resolved))
     attempt = {
@@ -64,6 +65,12 @@ def end_attempt(run_dir: Path, *, took_s: Mapping[str, float]) -> None:
         _write(run_dir, {**record, "attempts": [*earlier, {**newest, "took_s": _rounded(took_s)}]})
 
 
+def attempts(run_dir: Path) -> list[dict[str, Any]]:
+    """The attempts so far; none where there is no record.  Raises StoreError where it is damaged."""
+    found: list[dict[str, Any]] = _read(run_dir).get("attempts", [])
+    return found
+
+
 def tracker_run_id(run_dir: Path) -> str:
     """Run id that the tracker gave an earlier attempt; empty if there was none."""
     return str(_read(run_dir).get("tracker_run_id", ""))
@@ -77,7 +84,8 @@ def keep_tracker_run_id(run_dir: Path, run_id: str) -> None:
 
 def _read(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "run.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    remedy = "put an older copy there, or remove it: the run then goes on, as a new run of the tracker"
+    return read_json(path, remedy=remedy) if path.is_file() else {}
 
 
 def _write(run_dir: Path, record: dict[str, Any]) -> None:

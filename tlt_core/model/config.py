@@ -12,6 +12,15 @@ _ONLY = {  # settings for which only this value is implemented
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+)
+_SIZES_OR_NULL = ("num_key_value_heads", "head_dim")
 
 
 class ModelError(ValueError):
@@ -73,8 +82,9 @@ class DecoderConfig:
                 raise ModelError(f"{key}={raw[key]!r} is not supported for {family} (only {wanted!r} is)")
         if "sliding_attention" in (raw.get("layer_types") or ()):
             raise ModelError("layers with sliding_attention are not supported (only full_attention is)")
+        _check_kinds(raw)
         heads = raw["num_attention_heads"]
-        rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+        rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         eos = raw.get("eos_token_id")
         return cls(
             family=family,
@@ -131,6 +141,19 @@ class DecoderConfig:
         if self.eos_token_ids:
             raw["eos_token_id"] = self.eos_token_ids[0] if len(self.eos_token_ids) == 1 else list(self.eos_token_ids)
         return raw
+
+
+def _check_kinds(raw: dict[str, Any]) -> None:
+    """Raises ModelError where a value cannot be what its key says, as in a damaged file."""
+    for key in (*_SIZES, *(key for key in _SIZES_OR_NULL if raw.get(key) is not None)):
+        if key in raw and not (isinstance(raw[key], int) and raw[key] > 0):
+            raise ModelError(f"{key} is {raw[key]!r}, which is no positive whole number; download or copy it again")
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(key) or {}, dict):
+            raise ModelError(f"{key} is {raw[key]!r}, which is no JSON object; download or copy it again")
+    eos = raw.get("eos_token_id")
+    if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos]) if token is not None):
+        raise ModelError(f"eos_token_id is {eos!r}, neither a token id nor a list of them; download or copy it again")
 
 
 def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:

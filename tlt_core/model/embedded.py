@@ -54,7 +54,7 @@ def _is_whole(folder: Path) -> bool:
     try:
         checksums = json.loads((folder / _RECORD).read_text())["files"]
         return all(sha256_of(folder / name) == checksum for name, checksum in checksums.items())
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # the last two: JSON of another kind
         return False
 
 

@@ -92,7 +92,7 @@ def load_config(folder: Path) -> DecoderConfig:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read as JSON ({error}); download or copy the model again") from None
     if not isinstance(raw, dict):
         raise ModelError(f"{path} must hold a JSON object, found {type(raw).__name__}; download the model again")
@@ -210,12 +210,32 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
                 f"{path} does not exist; the checkpoint is incomplete (download or copy it again) or not in the "
                 "safetensors format (convert it: other formats run code when they are read)"
             )
-        try:
-            with safe_open(path, framework="pt") as file:
-                tensors |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, not a dictionary
-        except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} is damaged ({error}); download or copy it again") from None
+        tensors |= _tensors_in(path)
     return tensors
+
+
+def check_finite(folder: Path) -> None:
+    """Raises ModelError that names a tensor with NaN or infinite numbers: such weights must not leave the run.
+
+    One tensor at a time is in memory.
+    """
+    for path in sorted(folder.glob("*.safetensors")):
+        for name, tensor in _tensors_in(path):
+            if not is_finite(tensor):
+                raise ModelError(
+                    f"{path}: {name} holds NaN or infinite numbers; train again from an earlier checkpoint, or from a "
+                    "sound model"
+                )
+
+
+def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
+    """Raises ModelError."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118, not a dictionary
+                yield name, file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{path} is damaged ({error}); download or copy it again") from None
 
 
 def _from_hf(

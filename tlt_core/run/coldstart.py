@@ -20,8 +20,9 @@ from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.messages import TrainerSpec, WorkerSpec
 from tlt_core.data import dataset, solutions
 from tlt_core.grpo.batch import TrainBatch, make_supervised_batches
+from tlt_core.items.store import read_json, write_atomically
 from tlt_core.model.load import load_tokenizer
-from tlt_core.run.inputs import made_dir
+from tlt_core.run.inputs import made_dir, making
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +52,21 @@ def run(
     out_dir: Path,
     on_progress: OnProgress,
 ) -> dict[str, float]:
-    """Train and write the folder; does nothing when it is already there.
+    """Train and write the folder; does nothing when it is already there, and waits for another run that makes it.
 
-    Returns the stage's metrics.  Raises ColdStartError when the data set has no worked solutions.
+    Returns the stage's metrics.  Raises ColdStartError when the data set has no worked solutions, StoreError where
+    `coldstart.json` is damaged.
     """
     report_path = out_dir / "coldstart.json"
-    if report_path.exists():
-        return json.loads(report_path.read_text())["metrics"]
+    if not report_path.exists():
+        with making(out_dir):
+            if not report_path.exists():
+                _make(cfg, model_dir=model_dir, data_dir=data_dir, out_dir=out_dir, on_progress=on_progress)
+    metrics: dict[str, float] = read_json(report_path, remedy=f"remove {out_dir}, which is then made again")["metrics"]
+    return metrics
+
+
+def _make(cfg: RunConfig, *, model_dir: Path, data_dir: Path, out_dir: Path, on_progress: OnProgress) -> None:
     if not isinstance(cfg.data, GymData):
         raise ColdStartError(
             f"coldstart.enabled=true with data.kind={cfg.data.kind!r}: worked solutions exist for reasoning_gym tasks "
@@ -97,10 +106,8 @@ def run(
         group.export(out_dir.resolve(), tokenizer_from=model_dir.resolve(), dtype=cfg.coldstart.dtype)
     metrics["timing_s/coldstart"] = time.time() - started_s
     # Written last: its presence says that the folder is complete.
-    partial = report_path.with_suffix(".partial")
-    partial.write_text(json.dumps({"dtype": cfg.coldstart.dtype, "metrics": metrics, "losses": losses}, indent=1))
-    partial.replace(report_path)
-    return metrics
+    report = json.dumps({"dtype": cfg.coldstart.dtype, "metrics": metrics, "losses": losses}, indent=1)
+    write_atomically(out_dir / "coldstart.json", lambda partial: partial.write_text(report))
 
 
 def _train(group: WorkerGroup, steps: Sequence[Sequence[TrainBatch]], on_progress: OnProgress) -> list[float]:

@@ -11,7 +11,6 @@ A candidate is worse when it gets fewer tokens accepted on held-back responses, 
 (`spot/comparison`).  Wrong refusals cost more than wrong releases, because a drafter that is not replaced goes stale.
 """
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 from tlt_core.cluster.drafting import DrafterPublished
 from tlt_core.cluster.messages import GenerateReport
+from tlt_core.items.store import read_json
 from tlt_core.items.types import WorkerState
 from tlt_core.rollout.engine import RoundTrace
 from tlt_core.spot.bubble import bubble
@@ -171,8 +171,9 @@ def results_of(reports: Sequence[GenerateReport]) -> list[SpotResult]:
 def origin_of(first: Path, *, run: str, steps: int) -> dict[str, Any]:
     """Content of `drafter.json` for a drafter that was trained in idle time: its run, and the first drafter's file.
 
-    The first drafter's measurements do not hold for the trained one, so they stay under `first`.
+    The first drafter's measurements do not hold for the trained one, so they stay under `first`.  Raises StoreError.
     """
     told = first / "drafter.json"
-    known = json.loads(told.read_text(encoding="utf-8")) if told.is_file() else {}
+    remedy = "remove it: only the first drafter's origin is lost"
+    known = read_json(told, remedy=remedy) if told.is_file() else {}
     return {"run": run, "steps": steps, "first": known.get("first", known)}

@@ -7,6 +7,7 @@ is named by everything that decides its content: runs share them, and a changed 
 import hashlib
 import json
 import os
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from conf.model import ModelConfig, PretrainedModel, RandomModel
 from conf.run import RunConfig
+from tlt_core.machine.file_lock import exclusive
 from tlt_core.model.embedded import embedded_model_dir
 from tlt_core.model.load import load_config, random_decoder, resolve, save_hf
 
@@ -27,6 +29,11 @@ def artifacts_dir() -> Path:
 def made_dir() -> Path:
     """Where data sets and cold starts are made: $TLT_STAGES, which dvc.yaml sets and tracks, or `artifacts_dir`."""
     return Path(os.environ["TLT_STAGES"]) if "TLT_STAGES" in os.environ else artifacts_dir()
+
+
+def making(folder: Path) -> AbstractContextManager[None]:
+    """For the one process that makes this folder; others wait.  The lock is outside of what DVC tracks."""
+    return exclusive(folder.parent.with_name(f".{folder.parent.name}-{folder.name}.lock"), wait=True)
 
 
 def data_dir(cfg: RunConfig) -> Path:
@@ -42,7 +49,9 @@ def start_model(cfg: ModelConfig, *, seed: int) -> Path:
     name = _digest({**cfg.model_dump(mode="json"), "seed": seed})
     folder = artifacts_dir() / "models" / f"random-{name}"
     if not (folder / "config.json").is_file():  # the folder appears whole or not at all
-        _write_random(cfg, folder, seed=seed)
+        with making(folder):
+            if not (folder / "config.json").is_file():
+                _write_random(cfg, folder, seed=seed)
     return folder
 
 

@@ -20,7 +20,7 @@ from tlt_core.model.embedded import EMBEDDED_NAME
 from tlt_core.model.load import load_config, resolve
 from tlt_core.rollout.vllm.client import require_vllm
 from tlt_core.rollout.vllm.environment import vllm_python
-from tlt_core.run import memory_plan
+from tlt_core.run import memory_plan, step_files
 
 _CHECKPOINT_BYTES = 12  # a parameter's fp32 master weight and its two moments
 
@@ -44,7 +44,7 @@ def _is_fetched(path: str) -> bool:
 
 
 def check_model(cfg: RunConfig, folder: Path) -> None:
-    """Is the folder complete, does the run fit into a GPU of this machine, do its checkpoints fit on the disk?
+    """Is the folder complete, does the run fit into a GPU of this machine, do its files fit on the disk?
 
     Raises ModelError, MemoryPlanError, SpaceError."""
     config = load_config(folder)
@@ -56,7 +56,8 @@ def check_model(cfg: RunConfig, folder: Path) -> None:
     if cfg.update.lora.enabled:
         needed = needed // 10  # adapters are a few percent of the weights
     copies = cfg.checkpoint.keep_last + cfg.checkpoint.keep_best + 1  # one is being written
-    check_space(cfg.run_dir, needed_bytes=needed * copies + count_parameters(folder) * 4)
+    policy = count_parameters(folder) * 4
+    check_space(cfg.run_dir, needed_bytes=needed * copies + policy + step_files.needed_bytes(cfg))
 
 
 def count_parameters(folder: Path) -> int:

@@ -3,12 +3,13 @@
 import hashlib
 import json
 import logging
-from pathlib import Path
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from conf.run import RunConfig
 from tlt_core.items import checkpoint
-from tlt_core.items.checkpoint import CheckpointError, DriverState
+from tlt_core.items.checkpoint import CheckpointError, Found
 from tlt_core.machine.precision import Precision, recorded_in
 
 log = logging.getLogger(__name__)
@@ -20,29 +21,26 @@ _FREE: dict[str, Any] = {  # what a resumed run may change within them
 }
 
 
-class Found(NamedTuple):
-    """A checkpoint to resume from."""
-
-    folder: Path
-    state: DriverState
-
-
-def find(cfg: RunConfig) -> Found | None:
-    """The newest valid checkpoint of the run, None if there is none.
+@contextmanager
+def newest(cfg: RunConfig) -> Iterator[Found | None]:
+    """The newest valid checkpoint of the run, None if there is none; it is not pruned within the block.
 
     Raises CheckpointError when it was written under another fingerprint.  Another precision is allowed, with a warning.
     """
-    newest = checkpoint.newest_valid(cfg.run_dir / "checkpoints")
-    if newest is None:
-        return None
-    state = checkpoint.load_state(newest)
-    if state.fingerprint == fingerprint(cfg):
-        return Found(newest, state)
-    before = recorded_in(state)
-    if before is None or state.fingerprint != fingerprint(cfg.with_dtypes(**before._asdict())):
+    with checkpoint.newest(cfg.run_dir / "checkpoints") as found:
+        if found is not None:
+            _check(cfg, found)
+        yield found
+
+
+def _check(cfg: RunConfig, found: Found) -> None:
+    if found.state.fingerprint == fingerprint(cfg):
+        return
+    before = recorded_in(found.state)
+    if before is None or found.state.fingerprint != fingerprint(cfg.with_dtypes(**before._asdict())):
         raise CheckpointError(
-            f"{newest} belongs to a run with another model, data set, rollout, algorithm or optimizer configuration; "
-            f"choose another name (name={cfg.name!r} now) or remove {cfg.run_dir}"
+            f"{found.folder} belongs to a run with another model, data set, rollout, algorithm or optimizer "
+            f"configuration; choose another name (name={cfg.name!r} now) or remove {cfg.run_dir}"
         )
     log.warning(
         "resuming in another precision, as configured (%s; before: %s): results are no longer those of the "
@@ -50,7 +48,6 @@ def find(cfg: RunConfig) -> Found | None:
         Precision.of(cfg),
         before,
     )
-    return Found(newest, state)
 
 
 def fingerprint(cfg: RunConfig) -> str:

@@ -15,6 +15,7 @@ It holds no model.  A session continues from the newest valid checkpoint: to sta
 import logging
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -26,10 +27,10 @@ from tlt_core.data.prompt_order import PromptOrder
 from tlt_core.grpo import advantage, batch
 from tlt_core.grpo.reward import Score, Scorer
 from tlt_core.items import checkpoint
-from tlt_core.items.checkpoint import DriverState
+from tlt_core.items.checkpoint import DriverState, Found
 from tlt_core.items.types import GenerationRequest, RolloutBatch, SamplingParams, ScoredBatch
 from tlt_core.machine.precision import Precision
-from tlt_core.run import resumable
+from tlt_core.run import resumable, step_files
 from tlt_core.run.drafter_publisher import DrafterPublisher
 from tlt_core.run.drafter_release import published_dir
 from tlt_core.run.engine_agreement import require_agreement
@@ -110,15 +111,15 @@ class Session:
         Raises CheckpointError when the checkpoint belongs to a run with another configuration.
         """
         assert "auto" not in Precision.of(cfg), "settle() comes first"
-        found = resumable.find(cfg) if resume else None
-        prompts = Prompts.load(data_dir, start_model, num_prompts=cfg.rollout.num_prompts)
-        reporter = Reporter(on_progress, num_steps=cfg.num_steps, num_workers=cfg.cluster.num_workers)
-        scorer = Scorer(cfg.reward)
-        reporter.phase("starting workers")
-        spec = worker_spec(cfg, start_model, longest_prompt=prompts.longest)
-        group = WorkerGroup(cfg.cluster, spec, shared=cfg.run_dir)
-        session = cls(cfg, prompts, group, scorer, start_model=start_model, reporter=reporter)
-        session._load(found)
+        with resumable.newest(cfg) if resume else nullcontext() as found:
+            prompts = Prompts.load(data_dir, start_model, num_prompts=cfg.rollout.num_prompts)
+            reporter = Reporter(on_progress, num_steps=cfg.num_steps, num_workers=cfg.cluster.num_workers)
+            scorer = Scorer(cfg.reward)
+            reporter.phase("starting workers")
+            spec = worker_spec(cfg, start_model, longest_prompt=prompts.longest)
+            group = WorkerGroup(cfg.cluster, spec, shared=cfg.run_dir)
+            session = cls(cfg, prompts, group, scorer, start_model=start_model, reporter=reporter)
+            session._load(found)
         return session
 
     def __enter__(self) -> "Session":
@@ -136,7 +137,7 @@ class Session:
 
     def step_dir(self, step: int) -> Path:
         """Folder of a step's saved items."""
-        return self.cfg.run_dir / "steps" / f"{step:06d}"
+        return step_files.step_dir(self.cfg.run_dir, step)
 
     def begin_step(self, step: int) -> None:
         """Clear the metrics, and remove what a killed attempt at this step has left."""
@@ -237,7 +238,7 @@ class Session:
         return self.cfg.checkpoint.must_save_by_s - _RESERVE * self._saving_s if self._reporter.step else 0.0
 
     def save_checkpoint(self, step: int) -> Path:
-        """Save all that a resume needs, atomically; prune older checkpoints."""
+        """Save all that a resume needs, atomically; prune older checkpoints and step files."""
         self._reporter.phase("checkpoint")
         with self.metrics.timed("save_checkpoint"):
             root, kept = self.cfg.run_dir / "checkpoints", self.cfg.checkpoint
@@ -255,6 +256,7 @@ class Session:
             )
             folder = checkpoint.save(root, state, lambda partial: self.group.save(partial.resolve()))
             checkpoint.prune(root, keep_last=kept.keep_last, keep_best=kept.keep_best)
+            step_files.prune(self.cfg.run_dir, step=step, keep=kept.keep_step_files)
         self._saving_s = self.metrics.values()["timing_s/save_checkpoint"]
         self.completed_steps = step
         return folder
@@ -267,7 +269,7 @@ class Session:
 
     # ------------------------------------------------------------------------------------------ inside
 
-    def _load(self, found: resumable.Found | None) -> None:
+    def _load(self, found: Found | None) -> None:
         if found is not None:
             state = found.state
             self.completed_steps = state.step

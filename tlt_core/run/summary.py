@@ -33,15 +33,8 @@ _NUM_BINS = 20
 
 
 def rows_of(run_dir: Path) -> list[dict[str, float]]:
-    """What the run logged, one row a step; empty before its first step."""
-    path = run_dir / "metrics.jsonl"
-    rows: list[dict[str, float]] = []
-    for line in path.read_text().splitlines() if path.is_file() else ():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:  # a killed attempt may have left half a line
-            break
-    return rows
+    """What the run logged, one row a step; empty before its first step.  Raises StoreError."""
+    return store.read_json_lines(run_dir / "metrics.jsonl")
 
 
 def last_step(run_dir: Path) -> int | None:

@@ -2,7 +2,9 @@
 
 import ast
 import json
+import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,36 @@ def test_all_or_nothing(tiny, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["broken", "out"]
     assert (out / "policy" / "provenance.json").read_bytes() == before
     assert [p.name for p in out.iterdir()] == ["policy"]
+
+
+def _spoilt(folder: Path, copy: Path, tensor: str) -> Path:
+    """A copy of a model's folder with one NaN."""
+    shutil.copytree(folder, copy)
+    tensors = load_file(copy / "model.safetensors")
+    tensors[tensor].view(-1)[7] = torch.nan
+    save_file(tensors, copy / "model.safetensors")
+    return copy
+
+
+def test_weights_that_are_not_finite_do_not_leave(tiny, tmp_path):
+    policy = _spoilt(tiny.source.policy, tmp_path / "policy", "model.layers.1.mlp.up_proj.weight")
+    drafter = _spoilt(tiny.source.drafter, tmp_path / "drafter", "lm_head.weight")
+    for source, said in (
+        (replace(tiny.source, policy=policy, drafter=None), r"model\.layers\.1\.mlp\.up_proj\.weight holds NaN"),
+        (_with_drafter(tiny.source, drafter), r"drafter: lm_head\.weight holds NaN"),
+    ):
+        with pytest.raises(ModelError, match=said):
+            folder.run(tiny.cfg, source, out_dir=tmp_path / "out", num_prompts=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_figures_that_are_not_finite_do_not_leave(tiny, tmp_path):
+    """Other programs cannot read a NaN in JSON."""
+    drafter = shutil.copytree(tiny.source.drafter, tmp_path / "drafter")
+    (drafter / "drafter.json").write_text(json.dumps({"metrics": {"drafter/loss_train": float("nan")}}))
+    with pytest.raises(ModelError, match=r"training\.metrics\.drafter/loss_train for provenance\.json is nan"):
+        folder.run(tiny.cfg, _with_drafter(tiny.source, drafter), out_dir=tmp_path / "out", num_prompts=0)
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_older_export_is_replaced_and_what_dvc_wrote_stays(tiny, tmp_path):

@@ -1,5 +1,7 @@
 """The rule of promotion, on figures given by hand."""
 
+import math
+
 import pytest
 
 from conf.drafter import RetrainConfig
@@ -26,6 +28,20 @@ def test_better_fast_enough_and_lossless(
     decision = decide(candidate, CHAMPION, rival_name="v3", cfg=CFG)
     assert decision.outcome == outcome
     assert said in decision.reason
+
+
+@pytest.mark.parametrize("figure", ["accept_length", "tokens_per_s"])
+@pytest.mark.parametrize("whose", ["the candidate", "v3"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_without_a_finite_figure_nobody_is_promoted(figure: str, whose: str, value: float) -> None:
+    better = Trial(accept_length=9.0, tokens_per_s=900.0, changed=0, near_ties=0)
+    candidate, rival = (
+        trial._replace(**{figure: value}) if name == whose else trial
+        for name, trial in (("the candidate", better), ("v3", CHAMPION))
+    )
+    decision = decide(candidate, rival, rival_name="v3", cfg=CFG)
+    assert decision.outcome == "refused"
+    assert f"{figure} of {whose} is {value}" in decision.reason
 
 
 def test_a_candidate_as_good_as_the_champion_wins_only_where_no_gain_is_asked_for() -> None:

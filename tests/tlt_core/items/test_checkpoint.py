@@ -5,6 +5,8 @@ import math
 import os
 import shutil
 import struct
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -104,16 +106,69 @@ def test_full_disk_leaves_nothing_behind(tmp_path):
     [
         ({1: 0.1, 2: 0.9, 3: None, 4: 0.3, 5: 0.2}, 2, 1, [2, 4, 5]),
         ({1: None, 2: 0.9, 3: 0.3, 4: 0.5, 5: None, 6: None, 7: 0.1, 8: 0.2}, 1, 3, [2, 3, 4, 8]),
+        ({1: None, 2: 0.9, 3: 0.3, 4: 0.5, 5: None, 6: None, 7: None, 8: None}, 1, 3, [2, 3, 4, 8]),
         ({1: 0.1, 2: 0.2, 3: None, 4: None}, 1, 3, [1, 2, 4]),  # fewer are ranked than are kept
         ({1: 0.1, 2: math.nan, 3: None}, 1, 1, [1, 3]),
         ({1: 0.1, 2: 0.2, 3: None}, 1, 0, [3]),
     ],
 )
 def test_prune_keeps_newest_and_best(tmp_path, metrics, keep_last, keep_best, kept):
-    for step, best in metrics.items():
-        checkpoint.save(tmp_path, state(step, best), write_part)
-    checkpoint.prune(tmp_path, keep_last=keep_last, keep_best=keep_best)
-    assert sorted(p.name for p in tmp_path.glob("step_*")) == [f"step_{step:06d}" for step in kept]
+    for each_time in (True, False):  # a run prunes after every step; a longer `keep_last` may have left many
+        root = tmp_path / str(each_time)
+        for step, best in metrics.items():
+            checkpoint.save(root, state(step, best), write_part)
+            if each_time or step == len(metrics):
+                checkpoint.prune(root, keep_last=keep_last, keep_best=keep_best)
+        assert sorted(p.name for p in root.glob("step_*")) == [f"step_{step:06d}" for step in kept]
+
+
+READ = """
+import sys, time
+from pathlib import Path
+from tlt_core.items import checkpoint
+with checkpoint.newest(Path(sys.argv[1])) as found:
+    print(found.state.step, flush=True)
+    time.sleep(60)
+"""
+
+
+def test_what_another_process_reads_is_not_pruned_until_it_ends(tmp_path):
+    """Two readers at once; one ends by itself, the other is killed."""
+
+    def steps():
+        return sorted(int(p.name.removeprefix("step_")) for p in tmp_path.glob("step_*"))
+
+    def go_on(step):
+        checkpoint.save(tmp_path, state(step), write_part)
+        checkpoint.prune(tmp_path, keep_last=1, keep_best=0)
+
+    go_on(1)
+    command = [sys.executable, "-c", READ, str(tmp_path)]
+    readers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        assert [reader.stdout.readline() for reader in readers] == ["1\n", "1\n"]
+        go_on(2)
+        go_on(3)
+        assert steps() == [1, 3]
+        readers[0].terminate()
+        readers[0].wait()
+        go_on(4)
+        assert steps() == [1, 4]
+    finally:
+        for reader in readers:
+            reader.kill()
+            reader.wait()
+    go_on(5)
+    assert steps() == [5]
+
+
+def test_a_reader_that_comes_too_late_for_one_takes_the_newer_one(tmp_path, monkeypatch):
+    """Between its look at the folder and its lock a run may have written and pruned."""
+    shutil.rmtree(checkpoint.save(tmp_path, state(1), write_part) / "rank_0")
+    monkeypatch.setattr(checkpoint.log, "warning", lambda *_: checkpoint.save(tmp_path, state(2), write_part))
+    with checkpoint.newest(tmp_path) as found:
+        assert found is not None
+        assert found.state.step == 2
 
 
 def test_unreadable_state_names_the_folder(tmp_path):

@@ -92,3 +92,9 @@ def test_provenance_of_the_real_one(embedded_model):
     record = json.loads((embedded_model / "provenance.json").read_text())
     assert record["source"] == "SmolLM2-135M-Instruct.Q4_1.gguf"
     assert {"model.safetensors", "tokenizer.json", "config.json"} <= record["files"].keys()
+
+
+@pytest.mark.parametrize("record", [b'{"files": {"a"', b"\xff{}", b"[1]", b"{}", b'{"files": [1]}'])
+def test_a_damaged_record_is_no_whole_model(tmp_path, record):
+    (tmp_path / "provenance.json").write_bytes(record)
+    assert not embedded._is_whole(tmp_path)

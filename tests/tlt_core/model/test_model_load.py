@@ -16,7 +16,15 @@ from transformers import AutoModelForCausalLM
 
 from tlt_core.items.store import StoreError
 from tlt_core.model.config import ModelError
-from tlt_core.model.load import load_config, load_decoder, load_tokenizer, random_decoder, resolve, save_hf
+from tlt_core.model.load import (
+    check_finite,
+    load_config,
+    load_decoder,
+    load_tokenizer,
+    random_decoder,
+    resolve,
+    save_hf,
+)
 
 
 @pytest.fixture
@@ -132,6 +140,15 @@ def test_wrong_shape(folder):
     edit_tensors(folder, lambda t: t.update({"model.norm.weight": torch.ones(31)}))
     with pytest.raises(ModelError, match=r"model.norm.weight has shape \(31,\), config.json implies \(32,\)"):
         load_decoder(folder, dtype=torch.float32)
+
+
+def test_weights_that_are_not_finite_are_found_without_a_decoder(folder):
+    check_finite(folder)
+    edit_tensors(folder, lambda t: t["model.norm.weight"][5].fill_(-torch.inf))
+    with pytest.raises(
+        ModelError, match=r"model\.safetensors: model\.norm\.weight holds NaN or infinite numbers; train"
+    ):
+        check_finite(folder)
 
 
 def test_one_nan(folder):

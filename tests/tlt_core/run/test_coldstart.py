@@ -1,5 +1,7 @@
 """The folder of a cold start is named by everything that it depends on."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,49 @@ def test_it_is_sharded_as_the_update_is():
     assert spec.trainer is not None
     assert spec.trainer.update.backend == sharded.update.backend
     assert coldstart.output_dir(sharded) != coldstart.output_dir(config()), "sums of gradients are rounded differently"
+
+
+RUN = """
+import json, sys
+from pathlib import Path
+from conf.load import load
+from tlt_core.run import coldstart
+
+folder, cfg = Path(sys.argv[1]), load("conf/smoke.yaml")
+
+def make(cfg, *, out_dir, **_):
+    print("making", flush=True)
+    sys.stdin.readline()
+    out_dir.mkdir(parents=True)
+    (out_dir / "coldstart.json").write_text(json.dumps({"metrics": {"made_by": int(sys.argv[2])}}))
+
+coldstart._make = make
+found = coldstart.run(cfg, model_dir=folder, data_dir=folder, out_dir=folder / "coldstart" / "x", on_progress=print)
+print("has that of", found["made_by"], flush=True)
+"""
+
+
+def test_of_two_runs_that_want_it_one_trains(tmp_path):
+    """Two processes: the second waits until the first has written the folder, and reads it."""
+
+    def start(number):
+        command = [sys.executable, "-c", RUN, str(tmp_path), str(number)]
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def does(process):
+        return next(line for line in process.stdout if line.startswith(("making", "process", "has that")))
+
+    first = start(1)
+    try:
+        assert does(first) == "making\n"
+        second = start(2)
+        try:
+            assert does(second) == f"process {first.pid} is at work in {tmp_path}; waiting for it\n"
+            assert first.communicate("go\n", timeout=60)[0] == "has that of 1\n"
+            assert second.communicate("go\n", timeout=60)[0] == "has that of 1\n"
+        finally:
+            second.kill()
+    finally:
+        first.kill()

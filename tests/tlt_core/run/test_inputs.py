@@ -1,5 +1,7 @@
 """Start model and data folder."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,23 @@ def test_a_random_model_is_made_once_and_loads(
     assert (folder / "model.safetensors").stat().st_mtime_ns == written_ns
     other = load_decoder(inputs.start_model(cfg, seed=6), dtype=torch.float32)
     assert not torch.equal(decoder.head_weight, other.head_weight)
+
+
+def test_of_two_runs_that_want_a_random_model_one_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one would replace the folder that the first has begun to read."""
+    monkeypatch.setenv("TLT_HOME", str(tmp_path))
+    both_inside, making = threading.Event(), []
+
+    def write(_: RandomModel, folder: Path, *, seed: int) -> None:
+        making.append(seed)
+        if len(making) == 2:
+            both_inside.set()
+        both_inside.wait(1.0)  # the other one would come in now
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text("{}")
+
+    monkeypatch.setattr(inputs, "_write_random", write)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: inputs.start_model(RandomModel(kind="random"), seed=5), range(2))
+    assert first == second
+    assert making == [5]

@@ -361,6 +361,46 @@ def test_a_killed_attempts_files_of_the_step_are_removed(begin: Callable[..., Se
     assert not left.exists()
 
 
+def test_a_checkpoint_is_not_pruned_while_a_session_loads_it(
+    begin: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a training that goes on while `tlt evaluate` starts its workers."""
+    training = begin("checkpoint.keep_last=1", "checkpoint.keep_best=0")
+    _step(training, 1)
+    folder = training.save_checkpoint(1)
+    seen: list[bool] = []
+
+    def load(self: _Group, found: Path, policy_version: int) -> None:
+        training.save_checkpoint(2)
+        seen.append(found.is_dir())
+
+    monkeypatch.setattr(_Group, "load", load)
+    assert begin().completed_steps == 1
+    assert (seen, folder.is_dir()) == ([True], True)
+    training.save_checkpoint(3)
+    assert not folder.exists(), "the session has what it needs"
+
+
+def test_old_step_folders_go_with_old_checkpoints(begin: Callable[..., Session]) -> None:
+    session = begin("checkpoint.keep_step_files=2", "num_steps=9")
+    root = session.step_dir(1).parent
+
+    def steps() -> list[int]:
+        return sorted(int(p.name) for p in root.iterdir())
+
+    for step in range(1, 6):
+        session.begin_step(step)
+        session.step_dir(step).mkdir(parents=True)
+    assert steps() == [1, 2, 3, 4, 5]
+    session.save_checkpoint(5)
+    assert steps() == [1, 4, 5]
+    session.step_dir(9).mkdir()  # a killed attempt's, before this one resumed
+    session.begin_step(6)
+    session.step_dir(6).mkdir()
+    session.save_checkpoint(6)
+    assert steps() == [1, 5, 6, 9]
+
+
 def test_nothing_is_published_where_no_drafter_is_trained(begin: Callable[..., Session]) -> None:
     session = begin()
     _step(session, 1)

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tlt_core.drafter.eagle3.model import Eagle3Config, Eagle3Model, blank_eagle3, check_taps, default_taps
-from tlt_core.items.store import write_folder_atomically
+from tlt_core.items.store import is_finite, write_folder_atomically
 from tlt_core.model.config import DecoderConfig, ModelError
 
 _ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -140,7 +140,8 @@ def _part_sizes(model: Eagle3Model, module: str, rows: int) -> list[int]:
 def save_eagle3(model: Eagle3Model, out_dir: Path, *, dtype: torch.dtype) -> None:
     """Write the folder that vLLM and SGLang load; an existing one is replaced.  All or nothing.
 
-    vLLM guesses the method from the folder's name: have `eagle3` in it.  Raises StoreError where the disk refuses.
+    vLLM guesses the method from the folder's name: have `eagle3` in it.  Raises StoreError where the disk refuses, and
+    ModelError that names a tensor with NaN or infinite numbers.
     """
     tensors = {
         name: (value.to(dtype) if value.is_floating_point() else value)
@@ -148,6 +149,7 @@ def save_eagle3(model: Eagle3Model, out_dir: Path, *, dtype: torch.dtype) -> Non
         .clone(memory_format=torch.contiguous_format)
         for name, value in export_weights(model).items()
     }
+    _check_finite(tensors, out_dir, "it is not written; train again from an earlier drafter, at a lower learning rate")
     config = json.dumps(_config_json(model, dtype), indent=1)
 
     def write(folder: Path) -> None:
@@ -155,6 +157,12 @@ def save_eagle3(model: Eagle3Model, out_dir: Path, *, dtype: torch.dtype) -> Non
         (folder / "config.json").write_text(config, encoding="utf-8")
 
     write_folder_atomically(out_dir, write)
+
+
+def _check_finite(tensors: Mapping[str, Tensor], folder: Path, consequence: str) -> None:
+    for name, value in tensors.items():
+        if not is_finite(value):
+            raise ModelError(f"drafter {folder}: {name} holds NaN or infinite numbers; {consequence}")
 
 
 def _config_json(model: Eagle3Model, dtype: torch.dtype) -> dict[str, Any]:
@@ -181,10 +189,13 @@ def load_eagle3(folder: Path, target: DecoderConfig, *, device: torch.device | s
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "model.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise ModelError(
             f"{folder} is not a readable drafter folder ({error}); it must hold config.json and model.safetensors"
         ) from None
+    if not isinstance(raw, dict):
+        raise ModelError(f"drafter {folder}: config.json must hold a JSON object; export the drafter again")
+    _check_finite(tensors, folder, "make another one with 'tlt warmup', or copy it again")
     try:
         model = blank_eagle3(_read_config(raw, target), dtype=torch.float32)
         model.tap_scales = tuple(float(scale) for scale in raw.get("tap_scales", model.tap_scales))
@@ -214,10 +225,16 @@ def _read_config(raw: dict[str, Any], target: DecoderConfig) -> Eagle3Config:
         if found != wanted:
             raise ModelError(f"{key} is {found}, but the target's is {wanted}; use a drafter trained for this target")
     size = raw.get("draft_vocab_size") or layer.vocab_size
-    if not 0 < size <= layer.vocab_size:
-        raise ModelError(f"draft_vocab_size {size} is larger than the target's vocabulary ({layer.vocab_size})")
-    nested = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
-    top = raw.get("eagle_aux_hidden_state_layer_ids") or (nested and [layer_id + 1 for layer_id in nested])
-    taps = tuple(top or default_taps(target.num_layers))
-    check_taps(taps, target)
+    if not isinstance(size, int) or not 0 < size <= layer.vocab_size:
+        raise ModelError(
+            f"draft_vocab_size {size!r} is larger than the target's vocabulary ({layer.vocab_size}), or no positive "
+            "whole number; export the drafter again"
+        )
+    try:
+        nested = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
+        top = raw.get("eagle_aux_hidden_state_layer_ids") or (nested and [layer_id + 1 for layer_id in nested])
+        taps = tuple(top or default_taps(target.num_layers))
+        check_taps(taps, target)
+    except (AttributeError, TypeError):
+        raise ModelError("eagle_aux_hidden_state_layer_ids are no list of numbers; export the drafter again") from None
     return Eagle3Config(layer, size, taps)

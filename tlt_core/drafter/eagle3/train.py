@@ -25,6 +25,8 @@ regressed on the fused state g of the next position, and the head is the drafter
 noise is added to features.
 """
 
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -41,6 +43,8 @@ from tlt_core.drafter.eagle3.windows import Pack, TrainPack, Window, whole
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.ends import PolicyEnds
+
+log = logging.getLogger(__name__)
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
 _TOKEN_WEIGHT = 0.1  # of soft CE beside feature regression
@@ -153,16 +157,20 @@ class Eagle3Trainer:
     def apply(self) -> float:
         """Update with the mean gradient of the rows accumulated; returns its norm before clipping.
 
-        Raises ValueError when there is none.
+        A gradient that is not finite is dropped, with a warning: the weights stay as they are.  Raises ValueError when
+        there is none.
         """
         if not self.rows:
             raise ValueError("no gradient was accumulated: call accumulate first")
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients)) / self.rows
-        torch._foreach_mul_(gradients, min(1.0, self.settings.max_grad_norm / (norm + 1e-6)) / self.rows)
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.learning_rate
-        self._optimizer.step()
+        if math.isfinite(norm):
+            torch._foreach_mul_(gradients, min(1.0, self.settings.max_grad_norm / (norm + 1e-6)) / self.rows)
+            for group in self._optimizer.param_groups:
+                group["lr"] = self.learning_rate
+            self._optimizer.step()
+        else:
+            log.warning("the drafter's gradient norm is %s at its step %d, which changes nothing", norm, self.steps)
         self._optimizer.zero_grad(set_to_none=True)
         self.rows = 0
         self.steps += 1

@@ -158,6 +158,21 @@ def test_tensors_that_do_not_fit(tiny_config, tmp_path, change, message):
         load_eagle3(tmp_path, tiny_config)
 
 
+def test_weights_that_are_not_finite_are_neither_written_nor_read(tiny_config, tmp_path):
+    model = tiny_model(tiny_config)
+    save_eagle3(model, tmp_path / "a", dtype=torch.float32)
+    tensors = load_file(tmp_path / "a" / "model.safetensors")
+    tensors["midlayer.mlp.down_proj.weight"][3, 4] = torch.inf
+    save_file(tensors, tmp_path / "a" / "model.safetensors")
+    with pytest.raises(ModelError, match=r"a: midlayer\.mlp\.down_proj\.weight holds NaN or infinite numbers; make"):
+        load_eagle3(tmp_path / "a", tiny_config)
+    with torch.no_grad():
+        model.qkv_proj.weight[-1, 0] = torch.nan
+    with pytest.raises(ModelError, match=r"midlayer\.self_attn\.v_proj\.weight holds NaN .*; it is not written"):
+        save_eagle3(model, tmp_path / "b", dtype=torch.float32)
+    assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
 def test_a_folder_that_is_none(tiny_config, tmp_path):
     with pytest.raises(ModelError, match="not a readable drafter folder"):
         load_eagle3(tmp_path, tiny_config)

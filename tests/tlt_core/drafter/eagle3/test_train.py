@@ -45,6 +45,21 @@ def test_it_learns_a_few_sequences(decoder, dtype):
     assert final.rows == (12 - 2) + (9 - 3) + (15 - 2)  # first = 1 trains from token 2 on: there is no row before
 
 
+def test_a_gradient_that_is_not_finite_changes_nothing(decoder, caplog):
+    """And the next one counts: a NaN in the weights would stay for ever."""
+    trainer, _ = learnt(decoder, 1, settings=TrainSettings(warmup_steps=0))
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    good = pupils(decoder)
+    taps_LE = good[0].taps_LE.clone()
+    taps_LE[5] = torch.nan
+    trainer.step([replace(good[0], taps_LE=taps_LE), *good[1:]])
+    assert "gradient norm is nan at its step 1" in caplog.text
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    trainer.step(good)
+    assert all(bool(p.isfinite().all()) for p in trainer.model.parameters())
+    assert not all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
 def test_only_the_drafter_learns(decoder):
     before = {name: p.clone() for name, p in decoder.named_parameters()}
     trainer, _ = learnt(decoder, 0, settings=TrainSettings(warmup_steps=0, learning_rate=1e-2))
