@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from conf.optimizer import AdamWConfig
-from conf.section import Dtype, Section
+from conf.section import MANY, MOST_TOKENS, Dtype, Section
 
 
 class ColdStartConfig(Section):
@@ -11,11 +11,11 @@ class ColdStartConfig(Section):
 
     enabled: bool = False
     """Train on worked solutions first.  false: RL starts from the model as it is."""
-    num_examples: int = Field(600, ge=1)
+    num_examples: int = Field(600, ge=1, le=MANY)
     """Number of worked solutions.  They are generated separately; none is a validation question."""
-    num_epochs: int = Field(1, ge=1)
+    num_epochs: int = Field(1, ge=1, le=1000)
     """Passes over the worked solutions."""
-    tokens_per_step: int = Field(2048, ge=64)
+    tokens_per_step: int = Field(2048, ge=64, le=MOST_TOKENS)
     """Packed tokens per optimizer step, over all workers."""
     optimizer: AdamWConfig = AdamWConfig(learning_rate=1e-4)
     """Optimizer of this stage."""

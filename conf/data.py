@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from conf.section import Section
+from conf.section import MANY, MOST_SEED, Section
 
 
 class GymTask(Section):
@@ -24,11 +24,11 @@ class GymData(Section):
     kind: Literal["reasoning_gym"]
     tasks: tuple[GymTask, ...] = Field(min_length=1)
     """The mixture.  A task may appear several times with different settings, for example easy and hard."""
-    num_train: int = Field(2000, ge=1)
+    num_train: int = Field(2000, ge=1, le=MANY)
     """Number of training prompts."""
-    num_validation: int = Field(64, ge=1)
+    num_validation: int = Field(64, ge=1, le=MANY)
     """Number of validation prompts.  None of their questions occurs in the training split."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=MOST_SEED)
     """Seed of the generator.  Seeds that are close together share questions."""
     system_prompt: str | None = None
     """System message before each question.  None: what the model's chat template puts there by itself, as in serving;
@@ -51,7 +51,7 @@ class FileData(Section):
     """Column with the question."""
     answer_key: str = "answer"
     """Column with the reference answer."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=MOST_SEED)
     """Seed of the train/validation split."""
     system_prompt: str | None = None
     """System message before each question.  None: what the model's chat template puts there by itself, as in serving;

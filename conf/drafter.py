@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from conf.section import Section
+from conf.section import MANY, MOST_LIVE, MOST_MB, MOST_STEPS, MOST_TOKENS, Section
 
 
 class SpotConfig(Section):
@@ -12,11 +12,11 @@ class SpotConfig(Section):
 
     enabled: bool = True
     """Train in idle time.  Has no effect without an EAGLE-3 drafter in the rollout."""
-    interval: int = Field(1, ge=1)
+    interval: int = Field(1, ge=1, le=MOST_STEPS)
     """Train and publish every N RL steps."""
     min_idle_s: float = Field(0.1, ge=0)
     """Seconds that a worker is idle before it begins to train."""
-    max_steps: int = Field(0, ge=0)
+    max_steps: int = Field(0, ge=0, le=MOST_STEPS)
     """Most micro-steps (`micro_step_s`) in one rollout, over all workers.  0: as many as fit into the idle time."""
     after_rollout_s: float = Field(0.0, ge=0)
     """Seconds of training on every worker after the rollout has ended.  They lengthen the step.  Set it for a single
@@ -24,15 +24,15 @@ class SpotConfig(Section):
     micro_step_s: float = Field(0.6, gt=0)
     """Most seconds of training between two checks of whether the worker is needed.  A micro-step is abandoned when the
     rollout ends."""
-    rows_per_step: int = Field(256, ge=1)
+    rows_per_step: int = Field(256, ge=1, le=MOST_TOKENS)
     """Tokens per optimizer step, collected over several micro-steps.  A smaller value makes noisier gradients and reads
     the weights more often, which slows the workers that still decode."""
-    window_rows: int = Field(256, ge=1)
+    window_rows: int = Field(256, ge=1, le=MOST_TOKENS)
     """Longer responses are split into windows of at most this many tokens; each window keeps its whole context."""
     max_slowdown: float = Field(0.01, gt=0)
     """Training slows the workers that decode on the same machine.  This is the largest share by which it may lengthen a
     rollout when the drafter's gains do not pay for it.  1: no limit."""
-    gain_lasts_steps: int = Field(24, ge=1)
+    gain_lasts_steps: int = Field(24, ge=1, le=MOST_STEPS)
     """RL steps over which a gain in acceptance is counted when it is weighed against its cost."""
     learning_rate: float = Field(1e-4, gt=0)
     """Learning rate of AdamW: 20 steps of warm-up, then constant.  The default is the rate at which the first training
@@ -43,26 +43,26 @@ class SpotConfig(Section):
     loss: Literal["auto", "soft_ce", "tv", "mixed"] = "auto"
     """As `drafter.loss`.  auto: tv for method eagle3, since a drafter that agrees with the policy on most tokens gains
     more from it; the other methods have their own loss."""
-    max_buffer_mb: int = Field(1024, ge=1)
+    max_buffer_mb: int = Field(1024, ge=1, le=MOST_MB)
     """Most megabytes of hidden states that a worker keeps: the running step in memory, earlier ones in files.  The
     oldest responses are dropped first."""
-    max_sequences: int = Field(4096, ge=1)
+    max_sequences: int = Field(4096, ge=1, le=MANY)
     """Most responses that a worker keeps."""
     length_bias: float = Field(0.5, ge=0)
     """A response of n tokens is drawn with weight n^(1 + length_bias).  Larger values favour long responses, which make
     up the tail of a rollout."""
     recency: float = Field(0.5, gt=0, le=1)
     """Factor on that weight for each RL step since the response was sampled.  1: age does not count."""
-    canary_tokens: int = Field(1024, ge=1)
+    canary_tokens: int = Field(1024, ge=1, le=MOST_TOKENS)
     """Held-out tokens on which a trained drafter is compared with the one in use.  They come from a quarter of the
     prompts of the two newest steps."""
     canary_errors: float = Field(1.64, ge=0)
     """A trained drafter is refused when it is worse by more than this many standard errors.  1.64 refuses one in twenty
     drafters that are equally good; 0 refuses every drafter that measures worse."""
-    keep_published: int = Field(0, ge=0)
+    keep_published: int = Field(0, ge=0, le=MANY)
     """Published drafters that are kept in `runs/NAME/drafters/STEP-eagle3`, in the format of vLLM and SGLang.  Newest
     first; 0: none.  Writing one lengthens the step a little."""
-    max_rejections: int = Field(3, ge=1)
+    max_rejections: int = Field(3, ge=1, le=MANY)
     """After this many refusals in a row, training starts again from the drafter in use."""
 
 
@@ -74,7 +74,7 @@ class DrafterConfig(Section):
     `rollout.speculation.drafter_path` is set or speculation is off."""
     spot: SpotConfig = SpotConfig()
     """Training in idle time."""
-    vocab_size: int = Field(4096, ge=64)
+    vocab_size: int = Field(4096, ge=64, le=MANY)
     """Size of the drafter's vocabulary: the tokens that are most frequent in the policy's rollouts."""
     depth: int = Field(6, ge=1, le=16)
     """Draft steps that are unrolled in training (EAGLE-3's training-time test).  Best equal to the depth of the deepest
@@ -86,13 +86,13 @@ class DrafterConfig(Section):
     """Loss of method eagle3 in the first training.  soft_ce: cross-entropy with the policy's distribution; tv: total
     variation, the probability that a draft token is rejected (learns slowly from tokens that the drafter gives no
     probability); mixed: moves from soft_ce to tv at each position as the overlap grows."""
-    num_prompts: int = Field(32, ge=2)
+    num_prompts: int = Field(32, ge=2, le=MANY)
     """Training prompts that the policy answers for the first training; one in eight is held out for measuring."""
-    num_samples: int = Field(4, ge=1)
+    num_samples: int = Field(4, ge=1, le=100_000)
     """Responses per prompt."""
-    num_steps: int = Field(400, ge=1)
+    num_steps: int = Field(400, ge=1, le=MOST_STEPS)
     """Optimizer steps."""
-    tokens_per_step: int = Field(1024, ge=16)
+    tokens_per_step: int = Field(1024, ge=16, le=MOST_TOKENS)
     """Tokens per optimizer step.  A longer sequence is a step of its own."""
     learning_rate: float = Field(1e-3, gt=0)
     """Peak learning rate of AdamW: 20 steps of warm-up, then linear decay to a tenth."""
@@ -119,15 +119,15 @@ class RetrainConfig(Section):
     """Retraining of the drafter for the newest policy (`tlt retrain`).  The new drafter and the champion decode
     held-out prompts, and the better one becomes the champion."""
 
-    num_prompts: int = Field(16, ge=1)
+    num_prompts: int = Field(16, ge=1, le=MANY)
     """Validation prompts that both decode, from the first on.  No drafter is trained on them."""
-    num_samples: int = Field(1, ge=1)
+    num_samples: int = Field(1, ge=1, le=100_000)
     """Responses per prompt."""
-    max_new_tokens: int | None = Field(None, ge=1)
+    max_new_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     """Longest response, in tokens.  None: as in rollout."""
-    max_live_requests: int = Field(4, ge=1)
+    max_live_requests: int = Field(4, ge=1, le=MOST_LIVE)
     """Responses decoded at once.  Few, as in the tail of a rollout."""
-    repeats: int = Field(3, ge=1)
+    repeats: int = Field(3, ge=1, le=1000)
     """Speed measurements; the median counts."""
     min_gain: float = Field(0.02, ge=0)
     """Smallest relative gain in acceptance length over the champion.  0.02: two percent longer."""

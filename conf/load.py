@@ -8,6 +8,7 @@ key, the value and the remedy.
 """
 
 import difflib
+import re
 import typing
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,25 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from conf.run import RunConfig
+from conf.system import without_password
 
 
 class ConfigError(ValueError):
-    """A configuration that cannot be run.  The text names key, value and remedy."""
+    """A configuration that cannot be run.  The text names key, value and remedy, and no password of a URL."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(without_password(text))
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
+    """Says where a value stands that does not fit its type, such as a date of month 13."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, LookupError, AttributeError) as error:  # PyYAML lets Python's own errors out
+            tag = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(None, None, f"not a valid {tag}", node.start_mark) from error
 
 
 _BASE = "base"  # a key of files, not of the configuration
@@ -69,13 +85,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         _refuse_keys_twice(yaml.compose(text, Loader=yaml.SafeLoader), path)
-        tree = yaml.safe_load(text)
+        tree = yaml.load(text, Loader=_Loader)
     except FileNotFoundError:
         known = sorted(p.as_posix() for p in Path("conf").glob("*.yaml"))
         hint = f" Files in conf/: {', '.join(known)}." if known else ""
         raise ConfigError(f"Configuration file {path} does not exist.{hint}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, IsADirectoryError) as error:
-        raise ConfigError(f"Configuration file {path} is not readable as YAML: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(
+            f"Configuration file {path} is not readable as YAML: {_without_content(error)}; mend it there."
+        ) from None
+    except (UnicodeDecodeError, OSError) as error:
+        problem = "it is not UTF-8" if isinstance(error, UnicodeDecodeError) else error.strerror
+        raise ConfigError(f"Configuration file {path} cannot be read: {problem}; give a YAML file.") from None
     except RecursionError:
         raise ConfigError(
             f"Configuration file {path} is nested too deeply: sections have three levels at most."
@@ -83,6 +104,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"Configuration file {path} must hold a mapping of sections, found {type(tree).__name__}.")
     return tree
+
+
+def _without_content(error: yaml.YAMLError) -> str:
+    """What is wrong, and where.  No text of the file, which may be none that the reader of a log should see."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:  # a character that YAML does not allow
+        return "it holds a character that is none of text"
+    words = ": ".join(str(part) for name in ("context", "problem") if (part := getattr(error, name, None)))
+    words = re.sub(r"\b(alias|anchor|tag|handle) (['\"]).*\2", r"\1", words)  # names that stand in the file
+    return f"line {mark.line + 1}, column {mark.column + 1}: {words}"
 
 
 def _refuse_keys_twice(node: Any, path: Path) -> None:
@@ -115,9 +146,11 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"Override {override!r}: {key!r} is not a section (lists are replaced as a whole).")
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ConfigError(f"Override {override!r}: the value is not YAML: {error}") from None
+        raise ConfigError(f"Override {override!r}: the value is not YAML: {_without_content(error)}.") from None
+    except RecursionError:
+        raise ConfigError(f"Override of {dotted}: the value is nested too deeply; give a plain value.") from None
     if isinstance(value, str):
         value = _scientific(value)
     node[keys[-1]] = value
@@ -149,7 +182,8 @@ def _explain(error: Any) -> str:
         known = _fields_at(path[:-1]) + ([_BASE] if len(path) == 1 else [])
         close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
         meant = f"; did you mean {close[0]!r}?" if close else f"; known keys here: {', '.join(sorted(known))}"
-        return f"{key}: unknown key (value {value!r}){meant}"
+        shown = f" (value {value!r})" if isinstance(value, int | float) else ""  # a text may be of a file of secrets
+        return f"{key}: unknown key{shown}{meant}"
     if error["type"] in ("union_tag_not_found", "union_tag_invalid"):
         given = value.get("kind") if isinstance(value, dict) else value
         known = sorted(_tags(_at(path)))

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from conf.section import Section
+from conf.section import MOST_CHANNELS, Section
 
 
 class PretrainedModel(Section):
@@ -20,15 +20,15 @@ class RandomModel(Section):
     """A tiny Llama with random weights and the embedded model's tokenizer, for smoke tests.  It learns nothing."""
 
     kind: Literal["random"]
-    hidden_size: int = Field(64, ge=16, multiple_of=16)
+    hidden_size: int = Field(64, ge=16, le=MOST_CHANNELS, multiple_of=16)
     """Width of the residual stream."""
-    num_layers: int = Field(2, ge=1)
+    num_layers: int = Field(2, ge=1, le=1000)
     """Number of decoder layers."""
-    num_heads: int = Field(4, ge=1)
+    num_heads: int = Field(4, ge=1, le=1000)
     """Query heads; each has hidden_size / num_heads channels."""
-    num_kv_heads: int = Field(2, ge=1)
+    num_kv_heads: int = Field(2, ge=1, le=1000)
     """Key/value heads (grouped-query attention)."""
-    intermediate_size: int = Field(128, ge=16)
+    intermediate_size: int = Field(128, ge=16, le=MOST_CHANNELS)
     """Width of the gated MLP."""
 
     @model_validator(mode="after")

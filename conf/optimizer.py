@@ -4,14 +4,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from conf.section import Section
+from conf.section import MOST_STEPS, Section
 
 
 class ConstantSchedule(Section):
     """Constant learning rate after warm-up."""
 
     kind: Literal["constant"] = "constant"
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0, le=MOST_STEPS)
     """Steps of linear warm-up from 0."""
 
 
@@ -19,7 +19,7 @@ class DecaySchedule(Section):
     """Linear or cosine decay from the peak to `final_fraction` of it over the run."""
 
     kind: Literal["linear", "cosine"]
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(0, ge=0, le=MOST_STEPS)
     """Steps of linear warm-up from 0."""
     final_fraction: float = Field(0.0, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""

@@ -42,5 +42,10 @@ class RewardConfig(Section):
     """Terms; the reward is their weighted sum."""
     timeout_s: float = Field(5.0, gt=0)
     """Time limit for scoring one response, in seconds.  A response that exceeds it gets 0 and is counted."""
-    num_processes: int = Field(1, ge=1)
+    num_processes: int = Field(1, ge=1, le=1000)
     """Number of scoring processes.  Raise it when steps wait for rewards (`timing_s/reward`)."""
+    max_memory_gb: float = Field(4.0, ge=0.5, le=10_000)
+    """Most memory of a scoring process, in GB.  A response for which a function needs more gets 0 and is counted."""
+    pass_variables: tuple[str, ...] = ()
+    """Environment variables that scoring processes get though they look like secrets (passwords, tokens, keys), for
+    example OPENAI_API_KEY for a judge."""

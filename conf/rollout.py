@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from conf.section import Dtype, Section
+from conf.section import MANY, MOST_LIVE, MOST_MB, MOST_TOKENS, Dtype, Section
 
 
 class StrategyConfig(Section):
@@ -24,9 +24,9 @@ class StrategyConfig(Section):
 class NgramConfig(Section):
     """The n-gram drafter."""
 
-    min_match: int = Field(1, ge=1)
+    min_match: int = Field(1, ge=1, le=MOST_TOKENS)
     """Number of last tokens that must match before a continuation is proposed."""
-    max_index_tokens: int = Field(500_000, ge=1)
+    max_index_tokens: int = Field(500_000, ge=1, le=1_000_000_000)
     """Largest index of one worker, in tokens (about 0.7 kB each).  The least recently used prompts go first."""
 
 
@@ -41,7 +41,7 @@ class SpeculationConfig(Section):
     """Strategies to choose from, besides plain decoding.  None: a few for each available drafter."""
     drafter_path: str | None = None
     """Folder of an EAGLE-3 drafter for this policy, as `tlt warmup` writes it.  None: only the n-gram drafter."""
-    max_live: int = Field(32, ge=1)
+    max_live: int = Field(32, ge=1, le=MOST_LIVE)
     """Most live requests with which policy threshold speculates."""
     ngram: NgramConfig = NgramConfig()
     """The n-gram drafter."""
@@ -65,7 +65,7 @@ class SpeculationConfig(Section):
 class VllmConfig(Section):
     """vLLM as the rollout engine: one process per worker, run by the Python that $VLLM_PYTHON names."""
 
-    kv_cache_mb: int | None = Field(None, ge=16)
+    kv_cache_mb: int | None = Field(None, ge=16, le=MOST_MB)
     """Megabytes for keys and values on each worker.  None: 512 on a CPU; on a GPU what weights and graphs leave of
     vLLM's share of its memory (`rollout.kv_memory_fraction`)."""
     eager: bool | None = None
@@ -79,21 +79,21 @@ class VllmConfig(Section):
 class RolloutConfig(Section):
     """What is sampled in one RL step, and how."""
 
-    num_prompts: int = Field(8, ge=1, le=1_000_000)
+    num_prompts: int = Field(8, ge=1, le=MANY)
     """Prompts per RL step.  The responses to one prompt are a group."""
     num_samples: int = Field(8, ge=1, le=100_000)
     """Responses per prompt: the size of a group."""
-    max_new_tokens: int = Field(512, ge=1)
+    max_new_tokens: int = Field(512, ge=1, le=MOST_TOKENS)
     """Longest response, in tokens.  A longer one is cut, with finish reason `length`."""
-    max_prompt_tokens: int = Field(1024, ge=1)
+    max_prompt_tokens: int = Field(1024, ge=1, le=MOST_TOKENS)
     """Longest prompt, in tokens.  `tlt prepare` drops longer prompts and counts them."""
     temperature: float = Field(1.0, ge=0, le=10)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling: keep the smallest set of tokens with this total probability.  1: off."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, le=MANY)
     """Keep the k most probable tokens.  0: off."""
-    max_live_requests: int = Field(32, ge=1)
+    max_live_requests: int = Field(32, ge=1, le=MOST_LIVE)
     """Responses decoded at once on one worker.  Each takes a slot of the KV cache."""
     kv_memory_fraction: float = Field(0.9, gt=0, le=1)
     """own: largest share of a GPU's free memory, after the model is loaded, for the KV cache; a run that needs more is

@@ -16,7 +16,7 @@ from conf.drafter import DrafterConfig, RetrainConfig
 from conf.model import ModelConfig, PretrainedModel
 from conf.reward import RewardConfig
 from conf.rollout import RolloutConfig
-from conf.section import Section
+from conf.section import MANY, MOST_SEED, MOST_STEPS, MOST_TOKENS, Section
 from conf.system import CheckpointConfig, ClusterConfig, TrackingConfig
 from conf.update import AlgorithmConfig, UpdateConfig
 
@@ -24,13 +24,13 @@ from conf.update import AlgorithmConfig, UpdateConfig
 class EvaluationConfig(Section):
     """Validation during training."""
 
-    every_steps: int = Field(0, ge=0)
+    every_steps: int = Field(0, ge=0, le=MOST_STEPS)
     """RL steps between validations.  The policy is also validated before the first step and at the end.  0: never."""
-    num_prompts: int = Field(32, ge=1)
+    num_prompts: int = Field(32, ge=1, le=MANY)
     """Validation prompts that are used, from the first on."""
-    num_samples: int = Field(0, ge=0)
+    num_samples: int = Field(0, ge=0, le=100_000)
     """Sampled responses per prompt for mean@k and pass@k, besides one greedy response.  0: only the greedy one."""
-    max_new_tokens: int | None = Field(None, ge=1)
+    max_new_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     """Longest validation response, in tokens.  Lower it when a few long ones delay the run.  None: as in rollout."""
 
 
@@ -39,9 +39,9 @@ class RunConfig(Section):
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)
     """Name of the run and of its folder under `output_dir`.  Starting the same name again resumes the run."""
-    num_steps: int = Field(8, ge=1, le=10_000_000)
+    num_steps: int = Field(8, ge=1, le=MOST_STEPS)
     """Number of RL steps."""
-    seed: int = Field(0, ge=0)
+    seed: int = Field(0, ge=0, le=MOST_SEED)
     """Seed of everything random in the run: sampling, data order, initialisation."""
     output_dir: str = "runs"
     """Folder that holds the folders of all runs."""

@@ -6,6 +6,15 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 Dtype = Literal["auto", "bfloat16", "float32"]
 
+# Bounds of counts: far above what any run needs, and below what a machine would take as a reason to hang.
+MANY = 1_000_000  # prompts, groups, files
+MOST_STEPS = 10_000_000
+MOST_TOKENS = 10_000_000  # of one text, or in one pass
+MOST_LIVE = 4096  # responses that one worker decodes at once
+MOST_CHANNELS = 65_536  # of a layer
+MOST_MB = 10_000_000
+MOST_SEED = 2**31 - 1
+
 
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, numbers are finite, values never change."""

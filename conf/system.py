@@ -1,10 +1,17 @@
 """Configuration: workers, checkpoints, tracking."""
 
+import importlib.metadata
+import re
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from conf.section import Section
+from conf.section import MANY, MOST_STEPS, Section
+
+_FOLDER = ("", "file", "sqlite")
+_DATABASES = ("postgresql", "mysql", "mssql")  # with a driver behind a plus sign: mysql+pymysql
+_SERVERS = ("http", "https", "databricks", "databricks-uc", "uc")
+_SECRET_OPTION = re.compile(r"([?&;]\w*(?:password|passwd|secret|token)=)[^&;\s'\"]*", re.IGNORECASE)
 
 
 class ClusterConfig(Section):
@@ -12,9 +19,9 @@ class ClusterConfig(Section):
 
     address: str = "local"
     """local: start Ray on this machine; auto or host:port: join a running Ray cluster that this machine belongs to."""
-    num_workers: int = Field(2, ge=1)
+    num_workers: int = Field(2, ge=1, le=4096)
     """Number of workers (Ray actors).  Each decodes with a copy of the policy and computes a share of the update."""
-    threads_per_worker: int = Field(1, ge=1)
+    threads_per_worker: int = Field(1, ge=1, le=1024)
     """CPU threads of each worker, and the CPUs that it requests from Ray."""
     gpus_per_worker: int = Field(0, ge=0, le=1)
     """1: each worker owns a GPU; 0: CPU."""
@@ -38,11 +45,11 @@ class ClusterConfig(Section):
 class CheckpointConfig(Section):
     """Checkpoints: what a run needs to resume."""
 
-    every_steps: int = Field(1, ge=1)
+    every_steps: int = Field(1, ge=1, le=MOST_STEPS)
     """RL steps between checkpoints.  The last step is always saved."""
-    keep_last: int = Field(2, ge=1)
+    keep_last: int = Field(2, ge=1, le=MANY)
     """Number of newest checkpoints to keep."""
-    keep_best: int = Field(1, ge=0)
+    keep_best: int = Field(1, ge=0, le=MANY)
     """Number of best checkpoints to keep besides, by `best_metric`."""
     must_save_by_s: float = Field(0.0, ge=0)
     """Seconds after SIGTERM or Ctrl-C in which the run may finish and save its step before it ends; give a pod that
@@ -58,14 +65,57 @@ class TrackingConfig(Section):
     """MLflow."""
 
     uri: str = "sqlite:///artifacts/mlflow.db"
-    """Tracking store: a SQLite file or the URL of a tracking server."""
+    """Tracking store: a SQLite file, or the URL of a tracking server or a database.  It holds no password: a server's
+    is in $MLFLOW_TRACKING_USERNAME and $MLFLOW_TRACKING_PASSWORD, a database's in the database's own password file."""
     experiment: str = Field("tlt", pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._-]*$", max_length=200)
     """Experiment name."""
-    num_sample_rollouts: int = Field(4, ge=0)
+    num_sample_rollouts: int = Field(4, ge=0, le=MANY)
     """Responses per step that are saved as text (JSONL artifact)."""
-    figure_every_steps: int = Field(1, ge=1)
+    figure_every_steps: int = Field(1, ge=1, le=MOST_STEPS)
     """RL steps between figures of worker timelines and response lengths."""
     system_metrics: bool = True
     """Log the use of CPU, memory, disk and network."""
     register_models: bool = True
     """Register the policy and the drafter in MLflow's model registry at the end of a run."""
+
+    @field_validator("uri")
+    @classmethod
+    def _store_is_possible(cls, uri: str) -> str:
+        if problem := why_no_store(uri):
+            raise ValueError(problem)
+        return uri
+
+
+def without_password(text: str) -> str:
+    """The text with *** in place of passwords in URLs: `://user:secret@` and `password=secret`."""
+    text = re.sub(r"://[^/\s'\"]*@|://[^:/\s'\"]*:[^\s'\"]*@", "://***@", text)
+    return re.sub(_SECRET_OPTION, r"\1***", text)
+
+
+def why_no_store(uri: str) -> str:
+    """Why this cannot be a tracking store, and the remedy; empty where it can.  A password is not repeated."""
+    scheme, colon, rest = uri.partition(":")
+    scheme, shown = scheme if colon else "", without_password(uri)
+    is_server = scheme in ("http", "https")
+    user = re.match(r"//[^/?#]*@" if is_server else r"//[^:/]*:[^@]*@", rest)  # as requests and SQLAlchemy read it
+    if user or re.search(_SECRET_OPTION, rest):
+        remedy = (
+            "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD in the environment"
+            if is_server
+            else "use the database's password file: ~/.pgpass for PostgreSQL, ?read_default_file=~/.my.cnf for MySQL"
+        )
+        return f"{shown!r} holds a password, which would stand in logs and checkpoints; leave it out and {remedy}"
+    known = (*_FOLDER, *_DATABASES, *_SERVERS)
+    if scheme.partition("+")[0] not in known and scheme not in _plugged_in():
+        return (
+            f"{shown!r}: MLflow knows no store of kind {scheme!r}; give a SQLite file (sqlite:///FOLDER/mlflow.db), a "
+            f"server (http://HOST:5000) or a database ({', '.join(f'{name}://' for name in _DATABASES)})"
+        )
+    if (scheme == "sqlite" and not rest.startswith("///")) or (is_server and not re.match(r"//[^/]", rest)):
+        return f"{shown!r} is incomplete; write sqlite:///FOLDER/mlflow.db, or http://HOST:5000"
+    return ""
+
+
+def _plugged_in() -> set[str]:
+    """Kinds of stores that installed packages add to MLflow."""
+    return {point.name for point in importlib.metadata.entry_points(group="mlflow.tracking_store")}

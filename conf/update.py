@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from conf.optimizer import AdamWConfig
-from conf.section import Dtype, Section
+from conf.section import MANY, MOST_CHANNELS, MOST_MB, MOST_TOKENS, Dtype, Section
 
 
 class TorchBackend(Section):
@@ -22,7 +22,7 @@ class DeepSpeedBackend(Section):
     """What is sharded.  0: nothing; 1: optimizer state; 2: also gradients; 3: also parameters."""
     offload_optimizer: bool = False
     """Keep the optimizer state in host memory.  Set it when GPU memory is short."""
-    gather_bucket_mb: int = Field(128, ge=1)
+    gather_bucket_mb: int = Field(128, ge=1, le=MOST_MB)
     """With stage 3: megabytes of weights that are gathered at once for the rollout replicas.  A larger tensor is
     gathered alone."""
 
@@ -35,7 +35,7 @@ class LoraConfig(Section):
 
     enabled: bool = False
     """Train adapters in place of all weights."""
-    rank: int = Field(16, ge=1)
+    rank: int = Field(16, ge=1, le=MOST_CHANNELS)
     """Rank of the update."""
     alpha: float = Field(32.0, gt=0)
     """The low-rank update is multiplied by alpha / rank."""
@@ -50,14 +50,14 @@ class UpdateConfig(Section):
     """Where the optimizer runs."""
     optimizer: AdamWConfig = AdamWConfig()
     """Optimizer of the policy."""
-    num_minibatches: int = Field(1, ge=1)
+    num_minibatches: int = Field(1, ge=1, le=MANY)
     """Optimizer steps per epoch; each takes a share of the groups.  1, with num_epochs 1, is strictly on-policy."""
-    num_epochs: int = Field(1, ge=1)
+    num_epochs: int = Field(1, ge=1, le=1000)
     """Passes over the rollouts of an RL step."""
-    tokens_per_micro_batch: int = Field(4096, ge=64)
+    tokens_per_micro_batch: int = Field(4096, ge=64, le=MOST_TOKENS)
     """Most tokens in one forward and backward pass of a worker; a longer sequence gets its own pass.  Lower it when
     memory is short."""
-    groups_per_pack: int = Field(4, ge=1)
+    groups_per_pack: int = Field(4, ge=1, le=MANY)
     """Most groups of responses that share passes; groups with long prompts share with fewer.  More groups make fuller
     passes; fewer are complete earlier, so idle workers can compute them while others still decode."""
     streamed: Literal["auto", "first", "last", "off"] = "auto"
@@ -108,9 +108,9 @@ class AlgorithmConfig(Section):
     (GRPO); constant: sum / (sequences * max_new_tokens) (Dr. GRPO)."""
     dynamic_sampling: bool = False
     """Drop groups whose rewards are all equal, and sample more prompts until the step is full (DAPO)."""
-    max_resample_rounds: int = Field(2, ge=0)
+    max_resample_rounds: int = Field(2, ge=0, le=1000)
     """Most additional rollouts of one step for dynamic sampling."""
-    overlong_buffer_tokens: int = Field(0, ge=0)
+    overlong_buffer_tokens: int = Field(0, ge=0, le=MOST_TOKENS)
     """Soft overlong penalty (DAPO): over this many last tokens before max_new_tokens, the reward falls linearly by up
     to `overlong_penalty`.  0: off."""
     overlong_penalty: float = Field(1.0, ge=0)

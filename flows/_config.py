@@ -12,7 +12,18 @@ from flows import _attempts
 def as_config(config: RunConfig | str, overrides: list[str] | None) -> RunConfig:
     """The configuration.  Raises ConfigError, or GaveUp when this flow run has crashed too often."""
     _attempts.check()
-    return config if isinstance(config, RunConfig) else load(config, overrides or ())
+    return config if isinstance(config, RunConfig) else load(_of_project(config), overrides or ())
+
+
+def _of_project(path: str) -> Path:
+    """A flow run's parameters come from everybody who may start one: they must not make it read any other file."""
+    file, project = Path(path), Path.cwd().resolve()
+    if file.suffix not in (".yaml", ".yml") or not file.resolve().is_relative_to(project):
+        raise ConfigError(
+            f"config={path!r}: a flow run takes a .yaml or .yml file inside its working folder {project}, e.g. "
+            "conf/demo.yaml; copy the file there, or change settings with `overrides`"
+        )
+    return file
 
 
 def as_policy(folder: str) -> Path:

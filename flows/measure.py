@@ -10,6 +10,7 @@ from conf.run import RunConfig
 from flows._benchmarks import Benchmark, find
 from flows._config import as_config
 from tlt_core.machine import precision
+from tlt_core.run import preflight
 
 
 @flow(name="benchmark")
@@ -21,7 +22,9 @@ def measure(
 ) -> dict[str, Any]:
     """Measure, judge and write `reports/BENCHMARK.json`; returns the report."""
     bench = pkgutil.resolve_name(find(benchmark))
-    cfg = precision.settle(as_config(config, overrides))
+    cfg = as_config(config, overrides)
+    preflight.check_run(cfg)
+    cfg = precision.settle(cfg)
     command = f"prefect deployment run benchmark/benchmark -p benchmark={benchmark} -p repeats={repeats}"
     report: dict[str, Any] = bench(cfg, repeats=repeats, out=Path("reports") / f"{benchmark}.json", command=command)
     return report

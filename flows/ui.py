@@ -5,7 +5,8 @@ import socket
 import sys
 from contextlib import closing
 
-from conf.system import TrackingConfig
+from conf.load import ConfigError
+from conf.system import TrackingConfig, why_no_store
 
 
 class PortInUse(ValueError):
@@ -13,9 +14,11 @@ class PortInUse(ValueError):
 
 
 def serve(*, uri: str | None, host: str, port: int) -> None:
-    """Replace this process with MLflow's server.  Raises PortInUse."""
-    require_free(host, port)
+    """Replace this process with MLflow's server.  Raises ConfigError for a store that cannot be, PortInUse."""
     uri = uri or TrackingConfig().uri
+    if problem := why_no_store(uri):
+        raise ConfigError(f"--uri {problem}")
+    require_free(host, port)
     print(f"MLflow on http://{host}:{port} for {uri}; stop it with Ctrl-C", file=sys.stderr, flush=True)
     os.execve(sys.executable, server_command(uri=uri, host=host, port=port), {**os.environ, **_ENVIRONMENT})
 

@@ -21,9 +21,10 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -32,6 +33,8 @@ _log = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent
 _FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-std=gnu11", "-ffp-contract=off", "-Wno-psabi")
 _SWITCH = "TLT_NATIVE_KERNELS"
+_PRIVATE = 0o700
+_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _MACHINES = {"x86_64": "-march=native", "amd64": "-march=native", "aarch64": "-mcpu=native", "arm64": "-mcpu=native"}
 _X86 = {  # flags that exclude wider instructions
     "amx": (),
@@ -139,9 +142,18 @@ def _compiled(flags: Sequence[str]) -> Path:
         digest.update(path.read_bytes())
     digest.update(repr((tuple(flags), _processor())).encode())
     target = _cache_folder() / f"native-{digest.hexdigest()[:16]}.so"
-    if not target.is_file():
+    if not _is_ours_alone(target, stat.S_ISREG):
         _compile(sources, target, flags)
     return target
+
+
+def _is_ours_alone(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    """Is it there, is it no link, and can nobody else have made or changed it?  What is loaded runs as this user."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return False
+    return is_kind(found.st_mode) and found.st_uid in (os.getuid(), 0) and not found.st_mode & _OTHERS_MAY_WRITE
 
 
 def _processor() -> str:
@@ -155,18 +167,26 @@ def _processor() -> str:
 
 
 def _cache_folder() -> Path:
+    """A folder that nobody else can write."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tlt"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=_PRIVATE, exist_ok=True)
+        folder = folder.resolve()
+        if folder.stat().st_uid == os.getuid():
+            folder.chmod(_PRIVATE)  # a permissive umask may have made it; what others put there has another owner
+        if _is_ours_alone(folder, stat.S_ISDIR) and os.access(folder, os.W_OK):
             return folder
+        _log.info("%s is somebody else's or cannot be written: the CPU kernels are kept in a temporary folder", folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         _log.info("no cache folder for the CPU kernels (%s): using a temporary one", error)
-    # A private folder of this user: a file of somebody else must not be loaded.
     private = Path(tempfile.gettempdir()) / f"tlt-{os.getuid()}"
-    private.mkdir(mode=0o700, exist_ok=True)
-    if private.stat().st_uid != os.getuid():
-        raise NativeError(f"{private} belongs to somebody else; set XDG_CACHE_HOME to a folder that can be written")
+    private.mkdir(mode=_PRIVATE, exist_ok=True)
+    if not _is_ours_alone(private, stat.S_ISDIR):
+        raise NativeError(
+            f"{private} belongs to somebody else, or can be written by others; remove it, or set XDG_CACHE_HOME to a "
+            "folder that only you can write"
+        )
     return private
 
 
@@ -187,6 +207,7 @@ def _compile(sources: Sequence[Path], target: Path, flags: Sequence[str]) -> Non
             if done.returncode:
                 last = done.stderr.strip().splitlines()[-3:]
                 raise NativeError(f"{' '.join(command[:1] + command[-3:])} failed: {' '.join(last)}")
+        built.chmod(_PRIVATE)  # whatever the umask: see `_is_ours_alone`
         built.replace(target)  # another process that compiles at the same time makes the same file
 
 

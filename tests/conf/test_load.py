@@ -236,12 +236,106 @@ def test_the_resolved_configuration_loads_again(path: Path) -> None:
         ("update.optimizer.betas=[5, -3]", "betas.0: Input should be less than 1"),
         ("tracking.experiment=../../../esc", "tracking.experiment: String should match pattern"),
         (f"name={'x' * 300}", "name: String should have at most 100 characters"),
+        ("rollout.max_live_requests=1000000", "max_live_requests: Input should be less than or equal to 4096"),
+        ("cluster.num_workers=100000", "cluster.num_workers: Input should be less than or equal to 4096"),
+        ("reward.max_memory_gb=0", "reward.max_memory_gb: Input should be greater than or equal to 0.5"),
+        ("tracking.uri=foo://bar", "tracking.uri: 'foo://bar': MLflow knows no store of kind 'foo'; give a SQLite"),
+        ("tracking.uri=sqlite:/x.db", "tracking.uri: 'sqlite:/x.db' is incomplete; write sqlite:///FOLDER/mlflow.db"),
+        ("tracking.uri=http://", "tracking.uri: 'http://' is incomplete; write sqlite:///FOLDER/mlflow.db"),
+        ("seed=2024-13-45", "the value is not YAML: line 1, column 1: not a valid timestamp"),
+        (f"seed={'[' * 3000}", "the value is nested too deeply"),
     ],
 )
 def test_what_was_taken_without_a_word_is_refused(override: str, said: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load(SMOKE, [override])
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("uri", "remedy"),
+    [
+        ("https://me:geheim@host/x", "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"),
+        ("https://geheim@host", "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"),
+        ("postgresql://me:geheim@host/db", "~/.pgpass"),
+        ("mysql+pymysql://me:ge/he@geheim@host/db", "~/.my.cnf"),
+        ("postgresql://host/db?user=me&password=geheim", "~/.pgpass"),
+        ("foo://me:geheim@host", "leave it out"),
+    ],
+)
+def test_a_password_of_the_tracking_store_is_refused_and_not_repeated(uri: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(SMOKE, [f"tracking.uri={uri}"])
+    assert "tracking.uri" in str(refused.value)
+    assert "holds a password" in str(refused.value)
+    assert remedy in str(refused.value)
+    assert "geheim" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "tracking=http://me:geheim@host",
+        "tracking.url=http://me:geheim@host",
+        "tracking.uri='http://me:geheim@host",
+        "http://me:geheim@host",
+    ],
+)
+def test_no_message_repeats_the_password_of_a_url(override: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(SMOKE, [override])
+    assert "geheim" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "sqlite:////data/mlflow.db",
+        "file:///data/mlruns",
+        "./mlruns",
+        "http://host:5000/a@b",
+        "postgresql+psycopg2://me@host/db",
+        "mysql+pymysql://me@host/db?read_default_file=~/.my.cnf",
+        "databricks://profile",
+    ],
+)
+def test_stores_that_mlflow_knows_are_taken(uri: str) -> None:
+    assert load(SMOKE, [f"tracking.uri={uri}"]).tracking.uri == uri
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: *geheim", "line 1, column 4: found undefined alias"),
+        ("b: 1\na: !geheim b", "line 2, column 4: could not determine a constructor for the tag"),
+        ("a: !geheim!x b", "line 1, column 4: while parsing a node: found undefined tag handle"),
+        ("a: &geheim 1\nb: &geheim 2", "line 2, column 4: found duplicate anchor"),
+        ("geheim: x y: z", "line 1, column 12: mapping values are not allowed here"),
+        ("a: 'geheim", "found unexpected end of stream"),
+        ("a: !!int geheim", "line 1, column 4: not a valid int"),
+        ("a: !!timestamp geheim", "line 1, column 4: not a valid timestamp"),
+        ("a: 2024-13-45 # geheim", "line 1, column 4: not a valid timestamp"),
+        (f"a: {'1' * 5000} # geheim", "line 1, column 4: not a valid int"),
+        ("geheim: \x00", "a character that is none of text"),
+        ("geheim\n", "must hold a mapping of sections"),
+        ("key: geheim\n", "key: unknown key"),
+    ],
+)
+def test_what_a_file_holds_is_not_repeated(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as refused:
+        load(path)
+    assert said in str(refused.value)
+    assert "geheim" not in str(refused.value)
+
+
+def test_a_file_that_is_not_text_and_a_folder_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_bytes(b"a: \xff")
+    with pytest.raises(ConfigError, match=r"x\.yaml cannot be read: it is not UTF-8"):
+        load(tmp_path / "x.yaml")
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory; give a YAML file"):
+        load(tmp_path)
 
 
 def test_a_key_that_stands_twice_is_refused(tmp_path: Path) -> None:
@@ -287,6 +381,19 @@ def test_every_number_has_a_bound() -> None:
     ]
     # a reward may be given a negative weight (a punishment) of any size
     assert unbounded == ["RewardFunction.weight"]
+
+
+def test_every_count_has_an_upper_bound() -> None:
+    """A slip of the keyboard must not keep a machine busy for hours."""
+    counts = {
+        f"{section.__name__}.{name}": field.metadata
+        for section in _sections()
+        for name, field in section.model_fields.items()
+        if field.annotation in (int, int | None)
+    }
+    assert not [
+        name for name, bounds in counts.items() if not any(hasattr(b, "le") or hasattr(b, "lt") for b in bounds)
+    ]
 
 
 def test_configuration_needs_neither_torch_nor_prefect() -> None:

@@ -148,6 +148,36 @@ def test_a_reward_function_that_does_not_exist(in_empty_folder: Path, capsys: py
     assert not in_empty_folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("output_dir={}/file", "file/smoke' can be neither made nor written (Not a directory); set output_dir to one"),
+        ("cluster.num_workers=4096", "cluster.num_workers=4096: this machine has"),
+        ("rollout.speculation.drafter_path={}", "is not a readable drafter folder"),
+        ("data={{kind: file, train_path: {}/none.jsonl}}", "none.jsonl does not exist; data.train_path wants a"),
+        ("tracking.uri=foo://bar", "MLflow knows no store of kind 'foo'"),
+    ],
+)
+def test_what_a_run_would_find_late_is_refused_before_prefect_starts(
+    in_empty_folder: Path, tmp_path: Path, setting: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    given = [f"output_dir={in_empty_folder}", "reward.functions=[{kind: exact}]", setting.format(tmp_path)]
+    assert cli.main(["train", "conf/smoke.yaml", *given]) == 2
+    assert said in capsys.readouterr().err
+    assert not in_empty_folder.exists()
+
+
+def test_pages_of_a_store_that_cannot_be(
+    in_empty_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ui.os, "execve", lambda *_: pytest.fail("MLflow's server was started"))
+    assert cli.main(["ui", "--uri", "https://me:geheim@host"]) == 2
+    said = capsys.readouterr().err
+    assert "MLFLOW_TRACKING_PASSWORD" in said
+    assert "geheim" not in said
+
+
 def test_bad_input_of_generate_names_file_and_line(
     in_empty_folder: Path, embedded_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,6 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from conf.system import ClusterConfig
+from tlt_core.machine.processors import check_workers
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,11 @@ def check_cluster(cluster: ClusterConfig) -> None:
 
 
 def start_ray(cluster: ClusterConfig) -> None:
-    """A Ray of our own on this machine, or the running cluster at `cluster.address`.  Raises ClusterError."""
+    """A Ray of our own on this machine, or the running cluster at `cluster.address`.
+
+    Raises ClusterError, and TooManyWorkers for a machine that could not run them.
+    """
+    check_workers(cluster)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     environment = worker_environment(cluster)
     options: dict[str, Any] = {

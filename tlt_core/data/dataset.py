@@ -82,7 +82,7 @@ def load(out_dir: Path, split: Literal["train", "validation"], tokenizer: Any) -
     if not path.is_file():
         raise DataError(f"{out_dir} holds no {split} prompts; 'tlt prepare CONFIG' makes them")
     prompts = []
-    for _, row in file_questions.jsonl_rows(path):
+    for _, row in file_questions.jsonl_rows(path, deepest=1 + file_questions.DEEPEST):  # metadata is a level
         text = row["prompt"] + manifest.config["instruction"]
         tokens = encode_prompt(tokenizer, text, system_prompt=manifest.config["system_prompt"])
         prompts.append(

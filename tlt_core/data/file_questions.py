@@ -4,13 +4,25 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from conf.data import FileData
 from tlt_core.data.question import DataError, Item
 from tlt_core.items.store import sha256_of
+
+_ROWS_AT_ONCE = 10_000  # that are checked before a run begins: a fraction of a second
+DEEPEST = 64  # brackets around a value, far from where Python's own readers and writers give up
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def check(cfg: FileData) -> None:
+    """Are the files there, and the first rows of each as they should be?  Raises DataError naming file and line."""
+    for path, setting in ((cfg.train_path, "data.train_path"), (cfg.validation_path, "data.validation_path")):
+        for _ in islice(_items(Path(path), cfg, setting=setting), _ROWS_AT_ONCE) if path else ():
+            pass
 
 
 def splits(cfg: FileData) -> tuple[list[Item], list[Item]]:
@@ -40,27 +52,77 @@ def source(cfg: FileData) -> str:
     return ", ".join(f"{p} sha256 {sha256_of(p) if p.is_file() else 'missing'}" for p in paths)
 
 
-def jsonl_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(where, value) of each line that is not blank.  Raises DataError naming file and line."""
+def jsonl_rows(path: Path, *, deepest: int = DEEPEST) -> Iterator[tuple[str, Any]]:
+    """(where, value) of each line that is not blank.  Raises DataError naming file and line.
+
+    deepest: levels of lists and objects in a value.
+    """
     # Read bytes, where only a line feed ends a line: text mode splits at other characters too, which JSON may contain.
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             where = f"{path}, line {number}"
             try:
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                if text:
-                    yield where, json.loads(text)
+                if not text:
+                    continue
+                value = json.loads(text, object_pairs_hook=_without_twins)
             except json.JSONDecodeError as error:
                 raise DataError(
                     f"{where}: not JSON ({error.msg} at column {error.colno}); each line must be one JSON object"
                 ) from None
+            except _Twins as error:
+                raise DataError(f"{where}: the key {error.key!r} stands twice; remove one") from None
             except UnicodeDecodeError as error:
                 raise DataError(f"{where}: not UTF-8 ({error.reason}); convert the file to UTF-8") from None
             except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
                 raise DataError(f"{where}: cannot be read as JSON ({error}); remove or mend the line") from None
+            _require_writable(where, value, deepest=deepest)
+            yield where, value
+
+
+class _Twins(Exception):
+    """A JSON object has a key twice; Python would take the last one silently."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _Twins(next(name for name in names if names.count(name) > 1))
+    return row
+
+
+def _require_writable(where: str, value: Any, *, deepest: int) -> None:
+    """Raises DataError for what could be read, but neither stored nor sent to a scoring process."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        if any(isinstance(found, str) and _SURROGATE.search(found) for found in level):
+            raise DataError(f"{where}: a text holds half of a surrogate pair; mend or remove the row")
+        level = [inner for outer in level for inner in _parts(outer)]
+    if depth > deepest + 1:  # the last level is that of plain values
+        raise DataError(f"{where}: values are nested {depth - 1} deep; {deepest} are allowed: flatten the row")
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    """Of a list or an object: what is in it, names included."""
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return value if isinstance(value, list) else ()
 
 
 def _read(path: Path, cfg: FileData, *, setting: str) -> list[Item]:
+    items = list(_items(path, cfg, setting=setting))
+    if not items:
+        raise DataError(f"data file {path} has no rows")
+    return items
+
+
+def _items(path: Path, cfg: FileData, *, setting: str) -> Iterator[Item]:
     if not path.is_file():
         raise DataError(f"data file {path} does not exist; {setting} wants a .jsonl or .parquet file")
     if path.suffix == ".jsonl":
@@ -69,14 +131,10 @@ def _read(path: Path, cfg: FileData, *, setting: str) -> list[Item]:
         rows = _parquet_rows(path)
     else:
         raise DataError(f"data file {path} is neither .jsonl nor .parquet; convert it")
-    items = []
     for where, row in rows:
         prompt, answer = (_text(where, row, key) for key in (cfg.prompt_key, cfg.answer_key))
         metadata = {k: v for k, v in row.items() if k not in (cfg.prompt_key, cfg.answer_key)}
-        items.append(Item("file", prompt, answer, metadata))
-    if not items:
-        raise DataError(f"data file {path} has no rows")
-    return items
+        yield Item("file", prompt, answer, metadata)
 
 
 def _text(where: str, row: Any, key: str) -> str:
@@ -86,11 +144,11 @@ def _text(where: str, row: Any, key: str) -> str:
         raise DataError(f"{where}: no {key!r}; set data.prompt_key and data.answer_key to its columns")
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{where}: {key!r} is {value}; give a finite number or a text")
-    if not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise DataError(f"{where}: {key!r} is a {type(value).__name__}; give a text or a number")
     text = str(value)
-    if not text.strip() or re.search("[\ud800-\udfff]", text):
-        raise DataError(f"{where}: {key!r} is blank or holds half of a surrogate pair; mend or remove the row")
+    if not text.strip():
+        raise DataError(f"{where}: {key!r} is blank; give it a text, or remove the row")
     return text
 
 
@@ -98,8 +156,15 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow
     import pyarrow.parquet
 
+    number = 0
     try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet ({error})") from None
-    return ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if twins := sorted({name for name in names if names.count(name) > 1}):
+                raise DataError(f"{path}: the column {twins[0]!r} stands twice; remove one")
+            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, row {number}", row
+    except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
+        raise DataError(f"{path} cannot be read as Parquet after row {number} ({error}); write it again") from None

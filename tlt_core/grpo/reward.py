@@ -4,11 +4,13 @@
     collect(keys) -> scores                              when they are needed
 
 No reward function can end a run.  A response scores 0 when a function raises, kills its process, exceeds the time
-limit (its process is then killed), or returns a number that is not finite or too large.  Metrics count these cases.
+limit (its process is then killed) or its memory (`confinement.py`), or returns a number that is not finite or too
+large.  Metrics count these cases.
 """
 
 import logging
 import multiprocessing
+import os
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, wait
 from typing import NamedTuple
@@ -16,7 +18,7 @@ from typing import NamedTuple
 from pebble import ProcessExpired, ProcessPool
 
 from conf.reward import RewardConfig
-from tlt_core.grpo import verifiers
+from tlt_core.grpo import confinement, verifiers
 from tlt_core.grpo.verifiers import Item, Outcome
 from tlt_core.items.types import Prompt, ScoreStatus
 
@@ -45,34 +47,62 @@ class Score(NamedTuple):
 
 
 def check_reward_functions(cfg: RewardConfig) -> None:
-    """Resolve every function once, before any expensive work.  Raises RewardError."""
-    for function in cfg.functions:
-        try:
-            verifiers.resolve(function.kind, function.path)
-        except (Exception, SystemExit) as error:  # importing runs the user's module, which may raise anything
-            raise RewardError(
-                f"reward function {function.path!r} cannot be loaded ({type(error).__name__}: {error}); give an "
-                "importable 'package.module:function' (is its folder on PYTHONPATH?)"
-            ) from error
+    """Load your own functions once, before any expensive work, in a process like those that score.
+
+    Raises RewardError.
+    """
+    functions = _pairs(cfg)
+    own = [path for _, path in functions if path]
+    if not own:
+        return
+    pool = _pool(cfg, processes=1, functions=())
+    try:
+        bad = pool.submit(verifiers.first_unusable, None, functions).result()
+    except ProcessExpired as error:
+        bad = ", ".join(own), f"importing it ends the process with exit code {error.exitcode}"
+    finally:
+        pool.stop()
+        pool.join()
+    if bad is not None:
+        raise RewardError(
+            f"reward function {bad[0]!r} cannot be loaded ({bad[1]}); give an importable 'package.module:function' (is "
+            f"its folder on PYTHONPATH?){_withheld(cfg)}"
+        )
+
+
+def _pairs(cfg: RewardConfig) -> tuple[tuple[str, str], ...]:
+    return tuple((function.kind, function.path) for function in cfg.functions)
+
+
+def _pool(cfg: RewardConfig, *, processes: int, functions: Sequence[tuple[str, str]]) -> ProcessPool:
+    """functions: those that a new process imports before its first task."""
+    return ProcessPool(
+        max_workers=processes,
+        initializer=verifiers.start,  # from a module without torch: a process imports what it unpickles
+        initargs=(functions, cfg.max_memory_gb, cfg.pass_variables),
+        # spawn: a fork of the driver would copy its threads' locks (Ray, Prefect) in whatever state they are
+        context=multiprocessing.get_context("spawn"),
+    )
+
+
+def _withheld(cfg: RewardConfig) -> str:
+    """What scoring processes do not see, for a message; empty: they see all."""
+    names = confinement.secrets(os.environ, but=cfg.pass_variables)
+    listed = f"{', '.join(names)} (reward.pass_variables names those that a function needs)"
+    return f"; scoring processes do not see {listed}" if names else ""
 
 
 class Scorer:
-    """Owns the pool, whose processes start in the background."""
+    """Owns the pool, whose processes start in the background.  Raises RewardError."""
 
     def __init__(self, cfg: RewardConfig) -> None:
         check_reward_functions(cfg)
         self._cfg = cfg
-        self._functions = tuple((f.kind, f.path) for f in cfg.functions)
+        self._functions = _pairs(cfg)
         self._weights = tuple(f.weight for f in cfg.functions)
         self._futures: dict[Hashable, Future[Outcome]] = {}
         self._warned: set[str] = set()
-        # spawn: a fork of the driver would copy its threads' locks (Ray, Prefect) in whatever state they are
-        self._pool = ProcessPool(
-            max_workers=cfg.num_processes,
-            initializer=verifiers.start,  # from a module without torch: a process imports what it unpickles
-            initargs=(self._functions,),
-            context=multiprocessing.get_context("spawn"),
-        )
+        self._pool = _pool(cfg, processes=cfg.num_processes, functions=self._functions)
         self._pool.submit(len, None, ())  # the pool starts with its first task
 
     def submit(self, key: Hashable, prompt: Prompt, response: str) -> None:
@@ -107,7 +137,11 @@ class Scorer:
             self._warn(f"scoring took longer than reward.timeout_s={self._cfg.timeout_s} s; the sample scores 0", key)
             return Score(zeros, 0.0, ScoreStatus.TIMEOUT, self._cfg.timeout_s)
         except ProcessExpired as error:
-            self._warn(f"a scoring process ended with exit code {error.exitcode}; the sample scores 0", key)
+            self._warn(
+                f"a scoring process ended with exit code {error.exitcode}; the sample scores 0 (if memory was short: "
+                f"reward.max_memory_gb={self._cfg.max_memory_gb:g})",
+                key,
+            )
             return Score(zeros, 0.0, ScoreStatus.ERROR, 0.0)
         if outcome.message:
             self._warn(f"a reward function failed: {outcome.message}; the sample scores 0 for it", key)

@@ -13,6 +13,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from tlt_core.grpo import confinement
+
 OK, UNPARSEABLE, ERROR = "ok", "unparseable", "error"
 LARGEST_REWARD = 1e6  # of one function, in absolute value
 _MESSAGE_CHARS = 300
@@ -46,12 +48,13 @@ class Unparseable(ValueError):
     """No answer could be found in the response."""
 
 
-def start(functions: Sequence[tuple[str, str]]) -> None:
-    """Prepare a new scoring process: silence it and import all that the functions need.
+def start(functions: Sequence[tuple[str, str]], max_memory_gb: float, pass_variables: Sequence[str]) -> None:
+    """Prepare a new scoring process: confine it, silence it and import all that the functions need.
 
     It runs before the first response, so imports do not count against a sample's time limit, not even in a process that
     replaces a killed one.  It calls no reward function.
     """
+    confinement.confine(max_memory_gb=max_memory_gb, pass_variables=pass_variables)
     sink = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # what a reward function prints must not garble the terminal
         os.dup2(sink, stream)
@@ -73,10 +76,28 @@ def score_response(functions: Sequence[tuple[str, str]], item: Item) -> Outcome:
         except Unparseable:
             status = UNPARSEABLE if status == OK else status
         except BaseException as error:  # users' code may raise anything, SystemExit included
-            cause = "".join(traceback.format_exception_only(error)).strip()  # works when __str__ raises, too
-            status, message = ERROR, message or f"{path or kind}: {cause}"[:_MESSAGE_CHARS]
+            status, message = ERROR, message or f"{path or kind}: {_in_words(error)}"
         components.append(value)
     return Outcome(tuple(components), status, message, time.perf_counter() - started_s)
+
+
+def first_unusable(functions: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
+    """(path, reason) of the first function that cannot be loaded; None: all can."""
+    for kind, path in functions:
+        try:
+            resolve(kind, path)
+        except BaseException as error:  # importing runs the user's module, which may raise anything
+            return path, _in_words(error)
+    return None
+
+
+def _in_words(error: BaseException) -> str:
+    """In one line, with the setting where memory was short."""
+    cause = " ".join("".join(traceback.format_exception_only(error)).split())  # works when __str__ raises, too
+    if isinstance(error, MemoryError) or "allocate memory" in cause:  # the second is torch's
+        most = f"reward.max_memory_gb={confinement.limit_gb():g}"
+        cause = f"it needs more memory than {most}; raise that ({cause})"
+    return cause[:_MESSAGE_CHARS]
 
 
 def resolve(kind: str, path: str) -> Callable[[Item], float]:

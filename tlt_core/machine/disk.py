@@ -1,6 +1,7 @@
-"""Check for free space on the disk before work that takes minutes."""
+"""Checks of a folder before work that takes minutes: can it be written, is there free space?"""
 
 import shutil
+import tempfile
 from pathlib import Path
 
 
@@ -8,11 +9,28 @@ class SpaceError(ValueError):
     """The disk has too little free space for the run.  The text says how much, where, and the remedy."""
 
 
+class FolderError(ValueError):
+    """A folder that can be neither made nor written.  The text names it, the reason and the remedy."""
+
+
+def check_writable(folder: Path, *, setting: str = "output_dir") -> None:
+    """Raises FolderError unless files can be made in `folder`, or else `folder` below what there is of its path.
+
+    setting: what the user has set.  A folder is made there for a moment: permissions alone do not tell of read-only
+    disks and of /proc.
+    """
+    try:
+        Path(tempfile.mkdtemp(prefix=".tlt-", dir=_existing(folder))).rmdir()
+    except (OSError, ValueError) as error:  # ValueError: a null character
+        reason = getattr(error, "strerror", None) or error
+        raise FolderError(
+            f"{str(folder)!r} can be neither made nor written ({reason}); set {setting} to one that can"
+        ) from None
+
+
 def check_space(folder: Path, *, needed_bytes: int) -> None:
     """Raises SpaceError when the disk of `folder`, which need not exist yet, has less free space."""
-    existing = folder.absolute()
-    while not existing.exists():
-        existing = existing.parent
+    existing = _existing(folder)
     free = shutil.disk_usage(existing).free
     if free < needed_bytes:
         raise SpaceError(
@@ -20,3 +38,19 @@ def check_space(folder: Path, *, needed_bytes: int) -> None:
             f"{existing} has {free / 1e9:.2g} GB free; free some space, set output_dir to another disk, or lower "
             "checkpoint.keep_last, checkpoint.keep_best and checkpoint.keep_step_files"
         )
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above that exists.  A link to nothing exists: nothing can be made there."""
+    folder = folder.absolute()
+    while not _is_there(folder):
+        folder = folder.parent
+    return folder
+
+
+def _is_there(path: Path) -> bool:
+    try:
+        path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

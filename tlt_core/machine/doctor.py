@@ -18,6 +18,7 @@ from kernels import native
 from tlt_core.machine import precision
 from tlt_core.machine.low_priority import may_give_way
 from tlt_core.machine.precision import bf16_instructions
+from tlt_core.machine.processors import usable_processors
 
 _PACKAGES = ("torch", "transformers", "ray", "deepspeed", "triton", "prefect", "mlflow", "dvc", "flash-attn", "vllm")
 _DEMO_GB = 17  # 8 for each worker, one for the rest
@@ -35,7 +36,7 @@ class Finding(NamedTuple):
 def machine() -> dict[str, object]:
     """Where something ran, for reports."""
     return {
-        "cores": _cores(),
+        "cores": usable_processors(),
         "threads": torch.get_num_threads(),
         "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
         "cpu": cpu_model(),
@@ -58,7 +59,9 @@ def _hardware(gpus: int) -> list[Finding]:
     python_ok = (3, 11) <= sys.version_info[:2] < (3, 14)
     return [
         Finding("Python", platform.python_version(), "used" if python_ok else "missing", "3.11 to 3.13 are supported"),
-        Finding("CPU", f"{_cores()} cores, {cpu_model()}", "used", "keep workers x threads_per_worker within it"),
+        Finding(
+            "CPU", f"{usable_processors()} cores, {cpu_model()}", "used", "keep workers x threads_per_worker within it"
+        ),
         Finding(
             "memory",
             f"{memory_gb:.0f} GB",
@@ -159,10 +162,6 @@ def _version(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -19,17 +19,28 @@ from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.messages import WorkerSpec
 from tlt_core.data.dataset import DataError, encode_prompt
 from tlt_core.data.file_questions import jsonl_rows
+from tlt_core.drafter.eagle3.files import check_eagle3
 from tlt_core.items.store import write_atomically
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
+from tlt_core.machine.disk import check_writable
 from tlt_core.machine.precision import as_torch, for_rollouts
-from tlt_core.model.load import load_decoder, load_tokenizer, resolve, stop_token_ids
+from tlt_core.machine.processors import check_workers
+from tlt_core.model.load import load_config, load_decoder, load_tokenizer, resolve, stop_token_ids
 from tlt_core.rollout import build
 
 _OFFLINE_STEP = 0  # RL steps count from 1, validation below 0
 
 
+class Input(NamedTuple):
+    """One input line, as it stands in the file."""
+
+    where: str  # file and line, for messages
+    id: Any
+    prompt: str | list[int]  # text, or token ids
+
+
 class Line(NamedTuple):
-    """One input line."""
+    """One input line, ready to be decoded."""
 
     id: Any
     tokens: torch.Tensor  # [P] int32
@@ -53,11 +64,18 @@ def generate_file(
 
     `out` is written when all are done, or not at all.  Speculation changes the time, not the tokens.
 
-    Raises DataError (a bad line: file and number), ModelError, ValueError.
+    Raises DataError (a bad line: file and number), FolderError, ModelError, TooManyWorkers, ValueError.
     """
+    check_workers(ClusterConfig(num_workers=num_workers), setting="--num-workers")
+    check_writable(out.absolute().parent, setting="the folder of --out")
     folder = resolve(model)
-    tokenizer = load_tokenizer(folder)
-    lines = read_prompts(prompts, tokenizer, system_prompt=system_prompt)
+    config = load_config(folder)
+    if speculation.drafter_path is not None:
+        check_eagle3(Path(speculation.drafter_path), config)
+    given = read_inputs(prompts, vocab_size=config.vocab_size)
+    tokenizer = load_tokenizer(folder)  # takes seconds to import: what needs none is checked before
+    room = config.max_position_embeddings - params.max_new_tokens
+    lines = [_line(one, tokenizer, system_prompt=system_prompt, room=room) for one in given]
     params = SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -89,19 +107,58 @@ def generate_file(
     return len(rows)
 
 
-def read_prompts(path: Path, tokenizer: Any, *, system_prompt: str | None) -> list[Line]:
+def read_inputs(path: Path, *, vocab_size: int) -> list[Input]:
     """Parse the input file.  Raises DataError naming file, line and remedy."""
     if not path.is_file():
         raise DataError(f"{path} does not exist; --prompts needs a JSONL file with a 'prompt' on each line")
-    lines = []
+    given = []
     for number, (where, row) in enumerate(jsonl_rows(path), start=1):
         if not isinstance(row, dict) or not ({"prompt", "token_ids"} & set(row)):
             raise DataError(f"{where}: has neither 'prompt' nor 'token_ids'")
-        tokens = row.get("token_ids") or encode_prompt(tokenizer, str(row["prompt"]), system_prompt=system_prompt)
-        lines.append(Line(row.get("id", number), torch.as_tensor(tokens, dtype=torch.int32)))
-    if not lines:
+        if "token_ids" in row:
+            prompt: str | list[int] = _token_ids(where, row["token_ids"], vocab_size=vocab_size)
+        else:
+            prompt = _prompt(where, row["prompt"])
+        given.append(Input(where, row.get("id", number), prompt))
+    if not given:
         raise DataError(f"{path} holds no prompts; write one JSON object with a 'prompt' per line")
-    return lines
+    return given
+
+
+def _line(given: Input, tokenizer: Any, *, system_prompt: str | None, room: int) -> Line:
+    """room: most tokens of a prompt.  Raises DataError."""
+    tokens = given.prompt
+    if isinstance(tokens, str):
+        tokens = encode_prompt(tokenizer, tokens, system_prompt=system_prompt)
+    if len(tokens) > room:
+        raise DataError(
+            f"{given.where}: a prompt of {len(tokens)} tokens; beside the response the model's context has room for "
+            f"{max(0, room)}: shorten the prompt, or lower --max-new-tokens"
+        )
+    return Line(given.id, torch.tensor(tokens, dtype=torch.int32))
+
+
+def _prompt(where: str, value: Any) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise DataError(f"{where}: 'prompt' is {_short(value)}; give a text that is not blank")
+    return value
+
+
+def _token_ids(where: str, value: Any, *, vocab_size: int) -> list[int]:
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{where}: 'token_ids' is {_short(value)}; give a list of token ids, or 'prompt' for a text")
+    wrong = [x for x in value if type(x) is not int or not 0 <= x < vocab_size]
+    if wrong:
+        raise DataError(
+            f"{where}: 'token_ids' holds {_short(wrong[0])}; give numbers from 0 to {vocab_size - 1}, this model's ids"
+        )
+    return value
+
+
+def _short(value: Any) -> str:
+    """For a message: a row may hold anything."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def _generate_here(

@@ -1,4 +1,4 @@
-"""Quick checks before long work: reward functions, model files, memory, disk space, vLLM.
+"""Quick checks before long work: folders, workers, data, reward functions, model and drafter, memory, vLLM.
 
 A wrong reward path, a truncated weight file or a full disk is reported now, not after the first rollout.
 """
@@ -9,15 +9,20 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from conf.model import PretrainedModel
+from conf.data import FileData
+from conf.model import RandomModel
 from conf.run import RunConfig
+from tlt_core.data import file_questions
+from tlt_core.drafter.eagle3.files import check_eagle3
 from tlt_core.grpo.reward import check_reward_functions
 from tlt_core.machine import precision
-from tlt_core.machine.disk import check_space
+from tlt_core.machine.disk import check_space, check_writable
 from tlt_core.machine.memory import gpu_bytes
-from tlt_core.model.config import ModelError
+from tlt_core.machine.processors import check_workers
+from tlt_core.model.config import DecoderConfig, ModelError
 from tlt_core.model.embedded import EMBEDDED_NAME
 from tlt_core.model.load import load_config, resolve
+from tlt_core.model.shapes import shape_of
 from tlt_core.rollout.vllm.client import require_vllm
 from tlt_core.rollout.vllm.environment import vllm_python
 from tlt_core.run import memory_plan, step_files
@@ -26,15 +31,39 @@ _CHECKPOINT_BYTES = 12  # a parameter's fp32 master weight and its two moments
 
 
 def check_run(cfg: RunConfig) -> None:
-    """All checks that need no download.  Raises RewardError, ModelError, SpaceError, VllmUnusable.
+    """All checks that need no download.
 
     A local model folder is checked here; a hub name or the embedded model after it was fetched (`check_model`).
+
+    Raises FolderError, TooManyWorkers, DataError, ModelError, RewardError, SpaceError, VllmUnusable.
     """
-    check_reward_functions(cfg.reward)
+    check_writable(cfg.run_dir)
+    check_workers(cfg.cluster)
+    if isinstance(cfg.data, FileData):
+        file_questions.check(cfg.data)
+    if isinstance(cfg.model, RandomModel) or cfg.model.path == EMBEDDED_NAME:
+        shape = shape_of(cfg.model)
+        assert shape is not None, "the shapes of these are known"
+        check_drafter(cfg, shape)
+    elif not _is_fetched(cfg.model.path):
+        check_model(cfg, resolve(cfg.model.path))
     if cfg.rollout.engine == "vllm":
         require_vllm(vllm_python())
-    if isinstance(cfg.model, PretrainedModel) and not _is_fetched(cfg.model.path):
-        check_model(cfg, resolve(cfg.model.path))
+    check_reward_functions(cfg.reward)  # last: it starts a process
+
+
+def check_drafter(cfg: RunConfig, model: DecoderConfig) -> None:
+    """Does the run's first drafter fit the model?  Raises ModelError."""
+    speculation = cfg.rollout.speculation
+    if speculation.policy == "off" or speculation.drafter_path is None:
+        return
+    try:
+        check_eagle3(Path(speculation.drafter_path), model)
+    except ModelError as error:
+        raise ModelError(
+            f"rollout.speculation.drafter_path={speculation.drafter_path!r}: {error}.  Make one with 'tlt warmup', or "
+            "leave rollout.speculation.drafter_path out"
+        ) from None
 
 
 def _is_fetched(path: str) -> bool:
@@ -48,6 +77,7 @@ def check_model(cfg: RunConfig, folder: Path) -> None:
 
     Raises ModelError, MemoryPlanError, SpaceError."""
     config = load_config(folder)
+    check_drafter(cfg, config)
     gpu = gpu_bytes() if cfg.cluster.device == "cuda" else None
     if gpu is not None:
         settled = cfg.with_dtypes(**precision.decide(cfg)._asdict())

@@ -66,3 +66,97 @@ def test_a_full_disk_or_no_home_is_no_crash(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(native.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     assert native._cache_folder().is_dir()
+
+
+@pytest.fixture
+def cache(monkeypatch, tmp_path):
+    """A cache with the library in it, and a second place for what cannot be kept there."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    compiled = []
+
+    def compile_(sources, target, flags):
+        compiled.append(target)
+        target.write_bytes(b"ours")
+        target.chmod(0o700)
+
+    monkeypatch.setattr(native, "_compile", compile_)
+    native._compiled(())
+    assert native._compiled(()) == compiled[0], "made once"
+    assert len(compiled) == 1
+    return compiled
+
+
+def test_a_library_that_others_may_change_is_made_again(cache):
+    (target,) = cache
+    for mode in (0o720, 0o702):
+        target.write_bytes(b"theirs")
+        target.chmod(mode)
+        assert native._compiled(()) == target
+        assert target.read_bytes() == b"ours"
+    assert len(cache) == 3
+
+
+def test_a_link_in_place_of_the_library_is_not_followed(cache, tmp_path):
+    (target,) = cache
+    target.unlink()
+    target.symlink_to(tmp_path / "other.so")
+    native._compiled(())
+    assert len(cache) == 2
+
+
+def test_a_folder_that_others_may_write_is_closed(cache):
+    (target,) = cache
+    target.parent.chmod(0o777)
+    assert native._compiled(()) == target
+    assert target.parent.stat().st_mode & 0o777 == 0o700
+
+
+def give_away(monkeypatch, *paths):
+    """These belong to a stranger now; only root could really do that."""
+    real = native.Path.lstat
+
+    def lstat(path):
+        mode, inode, device, links, owner, *rest = real(path)
+        return native.os.stat_result([mode, inode, device, links, 4242 if path in paths else owner, *rest])
+
+    monkeypatch.setattr(native.Path, "lstat", lstat)
+
+
+def test_the_library_of_another_user_is_made_again(cache, monkeypatch):
+    (target,) = cache
+    target.write_bytes(b"theirs")
+    give_away(monkeypatch, target)
+    native._compiled(())
+    assert target.read_bytes() == b"ours"
+
+
+def test_the_folder_of_another_user_is_not_used(cache, monkeypatch, tmp_path):
+    private = tmp_path / "tmp" / f"tlt-{native.os.getuid()}"
+    give_away(monkeypatch, tmp_path / "tlt")
+    assert native._compiled(()).parent == private
+    give_away(monkeypatch, tmp_path / "tlt", private)
+    with pytest.raises(native.NativeError, match=r"tmp/tlt-\d+ belongs to somebody else.*set XDG_CACHE_HOME to a"):
+        native._compiled(())
+    assert len(cache) == 2
+
+
+def test_a_link_to_a_folder_of_one_s_own_is_a_cache(cache, monkeypatch, tmp_path):
+    (tmp_path / "disk").mkdir(mode=0o700)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tlt").symlink_to(tmp_path / "disk")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    assert native._compiled(()).parent == tmp_path / "disk"
+
+
+def test_what_the_compiler_makes_nobody_else_may_write(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    umask = native.os.umask(0)
+    try:
+        native.load()
+    finally:
+        native.os.umask(umask)
+    (built,) = (tmp_path / "tlt").iterdir()
+    assert built.stat().st_mode & 0o077 == 0
+    assert built.parent.stat().st_mode & 0o077 == 0

@@ -125,7 +125,17 @@ def test_own_files(tokenizer, tmp_path, kind):
         ('{"question": "x", "label": [1]}', r"rows\.jsonl, line 3: 'label' is a list; give a text or a number"),
         ('{"question": "x", "label": NaN}', r"rows\.jsonl, line 3: 'label' is nan; give a finite number"),
         ('{"question": " ", "label": 1}', r"rows\.jsonl, line 3: 'question' is blank"),
-        (r'{"question": "\ud800", "label": 1}', r"rows\.jsonl, line 3: 'question' .* half of a surrogate pair"),
+        (r'{"question": "\ud800", "label": 1}', r"rows\.jsonl, line 3: a text holds half of a surrogate pair"),
+        (r'{"question": "x", "label": 1, "note": ["\ud800"]}', r"rows\.jsonl, line 3: a text holds half of a surr"),
+        ('{"question": "x", "label": " "}', r"rows\.jsonl, line 3: 'label' is blank"),
+        ('{"question": "x", "label": true}', r"rows\.jsonl, line 3: 'label' is a bool; give a text or a number"),
+        ('{"question": "x", "label": 1e999}', r"rows\.jsonl, line 3: 'label' is inf; give a finite number"),
+        ('{"question": "x", "question": "y", "label": 1}', r"line 3: the key 'question' stands twice; remove one"),
+        ('{"question": "x", "label": 1, "m": {"a": 1, "a": 2}}', r"line 3: the key 'a' stands twice"),
+        (
+            '{"question": "x", "label": 1, "m": ' + "[" * 500 + "]" * 500 + "}",
+            r"line 3: values are nested 500 deep; 64",
+        ),
         ("[" * 100_000, r"rows\.jsonl, line 3: cannot be read as JSON"),
         ('{"question": "x", "label": ' + "1" * 5000 + "}", r"rows\.jsonl, line 3: cannot be read as JSON"),
     ],
@@ -139,6 +149,32 @@ def test_bad_line_is_named(tokenizer, tmp_path, line, problem):
     with pytest.raises(DataError, match=problem):
         prepare(cfg, tokenizer, tmp_path / "d")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.jsonl"]
+
+
+def test_odd_values_beside_prompt_and_answer_are_kept(tokenizer, tmp_path):
+    """The deepest nesting that is allowed, NaN, a number of a thousand digits, a whole surrogate pair."""
+    deep = "[" * 63 + "1" + "]" * 63
+    odd = f'"deep": {deep}, "nan": NaN, "long": {"7" * 1000}, "pair": "\\ud83d\\ude00"'
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"prompt": "q{i}", "answer": 1, {odd}}}\n' for i in range(4)))
+    prepare(FileData(kind="file", train_path=str(path)), tokenizer, tmp_path / "d")
+    metadata = dataset.load(tmp_path / "d", "train", tokenizer)[0].metadata
+    assert json.dumps(metadata["deep"]) == deep
+    assert metadata["nan"] != metadata["nan"]
+    assert metadata["long"] == int("7" * 1000)
+    assert metadata["pair"] == "\U0001f600"
+
+
+def test_a_parquet_file_with_a_column_twice_or_without_end_is_refused(tokenizer, tmp_path):
+    path = tmp_path / "rows.parquet"
+    twice = pyarrow.table([["a", "b"], ["1", "2"], ["3", "4"]], names=["prompt", "answer", "answer"])
+    pyarrow.parquet.write_table(twice, path)
+    cfg = FileData(kind="file", train_path=str(path))
+    with pytest.raises(DataError, match=r"rows\.parquet: the column 'answer' stands twice; remove one"):
+        prepare(cfg, tokenizer, tmp_path / "d")
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"rows\.parquet cannot be read as Parquet after row 0 .*write it again"):
+        prepare(cfg, tokenizer, tmp_path / "d")
 
 
 @pytest.mark.parametrize("task", ["graph_color", "arc_agi"])  # no reference answer; a scorer that compares tuples

@@ -1,6 +1,7 @@
 """Offline generation on the real model: equal to transformers, and independent of batch size and workers."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conf.rollout import SpeculationConfig
 from tlt_core.data.dataset import DataError
+from tlt_core.drafter.eagle3.files import save_eagle3
+from tlt_core.drafter.eagle3.model import Eagle3Config, random_eagle3
 from tlt_core.items.types import SamplingParams
+from tlt_core.machine.disk import FolderError
+from tlt_core.machine.processors import TooManyWorkers
+from tlt_core.model.config import ModelError
 from tlt_core.run.generate import generate_file
 
 QUESTIONS = [f"What is {a} + {b}?" for a in range(10, 35) for b in (7, 19)]  # 50 prompts
@@ -91,18 +97,74 @@ def test_sampled_tokens_do_not_depend_on_batch_size_or_workers(tmp_path):
     ],
 )
 def test_bad_input_names_file_and_line(tmp_path, embedded_model, text, problem):
+    with pytest.raises(DataError, match=problem):
+        refuse(tmp_path, embedded_model, text)
+
+
+def refuse(tmp_path, model, text, **settings):
+    """Generate from a file of this text, which leaves nothing behind when it is refused."""
     path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     path.write_text(text)
-    with pytest.raises(DataError, match=problem):
-        generate_file(
-            model=str(embedded_model),
-            prompts=path,
-            out=out,
-            params=SamplingParams(),
-            seed=0,
-            dtype="float32",
-            batch_size=1,
-            num_workers=1,
-            speculation=OFF,
-        )
-    assert not out.exists()
+    given = {
+        "model": str(model),
+        "prompts": path,
+        "out": out,
+        "params": SamplingParams(),
+        "seed": 0,
+        "dtype": "float32",
+        "batch_size": 1,
+        "num_workers": 1,
+        "speculation": OFF,
+    }
+    try:
+        generate_file(**(given | settings))
+    finally:
+        assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ('{"token_ids": [1, 64]}', "'token_ids' holds 64; give numbers from 0 to 63"),
+        ('{"token_ids": [-1]}', "'token_ids' holds -1; give"),
+        ('{"token_ids": [1.0]}', r"'token_ids' holds 1\.0; give"),
+        ('{"token_ids": [true]}', "'token_ids' holds True; give"),
+        ('{"token_ids": ["1"]}', "'token_ids' holds '1'; give"),
+        ('{"token_ids": [[1]]}', r"'token_ids' holds \[1\]; give"),
+        ('{"token_ids": [null]}', "'token_ids' holds None; give"),
+        ('{"token_ids": []}', r"'token_ids' is \[\]; give a list of token ids"),
+        ('{"token_ids": "1 2"}', "'token_ids' is '1 2'; give a list of token ids"),
+        ('{"prompt": ["a"]}', r"'prompt' is \['a'\]; give a text"),
+        ('{"prompt": null}', "'prompt' is None; give a text"),
+        ('{"prompt": " "}', "'prompt' is ' '; give a text"),
+        (r'{"prompt": "a", "id": "\ud800"}', "half of a surrogate pair"),
+        ('{"prompt": "a", "prompt": "b"}', "'prompt' stands twice"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_before_the_tokenizer_is_loaded(tmp_path, tiny_folder, row, problem):
+    """The tiny model has no tokenizer."""
+    with pytest.raises(DataError, match=rf"in\.jsonl, line 2: .*{problem}"):
+        refuse(tmp_path, tiny_folder, f'{{"token_ids": [63]}}\n{row}\n')
+
+
+def test_a_prompt_beyond_the_context_of_the_model_is_refused(tmp_path, embedded_model):
+    said = r"line 1: a prompt of 9000 tokens; beside the response the model's context has room for 7680: shorten"
+    with pytest.raises(DataError, match=said):
+        refuse(tmp_path, embedded_model, json.dumps({"token_ids": [1] * 9000}))
+    with pytest.raises(DataError, match=r"has room for 192: .*lower --max-new-tokens"):
+        refuse(tmp_path, embedded_model, json.dumps({"prompt": "a " * 300}), params=SamplingParams(max_new_tokens=8000))
+
+
+def test_a_drafter_of_another_model_is_refused(tmp_path, tiny_folder, tiny_config):
+    config = Eagle3Config.for_target(replace(tiny_config, hidden_size=64), 8)
+    save_eagle3(random_eagle3(config, torch.arange(8), seed=0), tmp_path / "d-eagle3", dtype=torch.float32)
+    with pytest.raises(ModelError, match="hidden_size is 64, but the target's is 32"):
+        refuse(tmp_path, tiny_folder, "", speculation=SpeculationConfig(drafter_path=str(tmp_path / "d-eagle3")))
+
+
+def test_too_many_workers_and_a_place_that_cannot_be_written_are_refused(tmp_path, tiny_folder):
+    with pytest.raises(TooManyWorkers, match="lower --num-workers"):
+        refuse(tmp_path, tiny_folder, "", num_workers=4096)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FolderError, match="set the folder of --out to one that can"):
+        refuse(tmp_path, tiny_folder, "", out=tmp_path / "file" / "out.jsonl")

@@ -1,16 +1,24 @@
 """Problems found before any expensive work."""
 
+import dataclasses
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from conf.load import load
 from tests.tasks.scored_batches import scored_batch
+from tlt_core.data.question import DataError
+from tlt_core.drafter.eagle3.files import save_eagle3
+from tlt_core.drafter.eagle3.model import Eagle3Config, random_eagle3
 from tlt_core.grpo.reward import RewardError
 from tlt_core.items import store
-from tlt_core.machine.disk import SpaceError, check_space
-from tlt_core.model.config import ModelError
+from tlt_core.machine.disk import FolderError, SpaceError, check_space
+from tlt_core.machine.processors import TooManyWorkers
+from tlt_core.model.config import DecoderConfig, ModelError
+from tlt_core.model.shapes import shape_of
 from tlt_core.run import preflight, step_files
 
 
@@ -94,3 +102,67 @@ def test_a_step_takes_no_more_than_is_planned(tmp_path: Path) -> None:
     settings = ["rollout.num_prompts=2", "rollout.num_samples=2", "rollout.max_prompt_tokens=2"]
     planned = step_files.needed_bytes(load("conf/smoke.yaml", [*settings, "rollout.max_new_tokens=40", "num_steps=1"]))
     assert taken <= planned <= 2 * taken
+
+
+def test_a_run_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FolderError, match=r"file/smoke' can be neither made nor written .*set output_dir"):
+        preflight.check_run(load("conf/smoke.yaml", [f"output_dir={tmp_path}/file"]))
+
+
+def test_far_more_workers_than_processors_are_refused() -> None:
+    with pytest.raises(TooManyWorkers, match=r"lower cluster\.num_workers"):
+        preflight.check_run(load("conf/smoke.yaml", ["cluster.num_workers=4096"]))
+
+
+def test_a_bad_row_is_named(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1 =", "answer": 2}\n{"prompt": "1 + 2 =", "answer": [3]}\n')
+    data = [f"data={{kind: file, train_path: {rows}}}", "reward.functions=[{kind: exact}]"]
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 2: 'answer' is a list"):
+        preflight.check_run(load("conf/smoke.yaml", data))
+    rows.write_text('{"prompt": "1 + 1 =", "answer": 2}\n')
+    with pytest.raises(DataError, match=r"none\.jsonl does not exist; data\.validation_path"):
+        preflight.check_run(load("conf/smoke.yaml", [*data, f"data.validation_path={tmp_path}/none.jsonl"]))
+
+
+def _drafter(target: DecoderConfig, folder: Path) -> Path:
+    save_eagle3(random_eagle3(Eagle3Config.for_target(target, 8), torch.arange(8), seed=0), folder, dtype=torch.float32)
+    return folder
+
+
+def _uses(drafter: Path) -> str:
+    return f"rollout.speculation.drafter_path={drafter}"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"hidden_size": 128}, "hidden_size is 128, but the target's is 64"),
+        ({"vocab_size": 32_000}, "vocab_size is 32000, but the target's is 49152"),
+    ],
+)
+def test_the_drafter_of_another_model_is_refused(tmp_path: Path, change: dict[str, int], said: str) -> None:
+    """The random model, which is not there yet."""
+    cfg = load("conf/smoke.yaml")
+    target = shape_of(cfg.model)
+    assert target is not None
+    preflight.check_run(load("conf/smoke.yaml", [_uses(_drafter(target, tmp_path / "own-eagle3"))]))
+    other = _drafter(dataclasses.replace(target, **change), tmp_path / "other-eagle3")
+    with pytest.raises(ModelError, match=rf"drafter_path='.*other-eagle3'.*{said}.*leave .*drafter_path out"):
+        preflight.check_run(load("conf/smoke.yaml", [_uses(other)]))
+    preflight.check_run(load("conf/smoke.yaml", [_uses(other), "rollout.speculation.policy=off"]))
+
+
+def test_a_drafter_folder_is_compared_with_a_model_folder(
+    tiny_folder: Path, tiny_config: DecoderConfig, tmp_path: Path
+) -> None:
+    model = f"model={{kind: pretrained, path: {tiny_folder}}}"
+    drafter = _drafter(tiny_config, tmp_path / "own-eagle3")
+    preflight.check_run(load("conf/smoke.yaml", [model, _uses(drafter)]))
+    (drafter / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"not a readable drafter folder .*must hold config\.json and model"):
+        preflight.check_run(load("conf/smoke.yaml", [model, _uses(drafter)]))
+    (drafter / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(ModelError, match=r"config\.json lacks the key"):
+        preflight.check_run(load("conf/smoke.yaml", [model, _uses(drafter)]))

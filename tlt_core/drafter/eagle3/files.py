@@ -12,12 +12,13 @@ Shapes: V target vocabulary, J draft vocabulary.
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -38,6 +39,7 @@ _NAMES = {  # ours -> the parts it is fused of
     "norm": ("norm",),
     "lm_head": ("lm_head",),
 }
+_MAPS = ("d2t", "t2d")  # between the draft vocabulary and the target's
 _ONLY = {  # settings of which one value is implemented
     "num_hidden_layers": 1,
     "attention_bias": False,
@@ -184,32 +186,77 @@ def _config_json(model: Eagle3Model, dtype: torch.dtype) -> dict[str, Any]:
     return raw
 
 
+def check_eagle3(folder: Path, target: DecoderConfig) -> None:
+    """Does the folder hold a drafter for this target?  Reads config.json, and of the weights names, shapes and the maps
+    of token ids alone.  Raises ModelError naming what does not fit."""
+    model = _described(folder, target)
+    try:
+        with safe_open(folder / "model.safetensors", framework="pt") as file:
+            tensors = {
+                name: file.get_tensor(name) if name in _MAPS else _shape_alone(file.get_slice(name).get_shape())
+                for name in file.keys()  # noqa: SIM118, not a dictionary
+            }
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(folder, error) from None
+    try:
+        for _ in import_weights(model, tensors):
+            pass
+    except ModelError as error:
+        raise ModelError(f"drafter {folder}: {error}") from None
+
+
 def load_eagle3(folder: Path, target: DecoderConfig, *, device: torch.device | str = "cpu") -> Eagle3Model:
     """Read a drafter for this target, in float32.  Raises ModelError naming what does not fit."""
+    check_eagle3(folder, target)  # before memory is taken for it
+    described = _described(folder, target)
+    tensors = load_file(folder / "model.safetensors")
+    _check_finite(tensors, folder, "make another one with 'tlt warmup', or copy it again")
+    model = blank_eagle3(described.config, dtype=torch.float32)
+    model.tap_scales = described.tap_scales
+    with torch.no_grad():
+        state = model.state_dict()
+        floats = {n: v.float() if v.is_floating_point() else v for n, v in tensors.items()}
+        for name, value in import_weights(model, floats):
+            state[name].copy_(value)
+    return model.to(device)
+
+
+def _described(folder: Path, target: DecoderConfig) -> Eagle3Model:
+    """The drafter that config.json describes, without memory for its weights.  Raises ModelError."""
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        tensors = load_file(folder / "model.safetensors")
-    except (OSError, ValueError, RecursionError, SafetensorError) as error:
-        raise ModelError(
-            f"{folder} is not a readable drafter folder ({error}); it must hold config.json and model.safetensors"
-        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise _unreadable(folder, error) from None
     if not isinstance(raw, dict):
         raise ModelError(f"drafter {folder}: config.json must hold a JSON object; export the drafter again")
-    _check_finite(tensors, folder, "make another one with 'tlt warmup', or copy it again")
     try:
-        model = blank_eagle3(_read_config(raw, target), dtype=torch.float32)
-        model.tap_scales = tuple(float(scale) for scale in raw.get("tap_scales", model.tap_scales))
-        with torch.no_grad():
-            state = model.state_dict()
-            for name, value in import_weights(
-                model, {n: v.float() if v.is_floating_point() else v for n, v in tensors.items()}
-            ):
-                state[name].copy_(value)
+        model = blank_eagle3(_read_config(raw, target), dtype=torch.float32, device="meta")
+        model.tap_scales = _read_scales(raw.get("tap_scales", model.tap_scales), count=len(model.config.taps))
     except ModelError as error:
         raise ModelError(f"drafter {folder}: {error}") from None
     except KeyError as error:
         raise ModelError(f"drafter {folder}: config.json lacks the key {error}; export the drafter again") from None
-    return model.to(device)
+    except (AttributeError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
+        raise ModelError(f"drafter {folder}: config.json has a malformed value ({error}); export it again") from None
+    return model
+
+
+def _read_scales(values: Sequence[float], *, count: int) -> tuple[float, ...]:
+    scales = tuple(float(value) for value in values)
+    if len(scales) != count or not all(math.isfinite(scale) and scale > 0 for scale in scales):
+        raise ModelError(f"tap_scales={list(scales)} must be {count} positive numbers; export the drafter again")
+    return scales
+
+
+def _shape_alone(shape: Sequence[int]) -> Tensor:
+    return torch.empty(tuple(shape), device="meta")
+
+
+def _unreadable(folder: Path, error: Exception) -> ModelError:
+    return ModelError(
+        f"{folder} is not a readable drafter folder ({error}); it must hold config.json and model.safetensors, as "
+        "'tlt warmup' writes them"
+    )
 
 
 def _read_config(raw: dict[str, Any], target: DecoderConfig) -> Eagle3Config:

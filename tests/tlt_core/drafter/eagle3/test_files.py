@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tlt_core.drafter.eagle3.files import export_weights, load_eagle3, save_eagle3
+from tlt_core.drafter.eagle3.files import check_eagle3, export_weights, load_eagle3, save_eagle3
 from tlt_core.drafter.eagle3.model import (
     Eagle3Config,
     choose_draft_vocabulary,
@@ -127,6 +127,11 @@ def test_foreign_spellings(tiny_config, tmp_path):
         ({"draft_vocab_size": 65}, "draft_vocab_size 65 is larger"),
         ({"intermediate_size": 40}, r"gate_proj.weight has shape \(48, 32\)"),
         ({"model_type": "gpt2"}, "model_type 'gpt2'"),
+        ({"tap_scales": []}, r"tap_scales=\[\] must be 3 positive numbers"),
+        ({"tap_scales": [1, 0, 1]}, "must be 3 positive numbers"),
+        ({"tap_scales": "abc"}, "config.json has a malformed value"),
+        ({"num_attention_heads": 0, "head_dim": None}, "config.json has a malformed value"),
+        ({"eagle_aux_hidden_state_layer_ids": "abc"}, "config.json has a malformed value"),
     ],
 )
 def test_a_configuration_that_does_not_fit(tiny_config, tmp_path, change, message):
@@ -180,6 +185,20 @@ def test_a_folder_that_is_none(tiny_config, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(ModelError, match="not a readable drafter folder"):
         load_eagle3(tmp_path, tiny_config)
+
+
+def test_a_check_takes_no_memory_for_the_weights(tiny_config, tmp_path):
+    """A config.json that names a quarter of a terabyte."""
+    save_eagle3(tiny_model(tiny_config), tmp_path, dtype=torch.float32)
+    check_eagle3(tmp_path, tiny_config)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    wide = 2**31
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"intermediate_size": wide}))
+    with pytest.raises(ModelError, match=rf"gate_proj.weight has shape \(48, 32\), .* implies \({wide}, 32\)"):
+        check_eagle3(tmp_path, tiny_config)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ModelError, match=r"config\.json has a malformed value"):
+        check_eagle3(tmp_path, tiny_config)
 
 
 def test_default_taps(tiny_config):

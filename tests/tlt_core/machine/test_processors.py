@@ -1,0 +1,32 @@
+"""More workers than processors are possible, but not any number of them."""
+
+import pytest
+
+from conf.system import ClusterConfig
+from tlt_core.cluster.placement import start_ray
+from tlt_core.machine import processors
+from tlt_core.machine.processors import TooManyWorkers, check_workers
+
+
+def test_a_machine_takes_a_few_workers_for_each_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processors, "usable_processors", lambda: 10)
+    check_workers(ClusterConfig(num_workers=40))
+    with pytest.raises(TooManyWorkers, match=r"num_workers=41: this machine has 10 processors.* 40 worker .*lower"):
+        check_workers(ClusterConfig(num_workers=41))
+
+
+def test_a_small_machine_takes_more_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processors, "usable_processors", lambda: 1)
+    check_workers(ClusterConfig(num_workers=16))
+    with pytest.raises(TooManyWorkers, match="--num-workers=17"):
+        check_workers(ClusterConfig(num_workers=17), setting="--num-workers")
+
+
+def test_a_cluster_knows_its_own_room() -> None:
+    check_workers(ClusterConfig(num_workers=4096, address="auto"))
+
+
+def test_ray_is_not_started_for_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processors, "usable_processors", lambda: 1)
+    with pytest.raises(TooManyWorkers):
+        start_ray(ClusterConfig(num_workers=17))
