@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from conf.load import ConfigError
 from conf.rollout import SpeculationConfig, StrategyConfig
 from conf.run import RunConfig
+from conf.section import MOST_STEPS
 from flows._terminal import Terminal
 from flows.train import train
 from tasks.coldstart import cold_start
@@ -23,8 +24,6 @@ from tasks.prepare import prepare_data, prepare_model
 from tasks.warmup import warm_up_drafter
 
 _FIXED = StrategyConfig(drafter="eagle3", depth=4, width=1, tokens=4)  # a usual setting of serving engines
-
-_ALL_STEPS = 10_000_000  # the most of a run: their files are measured
 
 
 def first_drafter(cfg: RunConfig) -> tuple[Path, Path]:
@@ -52,7 +51,7 @@ def variants(cfg: RunConfig, drafter: Path) -> dict[str, RunConfig]:
     tlt       as static, but they do both
     """
     validation = cfg.evaluation.model_copy(update={"every_steps": 0})
-    kept = {"every_steps": cfg.num_steps, "keep_last": 1, "keep_best": 0, "keep_step_files": _ALL_STEPS}
+    kept = {"every_steps": cfg.num_steps, "keep_last": 1, "keep_best": 0, "keep_step_files": MOST_STEPS}
     saving = cfg.checkpoint.model_copy(update=kept)
     tracking = cfg.tracking.model_copy(update={"register_models": False})
     common = {"evaluation": validation, "checkpoint": saving, "tracking": tracking}

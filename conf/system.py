@@ -54,7 +54,7 @@ class CheckpointConfig(Section):
     must_save_by_s: float = Field(0.0, ge=0)
     """Seconds after SIGTERM or Ctrl-C in which the run may finish and save its step before it ends; give a pod that
     grace period.  A second signal ends it at once.  0: it ends at once, from the newest checkpoint on it goes on."""
-    keep_step_files: int = Field(8, ge=1)
+    keep_step_files: int = Field(8, ge=1, le=MOST_STEPS)
     """Number of newest steps whose rollouts and scores stay in `runs/NAME/steps`, besides the first step's.  Older ones
     are removed with older checkpoints."""
     best_metric: str = "val-core/all/reward/greedy"
