@@ -93,6 +93,11 @@ class RunConfig(Section):
         speculation = self.rollout.speculation.model_copy(update={"drafter_path": str(folder)})
         return self.model_copy(update={"rollout": self.rollout.model_copy(update={"speculation": speculation})})
 
+    def for_reading(self) -> "RunConfig":
+        """The same run for a command that trains nothing; the training may go on beside it."""
+        spot = self.drafter.spot.model_copy(update={"enabled": False})
+        return self.model_copy(update={"drafter": self.drafter.model_copy(update={"spot": spot})})
+
     def with_dtypes(self, *, rollout: str, update: str, coldstart: str) -> "RunConfig":
         """The same run with these types."""
         return self.model_copy(

@@ -40,7 +40,7 @@ def evaluate(
         elif cfg.coldstart.enabled:
             start = cold_start(cfg, start, dataset, show.stage).model_dir
         with Session.resume_or_init(
-            cfg, data_dir=Path(dataset.path), start_model=start, on_progress=show, resume=policy is None
+            cfg.for_reading(), data_dir=Path(dataset.path), start_model=start, on_progress=show, resume=policy is None
         ) as session:
             step = session.completed_steps
             metrics = validate(session, step)

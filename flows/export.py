@@ -82,7 +82,9 @@ def _newest_policy(cfg: RunConfig, start: Path, dataset: Ref, show: Terminal) ->
             return written, found.state.step
     first = cfg.run_dir / DRAFTER
     resumed = cfg.with_drafter(first) if cfg.needs_first_drafter and first.is_dir() else cfg
-    with Session.resume_or_init(resumed, data_dir=Path(dataset.path), start_model=start, on_progress=show) as session:
+    with Session.resume_or_init(
+        resumed.for_reading(), data_dir=Path(dataset.path), start_model=start, on_progress=show
+    ) as session:
         export_policy(session)
         return written, session.completed_steps  # of a running training: perhaps a newer checkpoint's
 

@@ -130,8 +130,8 @@ def test_foreign_spellings(tiny_config, tmp_path):
         ({"tap_scales": []}, r"tap_scales=\[\] must be 3 positive numbers"),
         ({"tap_scales": [1, 0, 1]}, "must be 3 positive numbers"),
         ({"tap_scales": "abc"}, "config.json has a malformed value"),
-        ({"num_attention_heads": 0, "head_dim": None}, "config.json has a malformed value"),
-        ({"eagle_aux_hidden_state_layer_ids": "abc"}, "config.json has a malformed value"),
+        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0, which is no positive whole number"),
+        ({"eagle_aux_hidden_state_layer_ids": "abc"}, "eagle_aux_hidden_state_layer_ids are no list of numbers"),
     ],
 )
 def test_a_configuration_that_does_not_fit(tiny_config, tmp_path, change, message):
@@ -197,7 +197,7 @@ def test_a_check_takes_no_memory_for_the_weights(tiny_config, tmp_path):
     with pytest.raises(ModelError, match=rf"gate_proj.weight has shape \(48, 32\), .* implies \({wide}, 32\)"):
         check_eagle3(tmp_path, tiny_config)
     (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ModelError, match=r"config\.json has a malformed value"):
+    with pytest.raises(ModelError, match=r"config\.json must hold a JSON object"):
         check_eagle3(tmp_path, tiny_config)
 
 
