@@ -69,6 +69,7 @@ _CONDITIONS = {  # what a report does not record; a newer one loses the remark
         "Tests ran on the two cores beside `exact`, which is not timed. `conf/longtail.yaml` of that commit had a "
         "shorter tail than today's."
     ),
+    ("e2e-avx512", "906cd0d"): "Other work, of the lowest priority, ran on the two cores, most of it beside `no-tail`.",
     ("engines", "f098f1e"): f"Tests ran on the other core. {_OTHER}",
     ("idle", "bba4dcb"): _SAME,
     ("rollout", "7fa32f3"): f"Tests ran on the other core. {_SAME}",
