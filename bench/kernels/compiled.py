@@ -8,6 +8,8 @@ a kernel, it is compiled instead, for the same types, alignment and constants.  
     shared       bytes of a block
     blocks       of it that run at a time on one multiprocessor, by all three limits
 
+A row is the worst of all launches of a kernel.
+
 Nothing is computed by the kernels; their values are tested under Triton's interpreter.
 """
 
@@ -68,12 +70,19 @@ def bench_compiled(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> 
     """Compile and write the report; returns it.  Neither configuration nor repeats are used."""
     rows: list[dict[str, Any]] = []
     for capability in _SHARED:
-        for model, shapes in _MODELS.items():
-            for kernel in compiled(shapes, capability):
-                figures = kernel._asdict() | {"blocks": kernel.blocks(capability)}
-                rows.append(
-                    {"configuration": figures.pop("name"), "GPU": f"sm_{capability}", "model": model, **figures}
-                )
+        kernels = [kernel for shapes in _MODELS.values() for kernel in compiled(shapes, capability)]
+        for name in sorted({kernel.name for kernel in kernels}):
+            own = [kernel for kernel in kernels if kernel.name == name]
+            rows.append(
+                {
+                    "configuration": name,
+                    "GPU": f"sm_{capability}",
+                    "registers": max(kernel.registers for kernel in own),
+                    "local": max(kernel.local for kernel in own),
+                    "shared": max(kernel.shared for kernel in own),
+                    "blocks": min(kernel.blocks(capability) for kernel in own),
+                }
+            )
     verdicts = [
         verdict("most bytes that a thread spills", [max(row["local"] for row in rows)], 0, at_most=True),
         verdict("fewest blocks on a multiprocessor", [min(row["blocks"] for row in rows)], 1),
