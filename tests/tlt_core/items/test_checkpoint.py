@@ -7,6 +7,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -38,6 +39,30 @@ def test_round_trip(tmp_path):
     assert checkpoint.newest_valid(tmp_path) == folder
     assert checkpoint.load_state(folder) == state(3)
     assert (folder / "rank_0" / "weights.bin").stat().st_size == 1000
+
+
+def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
+    """A power cut keeps what was flushed: the files, their folders, and last the renamed folder's own entry."""
+    happened = []
+    fsync, rename = os.fsync, Path.rename
+
+    def flush(handle):
+        happened.append(Path(f"/proc/self/fd/{handle}").readlink())
+        fsync(handle)
+
+    def move(path, target):
+        happened.append("renamed")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(Path, "rename", move)
+    checkpoint.save(tmp_path, state(3), write_part)
+    partial = tmp_path / ".partial-step_000003"
+    at = happened.index("renamed")
+    parts = ("state.json", "rank_0", "rank_0/weights.bin", "COMPLETE")
+    assert set(happened[:at]) == {partial, *(partial / name for name in parts)}
+    assert happened.index(partial / "COMPLETE") > happened.index(partial / "rank_0" / "weights.bin")
+    assert happened[at + 1 :] == [tmp_path]
 
 
 def flip_a_byte(path):
