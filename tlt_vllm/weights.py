@@ -23,7 +23,8 @@ class Loading:
 
         self._runner, self._model = runner, model
         self._wanted = {name for name, _ in model.named_parameters()}
-        self._dtype = next(model.parameters()).dtype
+        found = (p.dtype for _, layer, _ in _layers(model) for p in layer.parameters() if p.is_floating_point())
+        self._dtype = next(found, torch.float32)  # a model's first parameter may be a map of token ids
         self._loaded: set[str] = set()
         self._expected: dict[str, Tensor] = {}  # what each matrix makes of its `_input`, by the end of its name
         self._tensors, self._has_head = 0, False
