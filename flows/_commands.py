@@ -196,7 +196,7 @@ def _deploy(args: argparse.Namespace) -> None:
 def _recover(args: argparse.Namespace) -> None:
     from flows import deploy
 
-    for run in deploy.recover_here(port=args.port):
+    for run in deploy.recover_here(port=args.port, alone=args.alone):
         print(f"{run.name} ({run.run_id}) was {run.state} without a process; it is scheduled again")
 
 

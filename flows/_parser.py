@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     deploy.add_argument("--no-worker", action="store_true", help="start none: the pool's workers are elsewhere")
     deploy.add_argument("--file", type=Path, default=Path("prefect.yaml"))
     recover = commands.add_parser("recover", help="find runs whose process is gone, so that they are resumed")
+    recover.add_argument("--alone", action="store_true", help="no worker is elsewhere, though the server may be")
     for command in (deploy, recover):
         command.add_argument("--port", type=_PORT, default=4200, help="of the server, where PREFECT_API_URL is not set")
     return parser

@@ -75,11 +75,19 @@ def deploy(*, port: int, file: Path, notify_url: str = "", with_worker: bool = T
     return url
 
 
-def recover_here(*, port: int) -> "list[Recovered]":
-    """`recover` on this machine's server.  Raises DeployError where there is none, or while the worker is alive."""
+def recover_here(*, port: int, alone: bool = False) -> "list[Recovered]":
+    """`recover` for the runs of this machine.  Raises DeployError where no server answers, or the worker is alive.
+
+    alone: no other machine has a worker of the pool.  Where the server is elsewhere, it would take theirs for lost.
+    """
     url = os.environ.setdefault("PREFECT_API_URL", f"http://{_HOST}:{port}/api")
-    if not _is_local(url) or not answers(url):
-        raise DeployError(f"{url} is not a server that answers on this machine; `tlt deploy` starts one")
+    if not answers(url):
+        raise DeployError(f"no Prefect server answers at {url}; `tlt deploy` starts one")
+    if not (alone or _is_local(url)):
+        raise DeployError(
+            f"{url} is another machine's server, and runs of other machines' workers would be taken for lost; if there "
+            "are no such workers, say --alone"
+        )
     if Daemon("worker", folder=_folder()).process() is not None:
         raise DeployError("the worker is alive: it reports the runs whose process dies by itself")
 

@@ -74,6 +74,25 @@ def test_a_stubborn_process_is_stopped_in_time_and_a_stranger_with_its_pid_is_no
     end([process], patience_s=0.1)  # gone already: no error
 
 
+def test_runs_of_other_machines_are_not_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"true")
+
+    from flows import deploy
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("PREFECT_API_URL", f"http://127.1:{server.server_port}/api")  # as if it were elsewhere
+        with pytest.raises(deploy.DeployError, match="another machine's server"):
+            deploy.recover_here(port=4200)
+        server.shutdown()
+    with pytest.raises(deploy.DeployError, match="no Prefect server answers"):
+        deploy.recover_here(port=4200, alone=True)
+
+
 class Deployed(NamedTuple):
     """A server and a worker of their own, as `tlt deploy` makes them."""
 
@@ -262,7 +281,7 @@ def test_a_failed_run_is_reported_to_the_webhook(deployed: Deployed) -> None:
 
 @pytest.mark.slow
 @pytest.mark.prefect
-@pytest.mark.parametrize("lost", ["worker and flow", "flow", "machine"])
+@pytest.mark.parametrize("lost", ["worker and flow", "flow", "machine", "container"])
 def test_a_run_whose_processes_are_killed_ends_completed_with_every_step_once(deployed: Deployed, lost: str) -> None:
     name = f"killed-{lost.replace(' ', '-')}"
     run_dir = deployed.root / "runs" / name
@@ -283,6 +302,10 @@ def test_a_run_whose_processes_are_killed_ends_completed_with_every_step_once(de
     if lost == "worker and flow":
         deployed.up()
     elif lost == "machine":
+        deployed.worker_alone()
+    elif lost == "container":
+        there = {"PREFECT_API_URL": deployed.url.replace("127.0.0.1", "127.1")}  # as if it were elsewhere
+        deployed._replace(env=deployed.env | there).tlt("recover", "--alone")
         deployed.worker_alone()
 
     def run() -> Any:
