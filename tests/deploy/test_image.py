@@ -167,6 +167,17 @@ def test_the_image_sets_what_the_command_sets() -> None:
     assert image["TLT_COMMIT"] == "$COMMIT"
 
 
+def commands(service: str) -> list[list[str]]:
+    """Words of each command that a service runs."""
+    program, *arguments = SERVICES[service]["command"]
+    if program != "sh":
+        return [[program, *arguments]]
+    assert arguments[0] == "-c"
+    found = [shlex.split(part) for part in arguments[1].split("&&")]
+    assert found[-1].pop(0) == "exec", "the shell would not hand signals on"
+    return found
+
+
 def parsed_by_prefect(arguments: list[str]) -> dict[str, Any]:
     from prefect.cli import _app, app  # noqa: F401 - the second registers the commands
 
@@ -177,12 +188,12 @@ def parsed_by_prefect(arguments: list[str]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_service_s_command_is_one(name: str) -> None:
-    program, *arguments = SERVICES[name]["command"]
-    if program == "tlt":
-        cli.parse(arguments)
-    else:
-        assert program == "prefect"
-        parsed_by_prefect(arguments)
+    for program, *arguments in commands(name):
+        if program == "tlt":
+            cli.parse(arguments)
+        else:
+            assert program == "prefect"
+            parsed_by_prefect(arguments)
 
 
 def test_a_wrong_command_is_found() -> None:
@@ -235,7 +246,9 @@ def test_the_worker_is_the_one_that_tlt_deploy_would_start(monkeypatch: pytest.M
     ours = SERVICES["worker"]["environment"]
     for variable in ("PREFECT_API_URL", "PREFECT_WORKER_QUERY_SECONDS", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"):
         assert ours[variable] == wanted[variable], variable
-    bound = parsed_by_prefect(SERVICES["worker"]["command"][1:])
+    before, worker = commands("worker")
+    assert before == ["tlt", "recover", "--alone"], "runs of an earlier container would stay Running"
+    bound = parsed_by_prefect(worker[1:])
     assert (bound["work_pool_name"], bound["worker_type"], bound["with_healthcheck"]) == (deploy.POOL, "process", True)
     health = f"http://{ours['PREFECT_WORKER_WEBSERVER_HOST']}:{ours['PREFECT_WORKER_WEBSERVER_PORT']}/health"
     assert health in SERVICES["worker"]["healthcheck"]["test"][-1]
