@@ -52,7 +52,7 @@ class CheckpointConfig(Section):
     keep_best: int = Field(1, ge=0, le=MANY)
     """Number of best checkpoints to keep besides, by `best_metric`."""
     must_save_by_s: float = Field(0.0, ge=0)
-    """Seconds after SIGTERM or Ctrl-C in which `tlt train` may finish and save its step before it ends.  A second signal
+    """Seconds after SIGTERM or Ctrl-C in which `tlt train` may finish and save its step before it ends.  A second one
     ends it at once.  0: it ends at once; it goes on from the newest checkpoint.  A Prefect worker kills its flows."""
     keep_step_files: int = Field(8, ge=1, le=MOST_STEPS)
     """Number of newest steps whose rollouts and scores stay in `runs/NAME/steps`, besides the first step's.  Older ones
