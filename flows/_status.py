@@ -1,6 +1,7 @@
 """Where a run is, as a file beside it: `runs/NAME/status.json`, written by the run, read by `tlt status`."""
 
 import json
+import logging
 import os
 import socket
 import time
@@ -9,8 +10,9 @@ from typing import Any
 
 import psutil
 
-from tlt_core.items.store import write_atomically
 from tlt_core.run.progress import Progress
+
+log = logging.getLogger(__name__)
 
 STATUS = "status.json"
 RUNNING, FINISHED, FAILED, STOPPED = "running", "finished", "failed", "stopped"
@@ -50,10 +52,12 @@ class StatusFile:
     def _write(self, state: str, *, error: str = "") -> None:
         self._written_s = time.monotonic()
         content = {**self._last, "state": state, "error": error, "updated": time.time(), **_process()}
-        try:
-            write_atomically(self._path, lambda partial: partial.write_text(json.dumps(content)))
-        except OSError:  # a full disk must end the run when saving fails, not here
-            return
+        partial = self._path.with_name(f".{STATUS}.partial")
+        try:  # not flushed to the disk: after a power cut nobody needs it, and the rollout would wait for it
+            partial.write_text(json.dumps(content))
+            partial.replace(self._path)
+        except OSError as error:  # a full disk must end the run when saving fails, not here
+            log.debug("%s cannot be written: %s", self._path, error)
 
 
 def _process() -> dict[str, Any]:

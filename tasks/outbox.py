@@ -32,7 +32,7 @@ class Outbox:
         self._dropped = 0
         self._is_down = False
         self._is_closed = False
-        self._defect: BaseException | None = None
+        self._defect: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name=f"outbox of {name}", daemon=True)
         self._thread.start()
 
@@ -76,7 +76,7 @@ class Outbox:
         try:
             while not self._is_closed:
                 self._make_next()
-        except BaseException as defect:  # the run raises it at its next call
+        except Exception as defect:  # a mistake of ours: the run raises it at its next call
             with self._changed:
                 self._defect = defect
                 self._changed.notify_all()

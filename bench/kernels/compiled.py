@@ -123,8 +123,9 @@ def _other_launches(shapes: Shapes) -> None:
         logits_NV = torch.zeros(2, shapes.vocab, dtype=dtype)
         coupled_sample(logits_NV, keys_N2, temperature=0.0, impl="triton")
         coupled_sample(logits_NV, keys_N2, temperature=0.7, floors_N=torch.zeros(2), impl="triton")
-        for kind in ("soft_ce", "tv"):
-            distill_loss(logits_NV, torch.zeros(2, shapes.vocab), kind=kind, impl="triton")  # type: ignore[arg-type]
+        probs_NV = torch.zeros(2, shapes.vocab)
+        distill_loss(logits_NV, probs_NV, kind="soft_ce", impl="triton")
+        distill_loss(logits_NV, probs_NV, kind="tv", impl="triton")
         keys = torch.zeros(1, shapes.kv_heads, 512, shapes.head_dim, dtype=dtype)
         one = torch.ones(1, 1, 1, dtype=torch.bool)
         tree_attention(keys[:, :, : shapes.grouped], keys, keys, torch.zeros(1).long(), one, impl="triton")

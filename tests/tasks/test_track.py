@@ -173,7 +173,7 @@ def test_a_server_that_accepts_and_never_answers_delays_only_the_start(
 
 def test_a_defect_of_ours_is_not_taken_for_a_failure_of_the_server(tracking: TrackingConfig) -> None:
     run = _open(tracking)
-    run.describe({}, tags={}, dataset=None)  # type: ignore[arg-type]
+    run.describe({}, tags={}, dataset=None)  # type: ignore[arg-type]  # the defect
     with pytest.raises(AttributeError):
         run.settle(within_s=30.0)
 

@@ -47,8 +47,8 @@ def dispatcher(monkeypatch: pytest.MonkeyPatch) -> _Dispatcher:
 
 
 def _watch(dispatcher: _Dispatcher, tmp_path: Path, **limits: float) -> Watch:
-    placement = Placement(None, (0, 1), (HERE, HERE), HERE)  # type: ignore[arg-type]
-    cluster = ClusterConfig(num_workers=2, **limits)  # type: ignore[arg-type]
+    placement = Placement(None, (0, 1), (HERE, HERE), HERE)  # type: ignore[arg-type]  # Ray's group is not asked
+    cluster = ClusterConfig.model_validate({"num_workers": 2, **limits})
     watch = Watch(cluster, placement, dispatcher.ask, shared=tmp_path)
     watch.begin("update")
     return watch
