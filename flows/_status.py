@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from flows._stopping import stopped_by
 from tlt_core.run.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class StatusFile:
 
     def end(self, error: BaseException | None) -> None:
         """The run ends."""
-        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        stopped = stopped_by(error) is not None
         text = "" if error is None or stopped else f"{type(error).__name__}: {error}"
         self._write(FINISHED if error is None else STOPPED if stopped else FAILED, error=text)
 

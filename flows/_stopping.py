@@ -1,7 +1,9 @@
 """SIGTERM and Ctrl-C end a flow in order: workers end, files are whole, Prefect and MLflow hear of it.
 
 Both raise KeyboardInterrupt, the one exception that Ray's calls pass on.  Prefect's handler of SIGTERM raises another
-one, by which it knows a cancelled run; so it is called last, when Ray has ended (`Stopping.__exit__`).
+one, by which it knows a cancelled run; so it is called last, when Ray has ended (`Stopping.__exit__`).  A Prefect worker
+kills a flow at once whose handler is not Prefect's own: there it stays, and `stopped_by` finds its exception again,
+which Ray turns into a SystemError.
 
 A training run may finish and save its step first, if it is given the time: `checkpoint.must_save_by_s`.
 """
@@ -17,6 +19,7 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_WORKER = "PREFECT__FLOW_RUN_ID"  # set by a Prefect worker for the processes of its flows
 _received: list[int] = []
 
 
@@ -29,6 +32,13 @@ def end_at_once(number: int, _: FrameType | None = None) -> None:
     """Handler of both signals outside of flows."""
     _received.append(number)
     raise KeyboardInterrupt
+
+
+def stopped_by(error: BaseException | None) -> BaseException | None:
+    """The exception of a signal that ended a flow, or None where something else did."""
+    if isinstance(error, SystemError):  # C code that has overlooked an exception
+        error = error.__cause__
+    return None if isinstance(error, Exception) else error
 
 
 class Stopping:
@@ -55,7 +65,8 @@ class Stopping:
 
     def __enter__(self) -> "Stopping":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            ours = [number for number in _SIGNALS if number != signal.SIGTERM or _WORKER not in os.environ]
+            self._before = {number: signal.signal(number, self._on_signal) for number in ours}
         return self
 
     def __exit__(self, error_type: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -66,6 +77,9 @@ class Stopping:
         before = self._before.get(signal.SIGTERM)
         if self._number == signal.SIGTERM and error_type is KeyboardInterrupt and callable(before):
             before(self._number, None)
+        signalled = stopped_by(error)
+        if signalled is not None and signalled is not error:
+            raise signalled from None
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         is_first, self._number = self._number is None, self._number or number

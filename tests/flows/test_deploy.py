@@ -346,3 +346,5 @@ def test_a_run_that_takes_too_long_is_cancelled(deployed: Deployed) -> None:
     wait_for(lambda: state() in ("Cancelled", "Completed", "Failed"), "the end of the run")
     assert state() == "Cancelled"
     wait_for(lambda: not deployed.daemon("worker").children(), "the end of its process")
+    status = json.loads((deployed.root / "runs" / "endless" / "status.json").read_text())
+    assert status["state"] == "stopped", "it ended in order"
