@@ -59,6 +59,8 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "tlt_tree_layout": (_P, _I, _P, _P, _P, _I, _I, _P, _P, _P, _P, _P, _P),
     "tlt_accepted_path": (_P, _P, _P, _P, _I, _I, _I, _P, _P),
     "tlt_distill_loss": (_P, _I, _P, _P, _I, _I, _I, _P, _P, _P),
+    "tlt_logprob": (_P, _I, _P, _I, _I, _F, _P, _P, _P),
+    "tlt_logprob_gradient": (_P, _I, _P, _P, _P, _I, _I, _F),
     "tlt_add_exactly": (_P, _P, _I, _I),
     "tlt_kv_commit": (_P, _P, _P, _P, _P, _P, _I, _I),
 }

@@ -42,6 +42,18 @@ void attention(const bf16 *q, int64_t row_stride, const Layout *layout, const Ca
 void draft_children(const bf16 *logits, const int32_t *keys, const int32_t *ids, int64_t rows, int64_t count,
                     float temperature, float scale, int64_t width, int64_t *columns, float *values);
 
+// Numbers in bfloat16 (half) or float32, where the caller's type is known when it is compiled.
+INLINE const void *numbers_at(const int half, const void *x, int64_t at) {
+    return half ? (const void *)((const bf16 *)x + at) : (const void *)((const float *)x + at);
+}
+INLINE vf load_numbers(const int half, const void *x, int64_t at, int64_t count) {
+    return half ? load_bf16_some((const bf16 *)x + at, count) : load_some((const float *)x + at, count);
+}
+INLINE void store_numbers(const int half, void *x, int64_t at, vf v, int64_t count) {
+    if (half) store_bf16_some((bf16 *)x + at, v, count);
+    else store_some((float *)x + at, v, count);
+}
+
 // Memory that a thread keeps from call to call.
 INLINE void *scratch(void **kept, size_t *size, size_t wanted) {
     if (wanted > *size) {

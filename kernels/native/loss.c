@@ -11,19 +11,15 @@ enum { SOFT_CE, TV, MIXED };
 static __thread void *kept;
 static __thread size_t kept_size;
 
-INLINE vf load_logits(const int half, const void *logits, int64_t v, int64_t count) {
-    return half ? load_bf16_some((const bf16 *)logits + v, count) : load_some((const float *)logits + v, count);
-}
-
 INLINE void loss_row(const int half, const void *logits, const float *probs, const float *weights, int64_t size,
                      int64_t kind, float *q, float *loss, float *overlap, void *grad) {
     const vf none = {0};
     vf best = splat(-INFINITY), sum = none;
     for (int64_t v = 0; v < size; v += LANES)
-        best = where(first_lanes(size - v), larger(best, load_logits(half, logits, v, size - v)), best);
+        best = where(first_lanes(size - v), larger(best, load_numbers(half, logits, v, size - v)), best);
     float top = largest_of(best);
     for (int64_t v = 0; v < size; v += LANES) {
-        vf e = exponential_of(load_logits(half, logits, v, size - v) - top);
+        vf e = exponential_of(load_numbers(half, logits, v, size - v) - top);
         sum += where(first_lanes(size - v), e, none);
         store_some(q + v, e, size - v);
     }
@@ -35,7 +31,7 @@ INLINE void loss_row(const int half, const void *logits, const float *probs, con
         shared += smaller(p, own);  // `own` where it is NaN
         less += where(is_less(own, p), own, none);
         if (kind == TV) continue;
-        vf w = load_some(weights + v, size - v), z = load_logits(half, logits, v, size - v);
+        vf w = load_some(weights + v, size - v), z = load_numbers(half, logits, v, size - v);
         mass += w;
         cross = fused(w, log_norm - z, cross);
     }
@@ -49,8 +45,7 @@ INLINE void loss_row(const int half, const void *logits, const float *probs, con
         vf d = tv_share * fused(own, below, -where(is_less(own, p), own, none));
         if (kind != TV)
             d = fused(splat(1.0f - tv_share), fused(own, weight, -load_some(weights + v, size - v)), d);
-        if (half) store_bf16_some((bf16 *)grad + v, d, size - v);
-        else store_some((float *)grad + v, d, size - v);
+        store_numbers(half, grad, v, d, size - v);
     }
 }
 

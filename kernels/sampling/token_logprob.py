@@ -5,9 +5,10 @@ Gradient: d log p_t / d z_t = onehot(id_t) - p_t, so backward keeps only logsume
 the logits, a chunk of tokens at a time (as in Hsu et al., "Liger Kernel", arXiv 2410.10989).
 
 The vocabulary matrix product runs in the dtype of its inputs (bf16 on the fast path), softmax in float32 on a few
-tokens at a time, which stay in the processor's cache.  No tensor has the size [T, V].
+tokens at a time, which stay in the processor's cache.  No tensor has the size [T, V] where it is more than a chunk; the
+last chunk's logits are kept for backward.
 
-On a GPU the chunk's logits keep their dtype.  A Triton kernel reads a token's logits once, in blocks of the vocabulary,
+On a CPU C works on a token's logits (`native/logprob.c`).  On a GPU the chunk's logits keep their dtype.  A Triton kernel reads a token's logits once, in blocks of the vocabulary,
 for their maximum m, s = sum exp(z - m) and e = sum exp(z - m) (z - m); when m grows by d, e becomes e^-d (e - d s) and
 s becomes e^-d s.  At the end logsumexp = m + log s and H = log s - e / s.  Another kernel overwrites the logits with
 their gradient.
@@ -17,15 +18,16 @@ Shapes: T tokens, V vocabulary, D hidden size, C tokens of one chunk, B tokens o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ctypes
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.dispatch import jit, tl, uses_triton
+from kernels.dispatch import jit, native_library, tl, uses_triton
 
-Impl = Literal["auto", "torch", "chunked", "triton"]
+Impl = Literal["auto", "torch", "chunked", "native", "triton"]
 
 CHUNK_ELEMENTS = 1 << 26  # logits of one chunk: 128 MiB in bf16
 _CACHED_ELEMENTS = 1 << 18  # float32 logits worked on at once on CPU: 1 MiB, a core's second-level cache
@@ -44,16 +46,26 @@ def linear_token_logprob(
     """log softmax(hidden W^T / temperature)[ids] and its entropy, both [T] float32.
 
     hidden_TD, weight_VD: same float dtype; ids_T: integer token ids.  `impl`: torch is the specification and
-    materialises [T, V] in float32; chunked (auto on a CPU) does not; triton (auto on a GPU) is chunked with fused
-    kernels.  A NaN in a token's logits makes its log-probability and entropy NaN.  Raises ValueError on a temperature
-    that is not positive, and where triton cannot run.
+    materialises [T, V] in float32; chunked does not; native (auto on a CPU with a compiler) and triton (auto on a GPU)
+    are chunked with fused kernels.  A NaN in a token's logits makes its log-probability and entropy NaN.  Raises
+    ValueError on a temperature that is not positive, and where native or triton cannot run.
     """
     if temperature <= 0:
         raise ValueError(f"temperature={temperature}: log-probabilities need a positive temperature")
     if impl == "torch":
         return token_logprob_reference(hidden_TD, weight_VD, ids_T, temperature=temperature)
-    fused = impl != "chunked" and uses_triton(impl, hidden_TD, op="token_logprob")
-    return TokenLogprobs(*_ChunkedLogprob.apply(hidden_TD, weight_VD, ids_T.long(), temperature, fused))
+    return TokenLogprobs(
+        *_ChunkedLogprob.apply(hidden_TD, weight_VD, ids_T.long().contiguous(), temperature, _kernels(hidden_TD, impl))
+    )
+
+
+def _kernels(hidden_TD: Tensor, impl: Impl) -> "_Kernels":
+    if impl == "chunked":
+        return _TORCH
+    library = native_library(impl, hidden_TD, op="token_logprob")
+    if library is not None and hidden_TD.dtype in (torch.bfloat16, torch.float32):
+        return _native(library)
+    return _TRITON if uses_triton(impl, hidden_TD, op="token_logprob") else _TORCH
 
 
 def token_logprob_reference(
@@ -66,29 +78,27 @@ def token_logprob_reference(
     return TokenLogprobs(logprob_T, -(logp_TV.exp() * logp_TV).sum(-1).detach())
 
 
+class _Kernels(NamedTuple):
+    """What is done to a chunk of logits."""
+
+    measure: Callable[[Tensor, Tensor, float, Tensor, Tensor, Tensor], None]  # logits_CV, ids_C, temperature -> results
+    to_gradient: Callable[[Tensor, Tensor, Tensor, Tensor, float], None]  # logits_CV, in place
+
+
 class _ChunkedLogprob(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor, temperature: float, fused: bool) -> Any:
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, ids_T: Tensor, temperature: float, kernels: _Kernels
+    ) -> Any:
         logprob_T = hidden_TD.new_empty(len(hidden_TD), dtype=torch.float32)
         lse_T, entropy_T = torch.empty_like(logprob_T), torch.empty_like(logprob_T)
-        for start, logits_CV in _logit_chunks(hidden_TD, weight_VD):
-            if fused:
-                chunk = slice(start, start + len(logits_CV))
-                _statistics(logits_CV, ids_T[chunk], logprob_T[chunk], lse_T[chunk], entropy_T[chunk], temperature)
-                continue
-            for block, z_BV, p_BV in _float_blocks(logits_CV, temperature):
-                rows = slice(start + block.start, start + block.stop)
-                picked = z_BV.gather(-1, ids_T[rows, None]).squeeze(-1)
-                top = z_BV.amax(-1)
-                torch.exp(z_BV.sub_(top[:, None]), out=p_BV)
-                total = p_BV.sum(-1)
-                lse = total.log()
-                # z is relative to its row's maximum here, and p not yet divided by its total
-                entropy_T[rows] = lse - torch.linalg.vecdot(p_BV, z_BV).div_(total)
-                lse_T[rows] = lse.add_(top)
-                logprob_T[rows] = picked - lse
+        chunks, buffer_CV = _chunks(hidden_TD, weight_VD)
+        for chunk in chunks:
+            logits_CV = _logits(hidden_TD, weight_VD, chunk, buffer_CV)
+            kernels.measure(logits_CV, ids_T[chunk], temperature, logprob_T[chunk], lse_T[chunk], entropy_T[chunk])
         ctx.save_for_backward(hidden_TD, weight_VD, ids_T, lse_T)
-        ctx.temperature, ctx.fused = temperature, fused
+        ctx.temperature, ctx.kernels, ctx.chunks = temperature, kernels, chunks
+        ctx.last_logits = buffer_CV  # backward begins with the last chunk, and needs such a buffer anyway
         ctx.mark_non_differentiable(entropy_T)
         return logprob_T, entropy_T
 
@@ -97,10 +107,14 @@ class _ChunkedLogprob(torch.autograd.Function):
         hidden_TD, weight_VD, ids_T, lse_T = ctx.saved_tensors
         grad_hidden_TD = torch.empty_like(hidden_TD) if ctx.needs_input_grad[0] else None
         grad_VD: Tensor | None = None
-        for start, logits_CV in _logit_chunks(hidden_TD, weight_VD):
-            chunk = slice(start, start + len(logits_CV))
-            to_gradient = _to_logit_gradient_fused if ctx.fused else _to_logit_gradient
-            to_gradient(logits_CV, ids_T[chunk], lse_T[chunk], grads[0][chunk], ctx.temperature)
+        kept_CV, ctx.last_logits = ctx.last_logits, None
+        buffer_CV = _chunks(hidden_TD, weight_VD)[1] if kept_CV is None else kept_CV
+        for chunk in reversed(ctx.chunks):
+            if kept_CV is not None and chunk is ctx.chunks[-1]:
+                logits_CV = kept_CV[: chunk.stop - chunk.start]
+            else:
+                logits_CV = _logits(hidden_TD, weight_VD, chunk, buffer_CV)
+            ctx.kernels.to_gradient(logits_CV, ids_T[chunk], lse_T[chunk], grads[0][chunk], ctx.temperature)
             if grad_hidden_TD is not None:
                 torch.mm(logits_CV, weight_VD, out=grad_hidden_TD[chunk])
             if ctx.needs_input_grad[1]:
@@ -112,26 +126,44 @@ class _ChunkedLogprob(torch.autograd.Function):
         return grad_hidden_TD, grad_VD, None, None, None
 
 
-def _to_logit_gradient(logits_CV: Tensor, ids_C: Tensor, lse_C: Tensor, grad_C: Tensor, temperature: float) -> None:
+def _chunks(hidden_TD: Tensor, weight_VD: Tensor) -> tuple[list[slice], Tensor]:
+    """Tokens of each chunk, of equal size but for the last, and a buffer for a chunk's logits [C, V]."""
+    num_tokens, vocab_size = len(hidden_TD), len(weight_VD)
+    count = -(-num_tokens // max(16, CHUNK_ELEMENTS // vocab_size))
+    size = -(-num_tokens // max(1, count))
+    chunks = [slice(start, min(start + size, num_tokens)) for start in range(0, num_tokens, max(1, size))]
+    return chunks, hidden_TD.new_empty(size, vocab_size)
+
+
+def _logits(hidden_TD: Tensor, weight_VD: Tensor, chunk: slice, buffer_CV: Tensor) -> Tensor:
+    return torch.mm(hidden_TD[chunk], weight_VD.t(), out=buffer_CV[: chunk.stop - chunk.start])
+
+
+# ---------------------------------------------------------------------------------------------- torch's operations
+
+
+def _measure(
+    logits_CV: Tensor, ids_C: Tensor, temperature: float, logprob_C: Tensor, lse_C: Tensor, entropy_C: Tensor
+) -> None:
+    for rows, z_BV, p_BV in _float_blocks(logits_CV, temperature):
+        picked = z_BV.gather(-1, ids_C[rows, None]).squeeze(-1)
+        top = z_BV.amax(-1)
+        torch.exp(z_BV.sub_(top[:, None]), out=p_BV)
+        total = p_BV.sum(-1)
+        lse = total.log()
+        # z is relative to its row's maximum here, and p not yet divided by its total
+        entropy_C[rows] = lse - torch.linalg.vecdot(p_BV, z_BV).div_(total)
+        lse_C[rows] = lse.add_(top)
+        logprob_C[rows] = picked - lse
+
+
+def _to_gradient(logits_CV: Tensor, ids_C: Tensor, lse_C: Tensor, grad_C: Tensor, temperature: float) -> None:
     """Overwrite a chunk's logits with (onehot(ids) - p) * grad / temperature."""
     scaled_C1 = (grad_C / temperature)[:, None]
     for block, z_BV, p_BV in _float_blocks(logits_CV, temperature):
         torch.exp(z_BV.sub_(lse_C[block, None]), out=p_BV)
         p_BV.mul_(-scaled_C1[block]).scatter_add_(-1, ids_C[block, None], scaled_C1[block])
         logits_CV[block] = p_BV
-
-
-def _logit_chunks(hidden_TD: Tensor, weight_VD: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Chunk by chunk the index of its first token and its logits [C, V], in one buffer that is reused."""
-    num_tokens, vocab_size = len(hidden_TD), len(weight_VD)
-    count = -(-num_tokens // max(16, CHUNK_ELEMENTS // vocab_size))
-    if count == 0:
-        return
-    size = -(-num_tokens // count)
-    buffer_CV = hidden_TD.new_empty(size, vocab_size)
-    for start in range(0, num_tokens, size):
-        chunk_CD = hidden_TD[start : start + size]
-        yield start, torch.mm(chunk_CD, weight_VD.t(), out=buffer_CV[: len(chunk_CD)])
 
 
 def _float_blocks(logits_CV: Tensor, temperature: float) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -147,25 +179,53 @@ def _float_blocks(logits_CV: Tensor, temperature: float) -> Iterator[tuple[slice
         yield block, z_BV if temperature == 1 else z_BV.div_(temperature), p_BV
 
 
+_TORCH = _Kernels(_measure, _to_gradient)
+
+
+# ---------------------------------------------------------------------------------------------- C
+
+
+def _native(library: ctypes.CDLL) -> _Kernels:
+    def measure(
+        logits_CV: Tensor, ids_C: Tensor, temperature: float, logprob_C: Tensor, lse_C: Tensor, entropy_C: Tensor
+    ) -> None:
+        library.tlt_logprob(
+            logits_CV.data_ptr(), logits_CV.dtype == torch.bfloat16, ids_C.data_ptr(), *logits_CV.shape, temperature,
+            logprob_C.data_ptr(), lse_C.data_ptr(), entropy_C.data_ptr(),
+        )  # fmt: skip
+
+    def to_gradient(logits_CV: Tensor, ids_C: Tensor, lse_C: Tensor, grad_C: Tensor, temperature: float) -> None:
+        grad_C = grad_C.contiguous()
+        library.tlt_logprob_gradient(
+            logits_CV.data_ptr(), logits_CV.dtype == torch.bfloat16, ids_C.data_ptr(), lse_C.data_ptr(),
+            grad_C.data_ptr(), *logits_CV.shape, temperature,
+        )  # fmt: skip
+
+    return _Kernels(measure, to_gradient)
+
+
+# ---------------------------------------------------------------------------------------------- Triton
+
 _BLOCK = 4096  # logits that a program holds in registers
 
 
-def _statistics(
-    logits_CV: Tensor, ids_C: Tensor, logprob_C: Tensor, lse_C: Tensor, entropy_C: Tensor, temperature: float
+def _measure_fused(
+    logits_CV: Tensor, ids_C: Tensor, temperature: float, logprob_C: Tensor, lse_C: Tensor, entropy_C: Tensor
 ) -> None:
-    """Fill the last three tensors, one program per token."""
+    """What `_measure` does, one program per token."""
     _statistics_kernel[(len(logits_CV),)](
         logits_CV, ids_C, logprob_C, lse_C, entropy_C, logits_CV.shape[1], float(temperature), BLOCK=_BLOCK
     )
 
 
-def _to_logit_gradient_fused(
-    logits_CV: Tensor, ids_C: Tensor, lse_C: Tensor, grad_C: Tensor, temperature: float
-) -> None:
-    """What `_to_logit_gradient` does, one program per token."""
+def _to_gradient_fused(logits_CV: Tensor, ids_C: Tensor, lse_C: Tensor, grad_C: Tensor, temperature: float) -> None:
+    """What `_to_gradient` does, one program per token."""
     _gradient_kernel[(len(logits_CV),)](
         logits_CV, ids_C, lse_C, grad_C.contiguous(), logits_CV.shape[1], float(temperature), BLOCK=_BLOCK
     )
+
+
+_TRITON = _Kernels(_measure_fused, _to_gradient_fused)
 
 
 @jit
