@@ -1,9 +1,9 @@
 """SIGTERM and Ctrl-C end a flow in order: workers end, files are whole, Prefect and MLflow hear of it.
 
 Both raise KeyboardInterrupt, the one exception that Ray's calls pass on.  Prefect's handler of SIGTERM raises another
-one, by which it knows a cancelled run; so it is called last, when Ray has ended (`Stopping.__exit__`).  A Prefect worker
-kills a flow at once whose handler is not Prefect's own: there it stays, and `stopped_by` finds its exception again,
-which Ray turns into a SystemError.
+one, by which it knows a cancelled run; so it is called last, when Ray has ended (`Stopping.__exit__`).  A Prefect
+worker kills a flow at once whose handler is not Prefect's own: there it stays, and `stopped_by` finds its exception
+again, which Ray turns into a SystemError.
 
 A training run may finish and save its step first, if it is given the time: `checkpoint.must_save_by_s`.
 """

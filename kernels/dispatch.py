@@ -16,6 +16,7 @@ import importlib
 import logging
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from kernels import native
@@ -70,6 +71,12 @@ def native_library(impl: Impl, tensor: Tensor, *, op: str) -> ctypes.CDLL | None
             "take impl='auto'"
         )
     return library
+
+
+def training_library(tensor: Tensor, *, op: str) -> ctypes.CDLL | None:
+    """The C kernels if they run the layers of training for such tensors: bfloat16 on a CPU.  Their float32 versions
+    would not be faster than torch's by what they cost in code."""
+    return native_library("auto", tensor, op=op) if tensor.dtype == torch.bfloat16 else None
 
 
 @functools.cache

@@ -17,24 +17,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.dispatch import native_library
+from kernels.dispatch import training_library
 
+_NATIVE_ROWS = 64  # native/training.c: ROWS
 _CACHED_ELEMENTS = 1 << 17  # float32 elements of one block: half a core's second-level cache
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, *, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis, in x's dtype.  Training on a CPU uses the backward above, inference mode
-    the C kernel where it runs, everything else torch's own operation."""
-    if torch.is_inference_mode_enabled() and x.dtype == weight_D.dtype == torch.bfloat16:
-        library = native_library("auto", x, op="rms_norm")
-        if library is not None:
-            return _native(library, x.contiguous(), weight_D, eps)
-    if x.device.type != "cpu" or not (torch.is_grad_enabled() and x.requires_grad):
-        if x.dtype != weight_D.dtype:  # autocast: half-precision x, float32 weights
-            return F.rms_norm(x.float(), weight_D.shape, weight_D.float(), eps).to(x.dtype)
-        return F.rms_norm(x, weight_D.shape, weight_D, eps)
-    y_TD: Tensor = _RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight_D, eps)
-    return y_TD.view(x.shape)
+    """x / rms(x) * weight over the last axis, in x's dtype.  Training on a CPU uses the backward above, C where it runs
+    in bfloat16, everything else torch's own operation."""
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight_D.requires_grad)
+    library = training_library(x, op="rms_norm") if weight_D.dtype == x.dtype else None
+    if x.device.type == "cpu" and needs_grad:
+        y_TD: Tensor = _RmsNorm.apply(x.reshape(-1, x.shape[-1]), weight_D, eps, library)
+        return y_TD.view(x.shape)
+    if library is not None:
+        return _native(library, x.contiguous(), weight_D, eps)
+    if x.dtype != weight_D.dtype:  # autocast: half-precision x, float32 weights
+        return F.rms_norm(x.float(), weight_D.shape, weight_D.float(), eps).to(x.dtype)
+    return F.rms_norm(x, weight_D.shape, weight_D, eps)
 
 
 def _native(library: ctypes.CDLL, x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -44,9 +45,26 @@ def _native(library: ctypes.CDLL, x: Tensor, weight_D: Tensor, eps: float) -> Te
     return y
 
 
+def _native_gradient(
+    library: ctypes.CDLL, x_TD: Tensor, weight_D: Tensor, grad_TD: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    grad_x_TD = torch.empty_like(x_TD)
+    parts_PD = torch.empty(-(-len(x_TD) // _NATIVE_ROWS), x_TD.shape[1])
+    library.tlt_rms_norm_gradient(
+        x_TD.data_ptr(), weight_D.data_ptr(), grad_TD.data_ptr(), *x_TD.shape, eps, grad_x_TD.data_ptr(),
+        parts_PD.data_ptr(),
+    )  # fmt: skip
+    return grad_x_TD, parts_PD.sum(0).to(weight_D.dtype)
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float, library: ctypes.CDLL | None) -> Tensor:
+        ctx.library, ctx.eps = library, eps
+        if library is not None:
+            x_TD = x_TD.contiguous()
+            ctx.save_for_backward(x_TD, weight_D)
+            return _native(library, x_TD, weight_D, eps)
         y_TD = torch.empty_like(x_TD)
         r_T1 = torch.empty(len(x_TD), 1)
         weight = weight_D.float()
@@ -61,6 +79,8 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        if ctx.library is not None:
+            return *_native_gradient(ctx.library, *ctx.saved_tensors, grads[0].contiguous(), ctx.eps), None, None
         x_TD, weight_D, r_T1 = ctx.saved_tensors
         grad_x_TD = torch.empty_like(x_TD)
         grad_weight_D = torch.zeros_like(weight_D, dtype=torch.float32)
@@ -74,7 +94,7 @@ class _RmsNorm(torch.autograd.Function):
             g.mul_(weight)
             shared = torch.linalg.vecdot(g, normed).div_(-x_TD.shape[-1])
             grad_x_TD[rows] = g.addcmul_(normed, shared[:, None]).mul_(r_T1[rows])
-        return grad_x_TD, grad_weight_D.to(weight_D.dtype), None
+        return grad_x_TD, grad_weight_D.to(weight_D.dtype), None, None
 
 
 def _buffer(x_TD: Tensor) -> Tensor:

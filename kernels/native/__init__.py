@@ -61,6 +61,10 @@ _SIGNATURES: dict[str, tuple[object, ...]] = {
     "tlt_distill_loss": (_P, _I, _P, _P, _I, _I, _I, _P, _P, _P),
     "tlt_logprob": (_P, _I, _P, _I, _I, _F, _P, _P, _P),
     "tlt_logprob_gradient": (_P, _I, _P, _P, _P, _I, _I, _F),
+    "tlt_rms_norm_gradient": (_P, _P, _P, _I, _I, _F, _P, _P),
+    "tlt_swiglu": (_P, _I, _I, _P),
+    "tlt_swiglu_gradient": (_P, _P, _I, _I, _P),
+    "tlt_rotate": (_P, _I, _I, _I, _I, _P, _P, _I, _P),
     "tlt_add_exactly": (_P, _P, _I, _I),
     "tlt_kv_commit": (_P, _P, _P, _P, _P, _P, _I, _I),
 }

@@ -7,6 +7,7 @@
 #include <math.h>
 
 #include "common.h"
+#include "layers.h"
 
 typedef struct {
     Linear qkv, o, gate_up, down;
@@ -21,31 +22,6 @@ typedef struct {
 static __thread void *kept;
 static __thread size_t kept_size;
 
-INLINE float rms_factor(const bf16 *x, int64_t size, float eps) {
-    vf sum = {0};
-    for (int64_t i = 0; i < size; i += LANES) {
-        vf v = load_bf16_some(x + i, size - i);
-        sum = fused(v, v, sum);
-    }
-    return 1.0f / sqrtf(sum_of(sum) / size + eps);
-}
-
-static void rms_norm(const bf16 *x, const bf16 *weight, int64_t size, float eps, bf16 *y) {
-    float factor = rms_factor(x, size, eps);
-    for (int64_t i = 0; i < size; i += LANES)
-        store_bf16_some(y + i, load_bf16_some(x + i, size - i) * factor * load_bf16_some(weight + i, size - i), size - i);
-}
-
-// (a, b) -> (a cos - b sin, b cos + a sin);  cos [d], signed_sin [d]: the first half negated
-static void rotate(const bf16 *x, const bf16 *cos, const bf16 *signed_sin, int64_t dim, bf16 *y) {
-    int64_t half = dim / 2;
-    for (int64_t i = 0; i < half; i += LANES) {
-        vf a = load_bf16(x + i), b = load_bf16(x + half + i);
-        store_bf16(y + i, fused(b, load_bf16(signed_sin + i), a * load_bf16(cos + i)));
-        store_bf16(y + half + i, fused(a, load_bf16(signed_sin + half + i), b * load_bf16(cos + half + i)));
-    }
-}
-
 // queries are rotated in place, keys and values go to the cache
 static void place_heads(const Shape *s, const Layer *l, const Layout *layout, const Cache *cache, const bf16 *cos,
                         const bf16 *sin, int64_t t, bf16 *qkv) {
@@ -54,19 +30,12 @@ static void place_heads(const Shape *s, const Layer *l, const Layout *layout, co
     for (int64_t h = 0; h < s->heads; h++) {
         bf16 *q = qkv + h * s->dim;
         if (l->q_norm) rms_norm(q, l->q_norm, s->dim, s->eps, q);
-        rotate(q, cos + t * s->dim, sin + t * s->dim, s->dim, q);
+        rotate(q, cos + t * s->dim, sin + t * s->dim, sin + t * s->dim + s->dim / 2, s->dim, q);
     }
     for (int64_t h = 0; h < s->kv_heads; h++, at += cache->head_stride) {
         if (l->k_norm) rms_norm(k + h * s->dim, l->k_norm, s->dim, s->eps, k + h * s->dim);
-        rotate(k + h * s->dim, cos + t * s->dim, sin + t * s->dim, s->dim, cache->keys + at);
+        rotate(k + h * s->dim, cos + t * s->dim, sin + t * s->dim, sin + t * s->dim + s->dim / 2, s->dim, cache->keys + at);
         memcpy(cache->values + at, v + h * s->dim, sizeof(bf16) * s->dim);
-    }
-}
-
-static void swiglu(const bf16 *gate_up, int64_t size, bf16 *y) {
-    for (int64_t i = 0; i < size; i += LANES) {
-        vf gate = load_bf16_some(gate_up + i, size - i), up = load_bf16_some(gate_up + size + i, size - i);
-        store_bf16_some(y + i, gate / (exponential_of(-gate) + 1.0f) * up, size - i);
     }
 }
 

@@ -8,10 +8,10 @@ The vocabulary matrix product runs in the dtype of its inputs (bf16 on the fast 
 tokens at a time, which stay in the processor's cache.  No tensor has the size [T, V] where it is more than a chunk; the
 last chunk's logits are kept for backward.
 
-On a CPU C works on a token's logits (`native/logprob.c`).  On a GPU the chunk's logits keep their dtype.  A Triton kernel reads a token's logits once, in blocks of the vocabulary,
-for their maximum m, s = sum exp(z - m) and e = sum exp(z - m) (z - m); when m grows by d, e becomes e^-d (e - d s) and
-s becomes e^-d s.  At the end logsumexp = m + log s and H = log s - e / s.  Another kernel overwrites the logits with
-their gradient.
+On a CPU C works on a token's logits (`native/logprob.c`).  On a GPU the chunk's logits keep their dtype, and a Triton
+kernel reads a token's logits once, in blocks of the vocabulary, for their maximum m, s = sum exp(z - m) and
+e = sum exp(z - m) (z - m); when m grows by d, e becomes e^-d (e - d s) and s becomes e^-d s.  At the end
+logsumexp = m + log s and H = log s - e / s.  Another kernel overwrites the logits with their gradient.
 
 Shapes: T tokens, V vocabulary, D hidden size, C tokens of one chunk, B tokens of one cached block.
 """
@@ -59,7 +59,7 @@ def linear_token_logprob(
     )
 
 
-def _kernels(hidden_TD: Tensor, impl: Impl) -> "_Kernels":
+def _kernels(hidden_TD: Tensor, impl: Impl) -> _Kernels:
     if impl == "chunked":
         return _TORCH
     library = native_library(impl, hidden_TD, op="token_logprob")

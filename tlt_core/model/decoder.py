@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.layers.rms_norm import rms_norm
+from kernels.layers.rotate import rotate
 from kernels.layers.swiglu import swiglu
 from kernels.tree.tree_layout import TreeLayout
 from tlt_core.model.config import DecoderConfig, ModelError
@@ -38,7 +39,7 @@ class PlacedAttend(NamedTuple):
 
 
 Rope = tuple[Tensor, Tensor]
-"""cos and signed sin, see `_rotate`"""
+"""cos and signed sin, see `kernels/layers/rotate`"""
 
 
 class Hidden(NamedTuple):
@@ -86,7 +87,7 @@ class Layer(nn.Module):
         if self.qk_norm:
             q, k = qk.split((queries, keys), dim=1)
             qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
-        q_THd, k_TKd = _rotate(qk, rope).split((queries, keys), dim=1)  # one call: op count bounds small passes
+        q_THd, k_TKd = rotate(qk, *rope).split((queries, keys), dim=1)  # one call: op count bounds small passes
         x_TD = x_TD + self.o_proj(attend(layer, q_THd, k_TKd, v_TKd).flatten(-2))
         return x_TD + self.down_proj(swiglu(self.gate_up_proj(self.post_norm(x_TD))))
 
@@ -166,7 +167,7 @@ class Decoder(nn.Module):
             parameters[name].copy_(value)
 
     def _rope(self, positions_T: Tensor, dtype: torch.dtype) -> Rope:
-        """cos and sin of `_rotate`, [T, 1, d], computed in float32."""
+        """cos and signed sin, [T, 1, d], computed in float32."""
         angles = positions_T.float()[:, None, None] * self._frequencies
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
@@ -188,12 +189,3 @@ def rope_frequencies(config: DecoderConfig) -> Tensor:
     slowed = frequencies / scaling.factor
     middle = (1 - blend) * slowed + blend * frequencies
     return torch.where(wavelengths > longest, slowed, torch.where(wavelengths < shortest, frequencies, middle))
-
-
-def _rotate(x_THd: Tensor, rope: Rope) -> Tensor:
-    """Rotary embedding in the half-split layout of Hugging Face checkpoints.
-
-    (a, b) -> (a cos - b sin, b cos + a sin) for the two halves a, b of a head: x cos + (b, a) (-sin, sin).
-    """
-    cos, signed_sin = rope
-    return torch.addcmul(x_THd * cos, x_THd.roll(x_THd.shape[-1] // 2, -1), signed_sin)

@@ -1,4 +1,6 @@
-"""Training's RMSNorm against torch's: the same values to the bit, and the gradient of a float64 computation.
+"""Training's RMSNorm against torch's: the same values to the bit in float32, and the gradient of a float64 computation.
+
+In bfloat16 C adds the squares in another order, so a value may be rounded the other way.
 
 Tolerances are relative to the gradient's norm: float32 rounding, and one rounding to bf16 (2^-9).
 """
@@ -11,7 +13,7 @@ from kernels.layers import rms_norm as module
 from kernels.layers.rms_norm import rms_norm
 
 
-@pytest.mark.parametrize("shape", [(1, 16), (37, 24), (8, 5, 12)])
+@pytest.mark.parametrize("shape", [(1, 16), (37, 24), (8, 5, 12), (130, 40)])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_value_and_gradient(
@@ -24,7 +26,8 @@ def test_value_and_gradient(
     grad = torch.randn(shape, generator=generator).to(dtype)
     got = rms_norm(x, weight, eps=1e-5)
     assert got.dtype == dtype
-    torch.testing.assert_close(got, F.rms_norm(x, weight.shape, weight, 1e-5), rtol=0, atol=0)
+    apart = 0 if dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(got, F.rms_norm(x, weight.shape, weight, 1e-5), rtol=apart, atol=0)
     with torch.no_grad():
         torch.testing.assert_close(rms_norm(x, weight, eps=1e-5), got, rtol=0, atol=0)
     got_grads = torch.autograd.grad(got, (x, weight), grad)

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.layers.rotate import rotate
 from kernels.layers.swiglu import swiglu
 from tlt_core.model.config import DecoderConfig, ModelError
 from tlt_core.model.decoder import Decoder, Layer, RmsNorm, rope_frequencies
@@ -100,7 +101,7 @@ class Eagle3Model(nn.Module):
         queries, keys, values = self.heads
         x = self.qkv_proj(self._attention_input(embeds_TD, hidden_TD)).unflatten(-1, (-1, self.head_dim))
         qk, v_TKd = x.split((queries + keys, values), dim=1)
-        q_THd, k_TKd = _rotate(qk, rope_T21d).split((queries, keys), dim=1)
+        q_THd, k_TKd = rotate(qk, rope_T21d[:, 0], rope_T21d[:, 1]).split((queries, keys), dim=1)
         r_TD = hidden_TD + self.o_proj(attend(q_THd, k_TKd, v_TKd).flatten(-2))
         return r_TD + self.down_proj(swiglu(self.gate_up_proj(self.post_norm(r_TD))))
 
@@ -113,7 +114,7 @@ class Eagle3Model(nn.Module):
         weight = self.qkv_proj.weight[queries * self.head_dim :]
         x = F.linear(self._attention_input(embeds_TD, hidden_TD), weight).unflatten(-1, (-1, self.head_dim))
         k_TKd, v_TKd = x.split((keys, values), dim=1)
-        return _rotate(k_TKd, rope_T21d), v_TKd
+        return rotate(k_TKd, rope_T21d[:, 0], rope_T21d[:, 1]), v_TKd
 
     def logits(self, y_TD: Tensor) -> Tensor:
         """[T, J], in the weights' dtype."""
@@ -121,12 +122,6 @@ class Eagle3Model(nn.Module):
 
     def _attention_input(self, embeds_TD: Tensor, hidden_TD: Tensor) -> Tensor:
         return torch.cat([self.input_norm(embeds_TD), self.hidden_norm(hidden_TD)], dim=-1)
-
-
-def _rotate(x_THd: Tensor, rope_T21d: Tensor) -> Tensor:
-    """Rotary embedding in half-split layout."""
-    half = x_THd.shape[-1] // 2
-    return torch.addcmul(x_THd * rope_T21d[:, 0], x_THd.roll(half, -1), rope_T21d[:, 1])
 
 
 def rope_table(config: Eagle3Config, length: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
