@@ -18,6 +18,7 @@ from kernels.dispatch import training_library
 
 _WIDTH = 32  # C takes halves of whole vectors
 
+
 def rotate(x_THd: Tensor, cos_T1d: Tensor, signed_sin_T1d: Tensor) -> Tensor:
     """x rotated by each token's angles; signed_sin: the first half negated."""
     library = training_library(x_THd, op="rotate")
