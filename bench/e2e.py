@@ -92,7 +92,7 @@ def bench_e2e(cfg: RunConfig, *, repeats: int, out: Path, command: str, workload
             pass
         drop_checkpoints(runs)
         steps = {variant: steps_of(run) for variant, run in runs.items()}
-        rows += _rows(name, steps, _same_steps(runs))
+        rows += _rows(name, steps, _same_steps(runs), num_workers=cfg.cluster.num_workers)
         rows.append({"workload": name, "configuration": "responses", **written(runs["plain"])})
         verdicts += _verdicts(name, steps)
         if name == "tail":
@@ -152,7 +152,7 @@ def _same_steps(runs: Mapping[str, RunConfig]) -> dict[str, float]:
     return {name: same_steps(run, runs["plain"]) for name, run in runs.items()}
 
 
-def _rows(workload: str, steps: _Steps, same: Mapping[str, float]) -> list[dict[str, Any]]:
+def _rows(workload: str, steps: _Steps, same: Mapping[str, float], *, num_workers: int) -> list[dict[str, Any]]:
     """A row for each variant, and one with the largest possible speed-up of a step (Amdahl's law)."""
     rows: list[dict[str, Any]] = []
     for name, own in steps.items():
@@ -164,6 +164,9 @@ def _rows(workload: str, steps: _Steps, same: Mapping[str, float]) -> list[dict[
     shares = [row["timing_s/gen"] / row["timing_s/step"] for row in steps["plain"]]
     ceiling = {"rollout_share": statistics.median(shares), "speedup_if_rollout_were_free": 0.0}
     ceiling["speedup_if_rollout_were_free"] = 1.0 / (1.0 - ceiling["rollout_share"])
+    # at best all that one worker idles is update that both would share afterwards
+    idle = [row["bubble/idle_s"] / num_workers / row["timing_s/step"] for row in steps["plain"]]
+    ceiling["speedup_if_idle_time_were_update"] = 1.0 / (1.0 - statistics.median(idle))
     for name in ("fixed", "static", "trained", "tlt"):
         faster = statistics.median(ratios(steps["plain"], steps[name], "timing_s/gen"))
         ceiling[f"rollout_speedup_{name}"] = faster
