@@ -7,8 +7,13 @@ other projects.
 import os
 from pathlib import Path
 
-from flows._logging import OWN
+from flows._logging import OWN, is_json
 
+_JSON = {
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_FORMATTER": "json",
+    "PREFECT_LOGGING_FORMATTERS_JSON_CLASS": "flows._logging.JsonFormatter",
+    "TQDM_DISABLE": "1",  # bars between the lines
+}
 _DEFAULTS = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_LOGGING_LEVEL": "INFO",
@@ -24,7 +29,7 @@ _DEFAULTS = {
 
 
 def set_defaults() -> None:
-    """Call once, first thing in a command."""
+    """Call once, first thing in a command.  Raises ConfigError."""
     os.environ.setdefault("PREFECT_HOME", str(Path(".prefect").absolute()))
-    for name, value in _DEFAULTS.items():
+    for name, value in (_DEFAULTS | (_JSON if is_json() else {})).items():
         os.environ.setdefault(name, value)

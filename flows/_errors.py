@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from conf.load import ConfigError
-from flows import _stopping
+from flows import _logging, _stopping
 
 
 class Report(NamedTuple):
@@ -21,7 +21,8 @@ class Report(NamedTuple):
 
 def explain(error: BaseException, *, run_dir: Path | None) -> Report | None:
     """The report of a failure; None for a bug."""
-    see_log = f"  The traceback is in {run_dir / 'log.txt'}." if run_dir and (run_dir / "log.txt").is_file() else ""
+    file = run_dir and _logging.log_file(run_dir)
+    see_log = f"  The traceback is in {file}." if file else ""
     if isinstance(error, ConfigError):
         return Report(str(error), 2)
     if isinstance(error, KeyboardInterrupt | SystemExit):

@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows._heartbeat import Heartbeat
+from flows._logging import is_json
 from flows._status import StatusFile
 from tlt_core.items.types import WorkerState
 from tlt_core.run.progress import PhaseClock, Progress, in_words, minutes
@@ -41,7 +42,7 @@ class Terminal:
     ) -> None:
         """run_dir: where `tlt status` finds the progress.  quiet_s: see `Heartbeat`."""
         self._status = None if run_dir is None else StatusFile(run_dir)
-        self._console = console or Console(stderr=True)
+        self._console = console or Console(stderr=True, force_terminal=False if is_json() else None)
         self._progress: Progress | None = None
         self._began_s = time.monotonic()
         self._clock = PhaseClock()

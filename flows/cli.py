@@ -4,6 +4,7 @@ Imports of torch, Prefect and MLflow wait until a command needs them: help and c
 a second.  Every failure that a user can cause is one paragraph on stderr and an exit code (see `_errors.py`).
 """
 
+import logging
 import signal
 import sys
 from collections.abc import Sequence
@@ -14,28 +15,35 @@ from flows import _environment, _errors, _logging, _stopping
 from flows._commands import ON_CONFIG, OTHERS
 from flows._parser import parse
 
+log = logging.getLogger("flows.cli")  # __name__ may be __main__, which is no logger of ours
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     args = parse(argv)
-    _environment.set_defaults()
-    _logging.attach_terminal()
     for number in (signal.SIGTERM, signal.SIGINT):  # `kill` ends a command like Ctrl-C, with everything closed
         signal.signal(number, _stopping.end_at_once)
     run_dir: Path | None = None
+    as_json = False
     try:
+        as_json = _logging.is_json()
+        _environment.set_defaults()
+        _logging.attach_terminal()
         if args.command in OTHERS:
             return OTHERS[args.command](args) or 0
         cfg = load(args.config, args.overrides)
         run_dir = cfg.run_dir
-        ON_CONFIG[args.command](cfg, args)
+        return ON_CONFIG[args.command](cfg, args) or 0
     except BaseException as error:
         report = _errors.explain(error, run_dir=run_dir)
         if report is None:
             raise
-        print(f"tlt {args.command}: {report.text}", file=sys.stderr)
+        text = f"tlt {args.command}: {report.text}"
+        if as_json:
+            log.error("%s", text)
+        else:
+            print(text, file=sys.stderr)
         return report.exit_code
-    return 0
 
 
 if __name__ == "__main__":

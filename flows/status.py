@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.load import ConfigError, load
+from flows._logging import log_file
 from flows._status import FAILED, FINISHED, RUNNING, STATUS, STOPPED, is_alive
 from flows.report import example
 from tlt_core.items import checkpoint
@@ -19,6 +20,9 @@ from tlt_core.run.summary import rows_of
 
 _RECENT = 5  # steps whose median tells how long the rest will take
 _LOG_TAIL = 200_000  # bytes
+_TROUBLE = re.compile(  # of log.txt or log.jsonl
+    r'(\d{4}-\d\d-\d\d [\d:,]+ |\{"time": "[^"]*", "level": ")(WARNING|ERROR|CRITICAL)[ "]'
+)
 
 
 def status(run: str, *, stacks: bool) -> tuple[str, bool]:
@@ -68,7 +72,7 @@ def _lines(folder: Path, known: Mapping[str, Any], state: str) -> Iterator[tuple
     if rows:
         yield "last step", _step(rows[-1])
     yield "checkpoint", _checkpoint(folder / "checkpoints")
-    trouble = _last_trouble(folder / "log.txt")
+    trouble = _last_trouble(log_file(folder))
     if trouble:
         yield "last trouble", trouble
 
@@ -107,12 +111,12 @@ def _checkpoint(root: Path) -> str:
     return f"{names[-1]}, {minutes(ago_s)} ago; kept: {', '.join(str(int(n.split('_')[1])) for n in names)}"
 
 
-def _last_trouble(log: Path) -> str:
+def _last_trouble(log: Path | None) -> str:
     """The newest warning or error of the run's log."""
-    if not log.is_file():
+    if log is None:
         return ""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_TAIL))
         lines = file.read().decode(errors="replace").splitlines()
-    found = [line for line in lines if re.match(r"\d{4}-\d\d-\d\d [\d:,]+ (WARNING|ERROR|CRITICAL) ", line)]
+    found = [line for line in lines if _TROUBLE.match(line)]
     return found[-1] if found else ""
