@@ -15,7 +15,7 @@ from conf.run import RunConfig
 from flows._announcement import Took, announce
 from flows._artifacts import RunPage
 from flows._config import as_config, run_name
-from flows._logging import run_log
+from flows._logging import at_step, run_log
 from flows._stopping import Stopping
 from flows._terminal import Terminal
 from tasks.checkpoint import checkpoint
@@ -111,6 +111,7 @@ def iterate(
     for step in session.remaining_steps():
         tracker.begin_step()
         session.begin_step(step)
+        at_step(step)
         scored = sample(session, step)
         update_policy(session, step, scored)
         publish(session, step)
@@ -125,6 +126,7 @@ def iterate(
         page.step_done(step, metrics)
         if stopping.requested and session.completed_steps == step:
             stopping.end()
+    at_step(None)
     page.end(session.cfg.run_dir / "figures")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conf.load import ConfigError
-from flows import _errors, cli, ui
+from flows import _errors, _parser, cli, ui
 from tlt_core.cluster.group import WorkerDied
 from tlt_core.data.dataset import DataError
 
@@ -201,6 +201,7 @@ def test_a_port_in_use_names_another(in_empty_folder: Path, capsys: pytest.Captu
 
 
 def test_the_server_listens_on_this_machine_only_and_keeps_files_beside_the_database(tmp_path: Path) -> None:
+    assert _parser.parse(["ui"]).host == "127.0.0.1"
     command = ui.server_command(uri=f"sqlite:///{tmp_path}/mlflow.db", host="127.0.0.1", port=5001)
     assert " ".join(command).endswith(f"--artifacts-destination {tmp_path}/mlartifacts --host 127.0.0.1 --port 5001")
     assert "--artifacts-destination" not in ui.server_command(uri="postgresql://db/x", host="127.0.0.1", port=5001)

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from conf.load import load
 from conf.run import RunConfig
 from flows._errors import explain
+from tasks.journal import Journal
 from tasks.report_page import page
-from tasks.retrain import Journal
 from tests.tlt_core.export.conftest import write_tokenizer
 from tlt_core.data import dataset
 from tlt_core.drafter.eagle3.files import load_eagle3, save_eagle3

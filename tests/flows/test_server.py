@@ -29,6 +29,8 @@ def test_a_server_that_dies_is_started_again_at_its_address(tmp_path: Path, monk
         url = os.environ["PREFECT_API_URL"]
         for _ in range(2):
             (first,) = _servers(url)
+            listening = [c for c in psutil.Process(first).net_connections() if c.status == psutil.CONN_LISTEN]
+            assert {c.laddr.ip for c in listening} == {"127.0.0.1"}
             os.kill(first, signal.SIGKILL)
             deadline = time.monotonic() + 120
             while not (answers(url) and _servers(url) != [first]):

@@ -110,6 +110,16 @@ def test_shards_are_read(tiny_decoder, folder):
         load_decoder(folder, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("elsewhere", ["../outside.safetensors", "sub/../../outside.safetensors", "absolute"])
+def test_shards_outside_of_the_folder_are_not_read(folder, elsewhere):
+    outside = (folder / "model.safetensors").rename(folder.parent / "outside.safetensors")
+    shard = str(outside) if elsewhere == "absolute" else elsewhere
+    index = {"weight_map": dict.fromkeys(load_file(outside), shard)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"outside.safetensors does not exist; the checkpoint is incomplete"):
+        load_decoder(folder, dtype=torch.float32)
+
+
 def test_truncated_file(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])

@@ -1,0 +1,188 @@
+"""Code that a stranger plants in any file that is read does not run: pickles, and Python files that a folder names."""
+
+import io
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from conf.data import FileData
+from tests.tasks.scored_batches import scored_batch
+from tests.tlt_core.export.conftest import Tiny
+from tlt_core.data import dataset, file_questions
+from tlt_core.drafter.eagle3.files import load_eagle3
+from tlt_core.export.record import weights_digest
+from tlt_core.export.verify import verify
+from tlt_core.grpo import trainer_files
+from tlt_core.items import checkpoint, store
+from tlt_core.items.checkpoint import DriverState
+from tlt_core.items.train_sequence import TrainSequence
+from tlt_core.items.types import NoiseKey
+from tlt_core.model.load import check_finite, load_config, load_decoder, load_tokenizer
+from tlt_core.spot import checkpoint as spot_checkpoint
+from tlt_core.spot import sequence_files
+
+
+class Mine:
+    """Whoever unpickles it runs the code: it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._mark,)
+
+
+def torch_file(mine: Mine) -> bytes:
+    file = io.BytesIO()
+    torch.save({"weight": mine}, file)
+    return file.getvalue()
+
+
+def numpy_file(mine: Mine) -> bytes:
+    file = io.BytesIO()
+    np.save(file, np.array([mine], dtype=object), allow_pickle=True)
+    return file.getvalue()
+
+
+FORMATS: dict[str, tuple[Callable[[Mine], bytes], Callable[[bytes], object]]] = {
+    "pickle": (pickle.dumps, pickle.loads),
+    "torch": (torch_file, lambda content: torch.load(io.BytesIO(content), weights_only=False)),
+    "numpy": (numpy_file, lambda content: np.load(io.BytesIO(content), allow_pickle=True)),
+}
+
+
+class Input(NamedTuple):
+    """`make` fills a folder, `read` reads it as the project does."""
+
+    make: Callable[[Tiny, Path, Path], object]  # what is there already: a run, an export; the folder
+    reads: tuple[Callable[[Path], object], ...]
+
+
+def make_checkpoint(tiny: Tiny, exported: Path, out: Path) -> None:
+    state = DriverState(1, 8, 1, "r", 0, "f", None)
+    checkpoint.save(out, state, lambda partial: trainer_files.write(partial, 0, {"w": torch.ones(3)}))
+
+
+def read_checkpoint(folder: Path) -> None:
+    """Also where an attacker has made the digests anew."""
+    checkpoint.newest_valid(folder)
+    with suppress(ValueError):
+        checkpoint.load_state(folder / "step_000001")
+    dict(trainer_files.SavedState(folder / "step_000001"))
+
+
+def make_steps(tiny: Tiny, exported: Path, out: Path) -> None:
+    store.save_scored(scored_batch(), out / "scored")
+    store.save_rollouts(scored_batch().rollouts, out / "rollouts")
+
+
+def make_spot(tiny: Tiny, exported: Path, out: Path) -> None:
+    tensors = {"tokens_L": torch.arange(5, dtype=torch.int32), "taps_LE": torch.zeros(4, 6)}
+    tensors |= {"last_PD": torch.zeros(2, 4), "lognorms_P": torch.zeros(2)}
+    sequence_files.write_sequences(out / "sequences", [TrainSequence(NoiseKey(0, 1, 2, 3), 0, 0, 3, **tensors)])
+    save_file({"w": torch.ones(2)}, out / "training", metadata={"values": "{}"})
+
+
+def make_data(tiny: Tiny, exported: Path, out: Path) -> None:
+    (out / "rows.jsonl").write_text('{"prompt": "w3", "answer": "w4"}\n' * 8)
+    (out / "rows.parquet").write_bytes(b"PAR1")
+
+
+def read_rows(name: str) -> Callable[[Path], object]:
+    return lambda folder: file_questions.splits(FileData(kind="file", train_path=str(folder / name)))
+
+
+INPUTS = {
+    "model": Input(
+        lambda tiny, _, out: shutil.copytree(tiny.source.policy, out, dirs_exist_ok=True),
+        (
+            load_tokenizer,
+            lambda folder: load_decoder(folder, dtype=torch.float32),
+            load_config,
+            check_finite,
+            weights_digest,
+        ),
+    ),
+    "drafter": Input(
+        lambda tiny, _, out: shutil.copytree(str(tiny.source.drafter), out, dirs_exist_ok=True),
+        (lambda folder: load_eagle3(folder, load_config(folder)), check_finite, weights_digest),
+    ),
+    "export": Input(
+        lambda _, exported, out: shutil.copytree(exported, out, dirs_exist_ok=True),
+        (lambda folder: verify(folder, target=None, other_weights=False),),
+    ),
+    "checkpoint": Input(make_checkpoint, (read_checkpoint,)),
+    "steps": Input(
+        make_steps, (lambda f: store.load_scored(f / "scored"), lambda f: store.load_rollouts(f / "rollouts"))
+    ),
+    "spot": Input(
+        make_spot,
+        (
+            lambda folder: sequence_files.map_file(folder / "sequences"),
+            lambda folder: spot_checkpoint.load_checkpoint(folder / "training"),
+        ),
+    ),
+    "data set": Input(
+        lambda tiny, _, out: shutil.copytree(tiny.source.data_dir, out, dirs_exist_ok=True),
+        (lambda folder: dataset.load(folder, "train", None), dataset.read_manifest),
+    ),
+    "data files": Input(make_data, (read_rows("rows.jsonl"), read_rows("rows.parquet"))),
+}
+BESIDE = ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "adapter_model.bin", "tokenizer.pkl", "model.npy")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("name", INPUTS)
+def test_no_pickle_is_read(name: str, kind: str, tiny: Tiny, exported: Path, tmp_path: Path) -> None:
+    mark, (make, reads) = tmp_path / "the code has run", INPUTS[name]
+    dump, load = FORMATS[kind]
+    content = dump(Mine(mark))
+    sound = tmp_path / "sound"
+    sound.mkdir()
+    make(tiny, exported, sound)
+    files = [path.relative_to(sound) for path in sound.rglob("*") if path.is_file()]
+    assert files
+    for number, file in enumerate([*files, None]):
+        planted = tmp_path / f"planted-{number}"
+        shutil.copytree(sound, planted)
+        if file is not None:
+            (planted / file).write_bytes(content)
+        else:  # beside the others, in place of the weights
+            for weights in planted.rglob("*.safetensors"):
+                weights.unlink()
+            for folder in {planted, *(path.parent for path in planted.rglob("*"))}:
+                for other in BESIDE:
+                    (folder / other).write_bytes(content)
+        for read in reads:
+            with suppress(Exception):  # every refusal will do
+                read(planted)
+            assert not mark.exists(), file
+    load(content)
+    assert mark.exists(), "a reader that unpickles would have been noticed"
+
+
+@pytest.mark.parametrize("name", ["model", "drafter", "export"])
+def test_no_code_of_a_folder_runs(name: str, tiny: Tiny, exported: Path, tmp_path: Path) -> None:
+    mark, (make, reads) = tmp_path / "the code has run", INPUTS[name]
+    folder = tmp_path / "planted"
+    folder.mkdir()
+    make(tiny, exported, folder)
+    for file in [*folder.rglob("config.json"), *folder.rglob("tokenizer_config.json")]:
+        (file.parent / "own_code.py").write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n")
+        classes = {"AutoConfig": "own_code.Config", "AutoModelForCausalLM": "own_code.Model"}
+        classes |= {"AutoTokenizer": ["own_code.Tokenizer", "own_code.Tokenizer"]}  # type: ignore[dict-item]
+        content = json.loads(file.read_text()) | {"auto_map": classes, "tokenizer_class": "Tokenizer"}
+        file.write_text(json.dumps(content))
+    for read in reads:
+        with suppress(Exception):
+            read(folder)
+        assert not mark.exists()
