@@ -133,3 +133,6 @@ class RetrainConfig(Section):
     """Smallest relative gain in acceptance length over the champion.  0.02: two percent longer."""
     min_speed: float = Field(0.95, ge=0)
     """Smallest decoding speed relative to the champion's.  0: speed does not count."""
+    alert_below: float = Field(0.8, ge=0, le=1)
+    """`tlt check-drafter` reports a drop when the champion's accepted draft tokens a round (acceptance length minus 1)
+    are below this share of what they were at its promotion.  0: never."""

@@ -4,6 +4,7 @@
     Crashed for 60 s                 -> AwaitingRetry the same run again; it resumes from its newest checkpoint
     running longer than its tag says -> Cancelling    tags limit-2h, limit-12h, limit-48h
     Failed, TimedOut, Crashed        -> a message     if TLT_NOTIFY_URL names a webhook
+    acceptance has dropped           -> a message     likewise; prefect.yaml starts the retraining
 
 Why 60 s: a worker reports a dead process twice, the second time after it has imported the flow to look for hooks.  A
 retry before the second report would become Crashed, too, and would be started twice.  (Even then the second process
@@ -13,6 +14,7 @@ waits for the run's lock.)  `_attempts.py` ends a run that crashes again and aga
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
+from uuid import UUID
 
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.client.orchestration import SyncPrefectClient
@@ -25,6 +27,8 @@ SILENCE = timedelta(seconds=90)  # three heartbeats
 SETTLED = timedelta(seconds=60)
 LIMITS = {f"limit-{hours}h": timedelta(hours=hours) for hours in (2, 12, 48)}
 
+DROPPED = "tlt.drafter.acceptance-dropped"  # event of flows/check_drafter.py
+
 _RUNS = {"prefect.resource.id": ["prefect.flow-run.*"]}
 _END = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "TimedOut", "Cancelled", "Crashed")}
 
@@ -33,7 +37,8 @@ def install(client: SyncPrefectClient, *, notify_url: str, limits: Mapping[str, 
     """Create or replace the automations; returns their names."""
     automations = [_crash_zombies(), _resume_crashed(), *(_cancel_overdue(tag, most) for tag, most in limits.items())]
     if notify_url:
-        automations.append(_notify(notify_url))
+        block_id = _webhook(notify_url)
+        automations += [_report_failed(block_id), _report_drop(block_id)]
     for automation in automations:
         for existing in client.read_automations_by_name(automation.name):
             client.delete_automation(existing.id)
@@ -72,11 +77,14 @@ def _cancel_overdue(tag: str, most: timedelta) -> AutomationCore:
     )
 
 
-def _notify(url: str) -> AutomationCore:
+def _webhook(url: str) -> UUID:
     block = CustomWebhookNotificationBlock(
         name="tlt-webhook", url=url, json_data={"text": "{{subject}}\n{{body}}"}, allow_private_urls=True
     )
-    block_id = block.save("tlt-webhook", overwrite=True)
+    return UUID(str(block.save("tlt-webhook", overwrite=True)))
+
+
+def _report_failed(block_id: UUID) -> AutomationCore:
     return AutomationCore(
         name="tlt: report failed runs",
         trigger=EventTrigger(
@@ -93,6 +101,26 @@ def _notify(url: str) -> AutomationCore:
                 block_document_id=block_id,
                 subject="TLT: {{ flow.name }}/{{ flow_run.name }} is {{ flow_run.state.name }}",
                 body="{{ flow_run.state.message }}\n{{ flow_run|ui_url }}",
+            )
+        ],
+    )
+
+
+def _report_drop(block_id: UUID) -> AutomationCore:
+    return AutomationCore(
+        name="tlt: report a drop of acceptance",
+        trigger=EventTrigger(
+            expect={DROPPED},
+            match={"prefect.resource.id": "tlt.drafter.*"},
+            posture=Posture.Reactive,
+            threshold=1,
+            within=timedelta(0),
+        ),
+        actions=[
+            SendNotification(
+                block_document_id=block_id,
+                subject="TLT: the acceptance of {{ event.resource.name }} has dropped",
+                body="{{ event.payload.message }}",
             )
         ],
     )

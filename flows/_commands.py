@@ -90,6 +90,19 @@ def _retrain(cfg: RunConfig, _: argparse.Namespace) -> None:
     print(f"{decision.outcome}: {decision.reason}")
 
 
+def _check_drafter(cfg: RunConfig, _: argparse.Namespace) -> int:
+    found = _run(cfg, "flows.check_drafter:check_drafter")
+    print(f"{found.outcome}: {found.reason}")
+    return 1 if found.outcome == "dropped" else 0
+
+
+def _rollback(cfg: RunConfig, args: argparse.Namespace) -> None:
+    from flows.rollback import roll_back
+
+    left, now = roll_back(cfg, kind=args.kind, to=None if args.to is None else str(args.to))
+    print(f"champion: {now}; it was version {left.number}.  Exports are as they were: tlt export makes a new one")
+
+
 def _evaluate(cfg: RunConfig, args: argparse.Namespace) -> None:
     metrics = _run(cfg, "flows.evaluate:evaluate", policy=args.policy)
     _print_metrics(metrics)
@@ -208,13 +221,15 @@ _BENCH_ONLY = {  # options that only these benchmarks take
     "peers": ("engines",),
     "instructions": ("engines",),
 }
-ON_CONFIG = {
+ON_CONFIG: dict[str, Callable[[RunConfig, argparse.Namespace], int | None]] = {
     "params": _params,
     "prepare": _prepare,
     "coldstart": _coldstart,
     "train": _train,
     "warmup": _warmup,
     "retrain": _retrain,
+    "check-drafter": _check_drafter,
+    "rollback": _rollback,
     "evaluate": _evaluate,
     "export": _export,
     "bench": _bench,

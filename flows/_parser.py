@@ -42,6 +42,8 @@ def _parser() -> argparse.ArgumentParser:
         ("train", "the whole pipeline; started again, it resumes"),
         ("warmup", "train a first drafter on the policy's own rollouts"),
         ("retrain", "train a drafter for the newest policy; it becomes the champion if it is better"),
+        ("check-drafter", "has the champion's acceptance dropped since its promotion?  Exit code 0: no, 1: yes"),
+        ("rollback", "make the champion that was replaced the champion again"),
         ("evaluate", "validate the newest checkpoint of a run"),
     ):
         stages[name] = commands.add_parser(name, help=text, description=text)
@@ -82,7 +84,7 @@ def _add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_outputs(stages: dict[str, argparse.ArgumentParser]) -> None:
-    """Where commands put what a stage of dvc.yaml tracks."""
+    """Options of single stages; most say where to put what a stage of dvc.yaml tracks."""
     stages["params"].add_argument("--out", type=Path, default=Path("params.yaml"), help="default: params.yaml")
     stages["coldstart"].add_argument(
         "--if-enabled", action="store_true", help="do nothing where coldstart.enabled=false"
@@ -93,6 +95,10 @@ def _add_outputs(stages: dict[str, argparse.ArgumentParser]) -> None:
     )
     stages["train"].add_argument("--summary", type=Path, metavar="DIR", help="with --out: figures of the run as files")
     stages["evaluate"].add_argument("--policy", metavar="FOLDER", help="validate this one in place of the run's own")
+    stages["rollback"].add_argument(
+        "--to", type=whole(1, _MANY), metavar="NUMBER", help="this version, an earlier or a later one"
+    )
+    stages["rollback"].add_argument("--kind", choices=["drafter", "policy"], default="drafter", help="default: drafter")
     for name in ("coldstart", "warmup", "evaluate"):
         stages[name].add_argument("--metrics", type=Path, metavar="FILE", help="write the metrics there, as JSON")
 

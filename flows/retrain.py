@@ -23,12 +23,13 @@ from flows._logging import run_log
 from flows._stopping import Stopping
 from flows._terminal import Terminal
 from tasks.coldstart import cold_start
+from tasks.journal import Journal
 from tasks.prepare import prepare_data, prepare_model
-from tasks.registry import Registry
+from tasks.registry import ROLLED_BACK, Registry
 from tasks.retrain import (
-    Journal,
     export_checkpoint,
     fetch_champion,
+    find_version,
     record_decision,
     try_drafters,
 )
@@ -77,15 +78,10 @@ def retrain(config: RunConfig | str, overrides: list[str] | None = None) -> Deci
 def attempt(cfg: RunConfig, journal: Journal, show: Terminal) -> Decision:
     """From the policy to the decision."""
     Registry(cfg.tracking).require()
-    policy, is_newest = cfg.run_dir / "policy", lineage.newest_is_exported(cfg)
-    if not is_newest and checkpoint.newest_valid(cfg.run_dir / "checkpoints") is None:
+    made = newest_policy(cfg, show)
+    if made is None:
         return Decision("nothing", f"{cfg.run_dir} has neither a policy nor a checkpoint: 'tlt train' makes them")
-    start = prepare_model(cfg)
-    dataset = prepare_data(cfg, start)
-    if not is_newest:  # a run that is not finished, or has gone on since
-        if cfg.coldstart.enabled:
-            start = cold_start(cfg, start, dataset, show.stage).model_dir
-        policy = export_checkpoint(cfg, start, dataset, show)
+    policy, dataset = made
     inputs = inputs_of(cfg, policy, dataset)
     last = journal.last_decided()
     if last is not None and last["inputs"] == inputs:
@@ -93,6 +89,20 @@ def attempt(cfg: RunConfig, journal: Journal, show: Terminal) -> Decision:
     candidate = cfg.run_dir / "retrain" / "candidate-eagle3"
     metrics = warm_up_drafter(cfg, policy, dataset, candidate, show.stage)
     return conclude(cfg, journal, policy=policy, dataset=dataset, candidate=candidate, inputs=inputs, metrics=metrics)
+
+
+def newest_policy(cfg: RunConfig, show: Terminal) -> tuple[Path, Ref] | None:
+    """Folder of the run's newest policy, and the data set; None: the run has neither a policy nor a checkpoint."""
+    policy, is_newest = cfg.run_dir / "policy", lineage.newest_is_exported(cfg)
+    if not is_newest and checkpoint.newest_valid(cfg.run_dir / "checkpoints") is None:
+        return None
+    start = prepare_model(cfg)
+    dataset = prepare_data(cfg, start)
+    if not is_newest:  # a run that is not finished, or has gone on since
+        if cfg.coldstart.enabled:
+            start = cold_start(cfg, start, dataset, show.stage).model_dir
+        policy = export_checkpoint(cfg, start, dataset, show)
+    return policy, dataset
 
 
 def conclude(
@@ -108,7 +118,11 @@ def conclude(
     """Try the candidate, decide, register the result and write it down."""
     champion = fetch_champion(cfg, policy)
     trials = try_drafters(cfg, policy, dataset, candidate, champion)
-    if champion is not None and weights_digest(candidate) == champion.version.digest:
+    known = find_version(cfg, candidate)
+    if known is not None and known.tags.get(ROLLED_BACK):
+        undo = f"'tlt rollback --to {known.number}' makes it the champion"
+        decision = Decision("refused", f"the candidate is {known}, which was rolled back: {undo}")
+    elif champion is not None and weights_digest(candidate) == champion.version.digest:
         decision = Decision("refused", f"the candidate is {champion.version}, byte for byte")
     else:
         rival = "plain" if champion is None else "champion"
@@ -135,7 +149,7 @@ def inputs_of(cfg: RunConfig, policy: Path, dataset: Ref) -> dict[str, str]:
     decides = cfg.model_dump(
         mode="json",
         include={"seed", "rollout", "drafter", "retrain"},
-        exclude={"rollout": {"speculation"}, "drafter": {"spot", "warmup"}},
+        exclude={"rollout": {"speculation"}, "drafter": {"spot", "warmup"}, "retrain": {"alert_below"}},
     )
     decides["update"] = {"dtype": cfg.update.dtype}  # of the drafter's training
     return {

@@ -79,7 +79,7 @@ def _enter(registry: Registry, entry: Entry, run_id: str, *, wins: Callable[[Ver
         registry.finish(owner, {})  # this MLflow run only holds the files
     registry.set_alias(version, CHALLENGER)
     if wins(registry.by_alias(entry.model, CHAMPION)):
-        registry.set_alias(version, CHAMPION)
+        registry.promote(version)
     return version
 
 

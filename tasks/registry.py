@@ -3,7 +3,8 @@
     tlt-demo-policy     one version per trained policy       champion: the best validated, if any was
     tlt-demo-drafter    one version per trained drafter      champion: the one to serve (`retrain` decides)
 
-The newest version of each is the challenger.
+The newest version of each is the challenger.  A champion's tag `champion_before` names the version that it replaced:
+a roll-back puts the alias there, and the tag `rolled_back` on the version that it leaves.
 
 A version's files are artifacts of the MLflow run that made it (`runs:/ID/drafter-eagle3-<digest>`).  Its tags record
 data set, run and checkpoint.  Registering the same weights again returns the existing version, so every call may be
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 CHAMPION, CHALLENGER = "champion", "challenger"
 DIGEST = "weights_digest"  # of the version's own files
+BEFORE, ROLLED_BACK = "champion_before", "rolled_back"
 _ARTIFACT = "artifact"  # where they are in the version's run
 _LONGEST_TAG = 5000  # characters
 _DIGEST_SHOWN = 12
@@ -112,7 +114,7 @@ class Registry:
         existing = self.find(entry.model, entry.digest)
         if existing is not None:
             for key, value in entry.tags.items():
-                self._client.set_model_version_tag(entry.model, existing.number, key, value[:_LONGEST_TAG])
+                self.tag(existing, key, value)
             return existing._replace(tags={**existing.tags, **entry.tags})
         artifact = f"{entry.folder.name}-{entry.digest[:_DIGEST_SHOWN]}"
         self._client.log_artifacts(run_id, str(entry.folder), artifact)
@@ -142,6 +144,22 @@ class Registry:
             if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
                 return None
             raise
+
+    def by_number(self, model: str, number: str) -> Version | None:
+        """The version with this number; None: there is none."""
+        found = self._client.search_model_versions(f"name = '{model}' and version_number = {int(number)}")
+        return _version(found[0]) if found else None
+
+    def promote(self, version: Version) -> None:
+        """Make it the champion, and remember which one it replaces."""
+        champion = self.by_alias(version.model, CHAMPION)
+        if champion is not None and champion.number != version.number:
+            self.tag(version, BEFORE, champion.number)
+        self.set_alias(version, CHAMPION)
+
+    def tag(self, version: Version, key: str, value: str) -> None:
+        """Set a tag; a later value replaces an earlier one."""
+        self._client.set_model_version_tag(version.model, version.number, key, value[:_LONGEST_TAG])
 
     def set_alias(self, version: Version, alias: str) -> None:
         """Point the alias to the version."""

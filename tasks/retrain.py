@@ -1,15 +1,13 @@
-"""Tasks of scheduled retraining: export the newest policy, fetch the champion, try the drafters, record the decision.
+"""Tasks of scheduled retraining: export the newest policy, fetch the champion, try the drafters, record the decision;
+and the check whether the champion still drafts as well as at its promotion.
 
 Only the registry tasks are retried: they may be repeated without doing anything twice.
 """
 
-import json
-import os
 import shutil
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -17,17 +15,18 @@ from prefect.cache_policies import NO_CACHE
 from conf.run import RunConfig
 from tasks.registry import CHALLENGER, CHAMPION, Entry, Registry, RegistryError, Version, model_name
 from tlt_core.drafter.eagle3.files import load_eagle3
-from tlt_core.export import drafter_trial, lineage
+from tlt_core.export import drafter_trial, lineage, promotion
 from tlt_core.export.drafter_trial import Trial
-from tlt_core.export.promotion import Decision
+from tlt_core.export.promotion import Check, Decision
 from tlt_core.export.record import weights_digest
-from tlt_core.items.store import Ref, read_json_lines, write_atomically
+from tlt_core.items.store import Ref
 from tlt_core.model.config import ModelError
 from tlt_core.model.load import check_finite, load_config
 from tlt_core.run.progress import Progress
 from tlt_core.run.session import Session
 
 _RETRIES_S = [2.0, 10.0]
+_ACCEPTANCE = "acceptance_length"  # tag of a version: what it had in its trial
 
 
 class Champion(NamedTuple):
@@ -55,6 +54,11 @@ def fetch_champion(cfg: RunConfig, policy: Path) -> Champion | None:
     version = registry.by_alias(model_name(cfg, "drafter"), CHAMPION)
     if version is None:
         return None
+    if version.artifact in ("", "..") or Path(version.artifact).name != version.artifact:
+        raise RegistryError(
+            f"the tag 'artifact' of {version} is {version.artifact!r} and no plain name: somebody has changed it; "
+            f"point the alias {CHAMPION!r} to another version"
+        )
     folder = cfg.run_dir / "retrain" / "champion" / version.artifact
     if not folder.is_dir() or weights_digest(folder) != version.digest:
         shutil.rmtree(folder.parent, ignore_errors=True)
@@ -69,6 +73,12 @@ def fetch_champion(cfg: RunConfig, policy: Path) -> Champion | None:
     except ModelError:
         return None
     return Champion(version, folder)
+
+
+@task(task_run_name="find-version", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=_RETRIES_S)
+def find_version(cfg: RunConfig, drafter: Path) -> Version | None:
+    """The version that has the weights of this folder; None: they are not registered."""
+    return Registry(cfg.tracking).find(model_name(cfg, "drafter"), weights_digest(drafter))
 
 
 @task(task_run_name="try-drafters", cache_policy=NO_CACHE)
@@ -101,14 +111,14 @@ def record_decision(
     version = registry.register(entry, run_id=run_id)
     registry.set_alias(version, CHALLENGER)
     if decision.outcome == "promoted":
-        registry.set_alias(version, CHAMPION)
+        registry.promote(version)
     registry.finish(run_id, {f"{name}/{k}": float(v) for name, t in trials.items() for k, v in t._asdict().items()})
     return version
 
 
 def _entry(cfg: RunConfig, policy: Path, dataset: Ref, candidate: Path, decision: Decision, trial: Trial) -> Entry:
     tags = lineage.drafter_tags(cfg, policy, dataset=dataset) | {
-        "acceptance_length": f"{trial.accept_length:.4f}",
+        _ACCEPTANCE: f"{trial.accept_length:.4f}",
         "tokens_per_s": f"{trial.tokens_per_s:.1f}",
         "decision": decision.outcome,
         "reason": decision.reason,
@@ -117,23 +127,22 @@ def _entry(cfg: RunConfig, policy: Path, dataset: Ref, candidate: Path, decision
     return Entry(name, candidate, weights_digest(candidate), tags, card)
 
 
-class Journal:
-    """`runs/NAME/retrain.jsonl`: one line per decision, the newest last."""
+@task(task_run_name="check-champion", cache_policy=NO_CACHE)
+def check_champion(cfg: RunConfig, policy: Path, dataset: Ref) -> Check:
+    """Measure the champion on held-out prompts of the present data, and compare with the figure of its promotion.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def rows(self) -> list[dict[str, Any]]:
-        """All lines.  Raises StoreError."""
-        return read_json_lines(self._path)
-
-    def last_decided(self) -> dict[str, Any] | None:
-        """The newest line that says promoted or refused."""
-        decided = [row for row in self.rows() if row["outcome"] in ("promoted", "refused")]
-        return decided[-1] if decided else None
-
-    def append(self, row: dict[str, Any]) -> None:
-        """Add a line; it is on the disk when this returns."""
-        kept = [*self.rows(), {"time": datetime.now(UTC).isoformat(timespec="seconds"), "pid": os.getpid(), **row}]
-        text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept)
-        write_atomically(self._path, lambda partial: partial.write_text(text, encoding="utf-8"))
+    A champion without a figure, which someone has promoted by hand, is compared with the first one found here.
+    """
+    registry = Registry(cfg.tracking)
+    version = registry.by_alias(model_name(cfg, "drafter"), CHAMPION)
+    if version is None:
+        return Check("nothing", f"{model_name(cfg, 'drafter')} has no champion: 'tlt retrain' makes one")
+    champion, found = fetch_champion.fn(cfg, policy), 1.0  # a drafter that does not fit the policy drafts nothing
+    if champion is not None:
+        found = drafter_trial.acceptance(cfg, policy=policy, data_dir=Path(dataset.path), drafter=champion.folder)
+    if _ACCEPTANCE not in version.tags:
+        registry.tag(version, _ACCEPTANCE, f"{found:.4f}")
+    before = float(version.tags.get(_ACCEPTANCE, found))
+    run_id = registry.run(name=f"check-{cfg.name}", key=f"check-{cfg.name}", tags={"run_name": cfg.name})
+    registry.finish(run_id, {"champion/accept_length": found, "champion/accept_length_at_promotion": before})
+    return promotion.check(found, before, name=str(version), cfg=cfg.retrain)

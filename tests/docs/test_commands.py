@@ -29,7 +29,12 @@ from tlt_core.export.card import model_card
 from tlt_core.grpo import verifiers
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
+]
 GUIDES = ["README.md", "docs/platform.md", "docs/research.md", "docs/serving.md", "docs/versioning.md"]
 GENERATED = {"docs/results.md", "docs/metrics.md"}  # they quote commands and settings of older commits
 OURS = {path.parent.name for path in ROOT.glob("*/__init__.py")}
@@ -325,22 +330,30 @@ def test_the_serving_page_serves_as_the_card_does() -> None:
 
 @pytest.mark.slow
 def test_the_platform_page_rolls_a_drafter_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own two commands, run on a registry whose champion is version 4."""
+    """Its own commands, run on a registry whose champion is version 4, after 3."""
     from conf.system import TrackingConfig
-    from tasks.registry import CHAMPION, DIGEST, Entry, Registry
+    from tasks.registry import Entry, Registry
 
+    (tmp_path / "conf").symlink_to(ROOT / "conf")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", TrackingConfig().uri)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     registry, drafter = Registry(TrackingConfig()), tmp_path / "drafter-eagle3"
     drafter.mkdir()
     run_id = registry.run(name="x", key="x", tags={})
     for digest in ("1" * 64, "2" * 64, "3" * 64, "4" * 64):
         (drafter / "config.json").write_text(digest)
-        version = registry.register(Entry("tlt-demo-drafter", drafter, digest, {DIGEST: digest}, ""), run_id=run_id)
-        registry.set_alias(version, CHAMPION)
-    commands = [c for c in commands_of(text_of("docs/platform.md")) if c[0] in ("python", "mlflow")]
-    assert len(commands) == 2
+        registry.promote(registry.register(Entry("tlt-demo-drafter", drafter, digest, {}, ""), run_id=run_id))
+    commands = [c for c in commands_of(text_of("docs/platform.md")) if c[0] == "mlflow" or "rollback" in c]
+    commands = list(dict.fromkeys(map(tuple, commands)))  # the run book repeats the first
+    said = []
     for command in commands:
-        prefix = [sys.executable] if command[0] == "python" else [sys.executable, "-m", "mlflow"]
-        subprocess.run([*prefix, *command[1:]], check=True, capture_output=True)
-    assert (tmp_path / commands[1][-1] / "config.json").read_text() == "3" * 64
+        prefix = ["flows.cli"] if command[0] == "tlt" else ["mlflow"]
+        done = subprocess.run(
+            [sys.executable, "-m", *prefix, *command[1:]], check=False, capture_output=True, text=True
+        )
+        said.append(done.stdout + done.stderr)
+    back, third, _ = said
+    assert "champion: tlt-demo-drafter version 3; it was version 4" in back
+    assert "version 3 is the champion already" in third
+    assert (tmp_path / commands[-1][-1] / "config.json").read_text() == "3" * 64

@@ -1,19 +1,15 @@
 """Deployments: what prefect.yaml says, background processes, and (slow) a real server and worker that are killed."""
 
-import contextlib
 import http.server
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
@@ -21,9 +17,8 @@ import yaml
 from mlflow import MlflowClient
 
 from flows._daemon import Daemon, end
+from tests.flows.deployed import FILE, Deployed, deploy, settings, wait_for, webhook
 
-FILE = Path("prefect.yaml")
-TIMEOUT_S = 1200.0
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(99)"
 
 
@@ -35,7 +30,15 @@ def test_every_flow_is_deployed_for_one_run_at_a_time_with_a_time_limit() -> Non
     from flows._automations import LIMITS
 
     found = deployments()
-    assert set(found) == {"train", "warmup-drafter", "evaluate", "export-drafter", "retrain", "benchmark"}
+    assert set(found) == {
+        "train",
+        "warmup-drafter",
+        "evaluate",
+        "export-drafter",
+        "retrain",
+        "check-drafter",
+        "benchmark",
+    }
     for name, deployment in found.items():
         assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}, name
         assert "tlt" in deployment["tags"], name
@@ -93,96 +96,17 @@ def test_runs_of_other_machines_are_not_taken_for_lost(monkeypatch: pytest.Monke
         deploy.recover_here(port=4200, alone=True)
 
 
-class Deployed(NamedTuple):
-    """A server and a worker of their own, as `tlt deploy` makes them."""
-
-    root: Path
-    port: int
-    env: dict[str, str]
-
-    def tlt(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "flows.cli", *arguments]
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=TIMEOUT_S)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    def up(self) -> None:
-        self.tlt("deploy", "--port", str(self.port), "--file", str(self.root / "prefect.yaml"))
-
-    def worker_alone(self) -> None:
-        """A worker that nobody has told of lost runs, as on another machine."""
-        project = str(Path.cwd())
-        env = self.env | {"PREFECT_API_URL": self.url, "TLT_PROJECT": project, "PYTHONPATH": project}
-        env |= {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
-        command = ["-m", "prefect", "worker", "start", "--pool", "tlt", "--type", "process"]
-        Daemon("worker", folder=self.root / "prefect").start(command, env=env)
-
-    def prefect(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
-        env = self.env | {"PREFECT_API_URL": self.url}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/api"
-
-    def daemon(self, name: str) -> psutil.Process:
-        process = Daemon(name, folder=self.root / "prefect").process()
-        assert process is not None, f"{name} is not running"
-        return process
-
-    def flow_runs(self, flow: str) -> list[Any]:
-        from prefect.client.orchestration import get_client
-        from prefect.client.schemas.filters import FlowFilter, FlowFilterName
-        from prefect.settings import PREFECT_API_URL, temporary_settings
-
-        with temporary_settings({PREFECT_API_URL: self.url}), get_client(sync_client=True) as client:
-            return client.read_flow_runs(flow_filter=FlowFilter(name=FlowFilterName(any_=[flow])))
-
-
-def wait_for(ready: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not ready():
-        assert time.monotonic() < deadline, f"{what}: not in {TIMEOUT_S:.0f} s"
-        time.sleep(0.5)
-
-
-def settings(root: Path, name: str, *more: str) -> list[str]:
-    store = f"tracking.uri=sqlite:///{root}/mlflow.db"
-    return [f"name={name}", f"output_dir={root}/runs", store, "cluster.num_workers=1", *more]
-
-
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory, embedded_model: Path) -> Iterator[Deployed]:
     """The project's own deployments; the retraining's clock strikes every minute."""
     root = tmp_path_factory.mktemp("deploy")
-    (root / "home" / "models").mkdir(parents=True)
-    (root / "home" / "models" / embedded_model.name).symlink_to(embedded_model)
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    tree = yaml.safe_load(FILE.read_text())
-    for deployment in tree["deployments"]:
-        if deployment["name"] == "retrain":
-            more = ("coldstart.enabled=false", "rollout.temperature=0.02", "retrain.min_speed=0", "retrain.repeats=1")
-            deployment["schedules"][0]["cron"] = "* * * * *"
-            deployment["parameters"] = {
-                "config": "conf/smoke.yaml",
-                "overrides": settings(root, "scheduled", *more),
-            }
-    (root / "prefect.yaml").write_text(yaml.safe_dump(tree))
-    unset = {k: v for k, v in os.environ.items() if not k.startswith("PREFECT")}
-    env = unset | {"PREFECT_HOME": str(root / "prefect"), "TLT_HOME": str(root / "home"), "OMP_NUM_THREADS": "1"}
-    deployed = Deployed(root, port, env)
-    try:
-        deployed.up()
+    more = ("coldstart.enabled=false", "rollout.temperature=0.02", "retrain.min_speed=0", "retrain.repeats=1")
+    every_minute = {
+        "schedules": [{"slug": "nightly", "cron": "* * * * *", "timezone": "UTC", "active": True}],
+        "parameters": {"config": "conf/smoke.yaml", "overrides": settings(root, "scheduled", *more)},
+    }
+    with deploy(root, embedded_model, {"retrain": every_minute}) as deployed:
         yield deployed
-    finally:
-        assert "server" in deployed.tlt("deploy", "--stop")
-        for name in ("server", "worker"):
-            assert Daemon(name, folder=root / "prefect").process() is None
 
 
 @pytest.mark.slow
@@ -258,23 +182,10 @@ def test_without_a_worker_the_deployments_are_made_and_nothing_is_started(deploy
 @pytest.mark.slow
 @pytest.mark.prefect
 def test_a_failed_run_is_reported_to_the_webhook(deployed: Deployed) -> None:
-    received: list[dict[str, Any]] = []
-
-    class Hook(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Hook) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        notified = deployed._replace(
-            env=deployed.env | {"TLT_NOTIFY_URL": f"http://127.0.0.1:{server.server_port}/hook"}
-        )
-        notified.up()
+    with webhook() as (url, received):
+        deployed._replace(env=deployed.env | {"TLT_NOTIFY_URL": url}).up()
         deployed.prefect("deployment", "run", "evaluate/evaluate", "-p", "config=conf/nowhere.yaml")
         wait_for(lambda: len(received) > 0, "a message")
-        server.shutdown()
     assert "TLT: evaluate/nowhere is Failed" in received[0]["text"]
     assert "conf/nowhere.yaml does not exist" in received[0]["text"]
 

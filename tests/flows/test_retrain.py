@@ -5,6 +5,7 @@ holds them drafts well untrained; one whose vocabulary does not never hits, and 
 """
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -20,10 +21,14 @@ from conf.load import load
 from conf.run import RunConfig
 from flows import _attempts
 from flows import retrain as flow_module
+from flows.check_drafter import check_drafter
 from flows.retrain import retrain
-from tasks.registry import RegistryError
+from flows.rollback import roll_back
+from tasks.registry import Entry, Registry, RegistryError
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import eagle3_from_target
+from tlt_core.export.promotion import Decision
+from tlt_core.export.record import weights_digest
 from tlt_core.machine.file_lock import exclusive
 from tlt_core.model.load import load_decoder
 from tlt_core.run import inputs
@@ -182,3 +187,35 @@ def test_a_flow_run_that_was_started_too_often_gives_up(folder: Path, monkeypatc
     monkeypatch.setattr(_attempts, "MOST", 0)
     with pytest.raises(_attempts.GaveUp, match="was started 1 times, 0 are allowed"):
         retrain(config(folder, "name=fresh"))
+
+
+def test_a_champion_is_checked_and_what_was_rolled_back_is_not_promoted_again(
+    folder: Path, plant: Callable[[range], list[Path]], caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = config(folder, "name=watched")
+    assert check_drafter(cfg).outcome == "nothing", "no policy"
+    shutil.copytree(inputs.start_model(cfg.model, seed=cfg.seed), cfg.run_dir / "policy")
+    assert "has no champion" in check_drafter(cfg).reason
+    plant(SAID)
+    assert retrain(cfg).outcome == "promoted"
+    assert check_drafter(cfg).outcome == "ok"
+    unlike = load_decoder(cfg.run_dir / "policy", dtype=torch.float32)
+    never = eagle3_from_target(unlike, torch.tensor(NEVER_SAID), scales=(1.0, 1.0, 1.0), seed=0)
+    save_eagle3(never, folder / "bad-eagle3", dtype=torch.float32)
+    registry, model = Registry(cfg.tracking), "tlt-watched-drafter"
+    run_id = registry.run(name="by hand", key="by hand", tags={})
+    entry = Entry(model, folder / "bad-eagle3", weights_digest(folder / "bad-eagle3"), {"acceptance_length": "2"}, "")
+    registry.promote(registry.register(entry, run_id=run_id))
+    with caplog.at_level(logging.WARNING):
+        dropped = check_drafter(cfg)
+    assert dropped.outcome == "dropped"
+    assert "acceptance length 1.000 of tlt-watched-drafter version 2, 2.000 when it was promoted" in dropped.reason
+    assert dropped.reason in caplog.text
+    assert check_drafter(config(folder, "name=watched", "retrain.alert_below=0")).outcome == "ok"
+    assert retrain(cfg).outcome == "unchanged"
+    roll_back(cfg, kind="drafter", to=None)
+    assert check_drafter(cfg).outcome == "ok"
+    plant(NEVER_SAID)  # the same weights as those by hand
+    again = retrain(config(folder, "name=watched", "retrain.min_gain=0.01"))
+    assert again == Decision("refused", again.reason)
+    assert f"the candidate is {model} version 2, which was rolled back" in again.reason

@@ -21,13 +21,16 @@ from safetensors.torch import load_file, save_file
 from conf.load import load
 from conf.run import RunConfig
 from conf.system import TrackingConfig
+from flows.rollback import roll_back
+from tasks.journal import Journal
 from tasks.register import register_drafter, register_policy
-from tasks.registry import CHALLENGER, CHAMPION, Entry, Registry, RegistryError
-from tasks.retrain import record_decision
+from tasks.registry import BEFORE, CHALLENGER, CHAMPION, ROLLED_BACK, Entry, Registry, RegistryError
+from tasks.retrain import fetch_champion, record_decision
 from tlt_core.export import lineage
 from tlt_core.export.drafter_trial import Trial
 from tlt_core.export.promotion import Decision
 from tlt_core.items.store import Ref
+from tlt_core.machine.file_lock import exclusive
 from tlt_core.model.config import ModelError
 from tlt_core.run import inputs
 
@@ -233,3 +236,54 @@ def test_a_registry_that_is_down_fails_promotion_and_not_training(
     assert "failed (the files are in the run's folder)" in caplog.text
     with pytest.raises(RegistryError, match="does not answer"):
         Registry(cfg.tracking).require()
+
+
+def test_a_champion_knows_which_one_it_has_replaced_and_a_roll_back_is_remembered(
+    cfg: RunConfig, tmp_path: Path
+) -> None:
+    model, registry = f"tlt-{cfg.name}-drafter", Registry(cfg.tracking)
+
+    def champion() -> tuple[str, dict[str, str]]:
+        found = registry.by_alias(model, CHAMPION)
+        assert found is not None
+        return found.number, {key: found.tags[key] for key in (BEFORE, ROLLED_BACK) if key in found.tags}
+
+    with pytest.raises(RegistryError, match=f"{model} has no champion at"):
+        roll_back(cfg, kind="drafter", to=None)
+    run_id = registry.run(name="made", key=model, tags={})
+    for value in (1.0, 2.0, 3.0):
+        version = registry.register(Entry(model, _folder(tmp_path, value), f"d{value:.0f}", {}, ""), run_id=run_id)
+        registry.promote(version)
+        registry.promote(version)  # a task that is retried
+    assert champion() == ("3", {BEFORE: "2"})
+    left, now = roll_back(cfg, kind="drafter", to=None)
+    assert (left.number, now.number, champion()) == ("3", "2", ("2", {BEFORE: "1"}))
+    assert registry.find(model, "d3").tags[ROLLED_BACK]  # type: ignore[union-attr]
+    roll_back(cfg, kind="drafter", to=None)
+    with pytest.raises(RegistryError, match=r"version 1 has replaced no champion; .* --to NUMBER"):
+        roll_back(cfg, kind="drafter", to=None)
+    with pytest.raises(RegistryError, match="has no version 7"):
+        roll_back(cfg, kind="drafter", to="7")
+    with pytest.raises(RegistryError, match="version 1 is the champion already"):
+        roll_back(cfg, kind="drafter", to="1")
+    roll_back(cfg, kind="drafter", to="3")
+    assert champion() == ("3", {BEFORE: "1", ROLLED_BACK: ""})
+    with exclusive(cfg.run_dir / "retrain" / "lock"), pytest.raises(RegistryError, match="end it first, or wait"):
+        roll_back(cfg, kind="drafter", to=None)
+    said = [row["reason"] for row in Journal(cfg.run_dir / "retrain.jsonl").rows()]
+    assert said[-1] == f"{model}: from version 1 to version 3 by hand"
+
+
+@pytest.mark.parametrize("artifact", ["../../../kept", "{root}/runs/kept", ".."])
+def test_a_tag_of_the_registry_leads_to_no_other_folder(cfg: RunConfig, tmp_path: Path, artifact: str) -> None:
+    kept = cfg.run_dir / "kept" / "file"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    model, registry = f"tlt-{cfg.name}-drafter", Registry(cfg.tracking)
+    run_id = registry.run(name="made", key="planted", tags={})
+    version = registry.register(Entry(model, _folder(tmp_path, 1.0), "d1", {}, ""), run_id=run_id)
+    registry.tag(version, "artifact", artifact.format(root=tmp_path))  # nothing outside, should the protection be gone
+    registry.promote(version)
+    with pytest.raises(RegistryError, match="no plain name: somebody has changed it"):
+        fetch_champion.fn(cfg, tmp_path)
+    assert kept.is_file()

@@ -60,6 +60,13 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, drafters: Mapping[str, 
     return trials
 
 
+def acceptance(cfg: RunConfig, *, policy: Path, data_dir: Path, drafter: Path) -> float:
+    """Acceptance length of one drafter, measured as `run` measures it.  Raises ModelError when it does not fit."""
+    torch.set_num_threads(cfg.cluster.num_workers * cfg.cluster.threads_per_worker)
+    exact = _workload(cfg, policy, data_dir, dtype=torch.float32)
+    return side_by_side.run(exact, _chain(cfg, drafter), seed=cfg.seed).figures["accept_length"]
+
+
 def _workload(cfg: RunConfig, policy: Path, data_dir: Path, *, dtype: torch.dtype) -> Workload:
     """The first validation prompts, on which no drafter has been trained."""
     tokenizer, own = load_tokenizer(policy), cfg.retrain

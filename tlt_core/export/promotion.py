@@ -5,6 +5,8 @@
     and it decodes at least `min_speed` times as fast as the rival.
 
 The rival is the champion, or plain decoding where no champion fits the policy.
+
+A champion is checked against itself: has its acceptance dropped since its promotion?
 """
 
 import math
@@ -19,6 +21,22 @@ class Decision(NamedTuple):
 
     outcome: Literal["promoted", "refused", "unchanged", "nothing", "busy"]
     reason: str
+
+
+class Check(NamedTuple):
+    """What `check-drafter` found.  Check("dropped", "acceptance length 1.31 of tlt-demo-drafter version 3 ...")"""
+
+    outcome: Literal["ok", "dropped", "nothing", "busy"]
+    reason: str
+
+
+def check(accept_length: float, before: float, *, name: str, cfg: RetrainConfig) -> Check:
+    """ok or dropped.  before: at the promotion.  Plain decoding has acceptance length 1: what is above it counts."""
+    bound = 1.0 + cfg.alert_below * (before - 1.0)
+    found = f"acceptance length {accept_length:.3f} of {name}, {before:.3f} when it was promoted"
+    if accept_length >= bound:
+        return Check("ok", found)
+    return Check("dropped", f"{found}; below {bound:.3f} (retrain.alert_below={cfg.alert_below:g})")
 
 
 def decide(candidate: Trial, rival: Trial, *, rival_name: str, cfg: RetrainConfig) -> Decision:
