@@ -29,12 +29,8 @@ from tlt_core.export.card import model_card
 from tlt_core.grpo import verifiers
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    "README.md",
-    "CONTRIBUTING.md",
-    "SECURITY.md",
-    *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))),
-]
+PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md"]
+PAGES += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
 GUIDES = ["README.md", "docs/platform.md", "docs/research.md", "docs/serving.md", "docs/versioning.md"]
 GENERATED = {"docs/results.md", "docs/metrics.md"}  # they quote commands and settings of older commits
 OURS = {path.parent.name for path in ROOT.glob("*/__init__.py")}

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from mlflow import MlflowClient
 
@@ -45,9 +46,8 @@ def test_a_drop_is_reported_and_retrained_and_the_new_champion_is_rolled_back(
         monkeypatch.setenv("TLT_NOTIFY_URL", url)
         no_clock: dict[str, Any] = {"schedules": []}
         with deploy(tmp_path, embedded_model, {"retrain": no_clock, "check-drafter": no_clock}) as deployed:
-            assert {c.laddr.ip for c in deployed.daemon("server").net_connections() if c.status == "LISTEN"} == {
-                "127.0.0.1"
-            }
+            sockets = deployed.daemon("server").net_connections()
+            assert {c.laddr.ip for c in sockets if c.status == psutil.CONN_LISTEN} == {"127.0.0.1"}
             put_policy(cfg, seed=0)
             monkeypatch.setenv("PREFECT_API_URL", deployed.url)  # no private servers
             there = deployed._replace(env=deployed.env | {"PREFECT_API_URL": deployed.url})
