@@ -141,7 +141,8 @@ def load_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        # False, not the default, which asks on the terminal whether the folder's code shall run.
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"{folder} has no usable tokenizer ({error}); copy tokenizer.json and its config there"
