@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -208,6 +209,16 @@ def test_hub_name_without_network_is_one_clear_paragraph():
         resolve("nobody/nothing-7b")
     assert "\n" not in str(info.value)
     assert "model.path=smollm2-135m-instruct" in str(info.value)
+
+
+def test_neither_code_nor_pickles_are_downloaded(monkeypatch, tmp_path):
+    """The patterns, on the hub's own matching."""
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **given: asked.update(given) or tmp_path)
+    assert resolve("owner/name") == tmp_path
+    files = ["model.safetensors", "config.json", "modeling_own.py", "pytorch_model.bin", "a.pkl", "sub/own.py"]
+    taken = huggingface_hub.utils.filter_repo_objects(files, allow_patterns=asked.get("allow_patterns"))
+    assert list(taken) == files[:2]
 
 
 @pytest.mark.parametrize(("name", "revision"), [("owner/name", "main"), ("owner/name@0123abc", "0123abc")])
