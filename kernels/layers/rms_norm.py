@@ -80,7 +80,8 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if ctx.library is not None:
-            return *_native_gradient(ctx.library, *ctx.saved_tensors, grads[0].contiguous(), ctx.eps), None, None
+            x_TD, weight_D = ctx.saved_tensors
+            return *_native_gradient(ctx.library, x_TD, weight_D, grads[0].contiguous(), ctx.eps), None, None
         x_TD, weight_D, r_T1 = ctx.saved_tensors
         grad_x_TD = torch.empty_like(x_TD)
         grad_weight_D = torch.zeros_like(weight_D, dtype=torch.float32)

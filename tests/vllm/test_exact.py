@@ -242,7 +242,7 @@ def test_a_drafter_that_turns_useless_is_switched_off_and_found_again(adaptive, 
 def test_a_drafter_that_is_not_in_use_is_an_error(adaptive):
     """A layer that is missing leaves old weights in place, which would only show as a drop of acceptance."""
     incomplete = {name: w for name, w in adaptive.good.items() if "down_proj" not in name}
-    with pytest.raises(VllmError, match=r"no weights for 1 layers, e\.g\. .*down_proj"):
+    with pytest.raises(VllmError, match=r"no weights came for 1 layers, e\.g\. .*down_proj"):
         adaptive.drafts.load_drafter(incomplete)
     adaptive.drafts.load_drafter(adaptive.good)
 
