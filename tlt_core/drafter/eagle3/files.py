@@ -40,6 +40,7 @@ _NAMES = {  # ours -> the parts it is fused of
     "lm_head": ("lm_head",),
 }
 _MAPS = ("d2t", "t2d")  # between the draft vocabulary and the target's
+_FLOATS = ("F64", "F32", "F16", "BF16")  # what weights may be stored as
 _ONLY = {  # settings of which one value is implemented
     "num_hidden_layers": 1,
     "attention_bias": False,
@@ -192,12 +193,20 @@ def check_eagle3(folder: Path, target: DecoderConfig) -> None:
     model = _described(folder, target)
     try:
         with safe_open(folder / "model.safetensors", framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, not a dictionary
             tensors = {
-                name: file.get_tensor(name) if name in _MAPS else _shape_alone(file.get_slice(name).get_shape())
-                for name in file.keys()  # noqa: SIM118, not a dictionary
+                name: file.get_tensor(name) if name in _MAPS else _shape_alone(part.get_shape())
+                for name, part in slices.items()
             }
+            kinds = {name: part.get_dtype() for name, part in slices.items() if name not in _MAPS}
     except (OSError, SafetensorError) as error:
         raise _unreadable(folder, error) from None
+    for name, kind in kinds.items():
+        if kind not in _FLOATS:
+            raise ModelError(
+                f"drafter {folder}: {name} is stored as {kind}, weights must be {', '.join(_FLOATS)}; export it again, "
+                "not quantised"
+            )
     try:
         for _ in import_weights(model, tensors):
             pass
