@@ -136,6 +136,8 @@ class AnyPhase(RuleBasedStateMachine):
                 self.pull(worker, 2)
                 if self.held[worker]:
                     self.push(worker)
+            for worker in sorted(self.idle):
+                self.ask(worker)
         self.drain()
         assert self.drained == Counter(dict.fromkeys(self.wanted, 1))
         assert self.idle == self.alive
@@ -147,6 +149,6 @@ class AnyPhase(RuleBasedStateMachine):
         assert {span.worker for span in report.spans} == set(self.held)
 
 
-@cases(few=30, many=1000)
+@cases(few=60, many=1500)
 def test_any_order_of_events(count: int) -> None:
     run_state_machine_as_test(AnyPhase, settings=settings(fuzz(count), stateful_step_count=40))
