@@ -146,3 +146,10 @@ def test_more_gain_never_trains_less_and_more_cost_never_more(phases, more_gain,
         pace = outcome.pace
         costly.observe(outcome._replace(pace=pace._replace(weighted=pace.weighted + more_cost * pace.weight)))
     assert gaining.duty >= plain.duty >= costly.duty - 1e-12
+
+
+def test_a_gain_measured_in_a_phase_without_idle_time_counts():
+    """A trial may end in such a phase: there is no share of idle time to learn from."""
+    payoff = Payoff(PayoffSettings())
+    payoff.observe(PhaseOutcome(20.0, 0.0, 0.0, measured(0.1), 4.0, 0.02))
+    assert 0 <= payoff.duty <= FULL

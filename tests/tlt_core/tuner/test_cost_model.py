@@ -146,3 +146,9 @@ def test_state_survives_json_and_unknown_drafters_are_dropped() -> None:
     stranger = CostModel(["ngram"])
     stranger.load_state_dict(state)
     assert stranger.plain_seconds(3, 300) == model.plain_seconds(3, 300)
+
+
+def test_a_filter_that_expects_nothing_learns_from_its_first_observation() -> None:
+    found = RobustFilter([0.0, 0.0], [1.0, 1.0])
+    found.update([1.0, 2.0], 0.5)
+    assert found.predict([1.0, 2.0]) == pytest.approx(0.5, rel=0.05)
