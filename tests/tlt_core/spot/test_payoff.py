@@ -153,3 +153,9 @@ def test_a_gain_measured_in_a_phase_without_idle_time_counts():
     payoff = Payoff(PayoffSettings())
     payoff.observe(PhaseOutcome(20.0, 0.0, 0.0, measured(0.1), 4.0, 0.02))
     assert 0 <= payoff.duty <= FULL
+
+
+def test_a_phase_after_many_without_a_trial_is_trained_in_full_however_dear_training_is():
+    payoff = Payoff(PayoffSettings(lasting_phases=2))
+    assert run(payoff, 30, gain=0.0)[-1] < 0.2
+    assert FULL in run(payoff, 9, gain=None)
