@@ -16,7 +16,7 @@ from tlt_core.items.types import FinishReason, GenerationRequest, NoiseKey, Roll
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import random_decoder
 from tlt_core.rollout.draft_check import DraftError, check_tree
-from tlt_core.rollout.engine import RolloutEngine, Speculation
+from tlt_core.rollout.engine import RolloutEngine, RoundTrace, Speculation
 
 MENU = (OFF, Strategy("d", 1, 1, 1), Strategy("d", 4, 1, 4), Strategy("d", 3, 3, 8))
 LONGEST, MAX_LEN = 10, 32
@@ -156,13 +156,18 @@ def test_any_arrivals_ends_and_drafts(count: int, decoder: Decoder, alone: Mappi
         engine = RolloutEngine(decoder, max_live=max_live, max_len=MAX_LEN, speculation=speculation)
         params = SamplingParams(max_new_tokens=longest, stop_token_ids=tuple(stops))
         found: list[Rollout] = []
+        rounds: list[RoundTrace] = []
+
+        def on_round(trace: RoundTrace) -> None:
+            rounds.append(trace)
+            assert len(rounds) <= len(wanted) * longest, "every round emits a token, or more"
 
         def pull(free: int) -> list[GenerationRequest]:
             assert 0 < free <= max_live
             return [waiting.pop() for _ in range(min(rng.randint(0, free), len(waiting)))]
 
         for _ in range(1000):  # a phase ends when nothing lives and nothing has come
-            engine.decode(pull, found.append, params)
+            engine.decode(pull, found.append, params, on_round=on_round)
             if not waiting:
                 break
         assert not waiting
