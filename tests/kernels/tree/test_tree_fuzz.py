@@ -56,7 +56,7 @@ def impl(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@cases(few=60, many=1000)
+@cases(few=40, many=1000)
 def test_layout_of_any_tree(count: int, impl: str) -> None:
     @fuzz(count)
     @given(trees(), st.integers(0, 2))
@@ -82,7 +82,7 @@ def test_layout_of_any_tree(count: int, impl: str) -> None:
     check()
 
 
-@cases(few=60, many=1000)
+@cases(few=40, many=1000)
 def test_walk_of_any_tree(count: int, impl: str) -> None:
     @fuzz(count)
     @given(trees(), st.data(), st.integers(0, 2))

@@ -89,7 +89,7 @@ def _read_and_written(path: Path, tokenizer: PreTrainedTokenizerFast, out_dir: P
         assert all(p.text.strip() and p.answer.strip() for p in prompts)
 
 
-@cases(few=100, many=2500)
+@cases(few=40, many=2500)
 def test_any_rows_of_a_jsonl_file(count: int, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     @fuzz(count)
     @given(st.lists(ROWS, max_size=3), st.booleans())
@@ -102,7 +102,7 @@ def test_any_rows_of_a_jsonl_file(count: int, tokenizer: PreTrainedTokenizerFast
     check()
 
 
-@cases(few=100, many=2500)
+@cases(few=40, many=2500)
 def test_any_bytes_in_a_jsonl_file(count: int, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     whole = "\n".join(json.dumps(row | {"more": [1.5, None, {"a": "\u20ac"}]}) for row in GOOD).encode()
 
@@ -116,7 +116,7 @@ def test_any_bytes_in_a_jsonl_file(count: int, tokenizer: PreTrainedTokenizerFas
     check()
 
 
-@cases(few=60, many=1200)
+@cases(few=30, many=1200)
 def test_any_column_of_a_parquet_file(count: int, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     good = pyarrow.Table.from_pylist(GOOD)
 
@@ -134,7 +134,7 @@ def test_any_column_of_a_parquet_file(count: int, tokenizer: PreTrainedTokenizer
     check()
 
 
-@cases(few=60, many=1200)
+@cases(few=30, many=1200)
 def test_any_bytes_in_a_parquet_file(count: int, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     path = tmp_path / "rows.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(GOOD), path)
@@ -149,7 +149,7 @@ def test_any_bytes_in_a_parquet_file(count: int, tokenizer: PreTrainedTokenizerF
     check()
 
 
-@cases(few=60, many=600)
+@cases(few=40, many=600)
 def test_any_change_to_a_data_set(count: int, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     """Of one value of the manifest, or of some bytes of a split."""
     rows, folder = tmp_path / "rows.jsonl", tmp_path / "d"

@@ -134,7 +134,7 @@ class AnyTuner:
         self.numbers.remove(row)
 
 
-@cases(few=40, many=1500)
+@cases(few=25, many=1500)
 def test_any_arrivals_ends_and_drafts(count: int, decoder: Decoder, alone: Mapping[NoiseKey, Rollout]) -> None:
     @fuzz(count)
     @given(

@@ -77,7 +77,7 @@ def _changed(folder: Path, key: str, value: Any) -> None:
     (folder / "config.json").write_text(json.dumps(raw | {key: value}), encoding="utf-8")
 
 
-@cases(few=100, many=2000)
+@cases(few=40, many=2000)
 def test_any_value_in_the_configuration(count: int, folder: Path, tiny_config: DecoderConfig) -> None:
     raw = json.loads((folder / "config.json").read_bytes())
     keys = [*raw, "target_hidden_size", "rope_scaling", "head_dim", "layer_types", "quantization_config", "fc_norm"]
@@ -91,7 +91,7 @@ def test_any_value_in_the_configuration(count: int, folder: Path, tiny_config: D
     check()
 
 
-@cases(few=60, many=1500)
+@cases(few=40, many=1500)
 def test_any_change_of_a_tensor(count: int, folder: Path, tiny_config: DecoderConfig) -> None:
     good = load_file(folder.parent / "good" / "model.safetensors")
 
@@ -107,7 +107,7 @@ def test_any_change_of_a_tensor(count: int, folder: Path, tiny_config: DecoderCo
     check()
 
 
-@cases(few=60, many=1000)
+@cases(few=30, many=1000)
 def test_any_map_of_the_vocabulary(count: int, folder: Path, tiny_config: DecoderConfig) -> None:
     good = load_file(folder.parent / "good" / "model.safetensors")
     good.pop("t2d")
@@ -126,7 +126,7 @@ def test_any_map_of_the_vocabulary(count: int, folder: Path, tiny_config: Decode
     check()
 
 
-@cases(few=100, many=1500)
+@cases(few=60, many=1500)
 def test_any_bytes_of_the_files(count: int, folder: Path, tiny_config: DecoderConfig) -> None:
     files = {name: (folder / name).read_bytes() for name in ("config.json", "model.safetensors")}
     header = 8 + struct.unpack("<Q", files["model.safetensors"][:8])[0]
@@ -144,7 +144,7 @@ def test_any_bytes_of_the_files(count: int, folder: Path, tiny_config: DecoderCo
     check()
 
 
-@cases(few=60, many=1000)
+@cases(few=30, many=1000)
 def test_any_header_of_the_tensors(count: int, folder: Path, tiny_config: DecoderConfig) -> None:
     whole = (folder / "model.safetensors").read_bytes()
     end = 8 + struct.unpack("<Q", whole[:8])[0]
