@@ -35,8 +35,8 @@ def test_any_arrays_are_a_tree_or_are_refused(count: int) -> None:
         tree = _tree(random.Random(data.draw(SEEDS)), room, strategy)
         spoilt = data.draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20), NUMBERS), max_size=2))
         for array, index, value in spoilt:
-            if index < len(tree[array]):
-                tree[array][index] = value
+            if tree[array]:
+                tree[array][index % len(tree[array])] = value
         view = LiveView([], torch.zeros(len(room), 1), [1] * len(room), room, torch.zeros(1), SamplingParams())
         allowed = contextlib.nullcontext() if _is_valid(tree, room, strategy) else pytest.raises(DraftError)
         with allowed:
