@@ -32,7 +32,12 @@ def test_any_arrays_are_a_tree_or_are_refused(count: int) -> None:
     @fuzz(count)
     @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.sampled_from(MENU[1:]), st.data())
     def check(room: list[int], strategy: Strategy, data: st.DataObject) -> None:
-        tree = _tree(random.Random(data.draw(SEEDS)), room, strategy)
+        rng = random.Random(data.draw(SEEDS))
+        tree = _tree(rng, room, strategy)
+        if len(tree[0]) > 1 and rng.random() < 0.5:  # another parent, perhaps in another row
+            node = rng.randrange(1, len(tree[0]))
+            tree[1][node] = parent = rng.randrange(node)
+            tree[3][node] = tree[3][parent] + 1
         spoilt = data.draw(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 20), NUMBERS), max_size=2))
         for array, index, value in spoilt:
             if tree[array]:
