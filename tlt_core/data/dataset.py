@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 
 from conf.data import DataConfig, FileData, GymData
 from tlt_core.data import file_questions, gym_questions
@@ -37,6 +38,9 @@ class DataManifest:
     tasks: dict[str, int]  # training prompts per task
     dropped_long: int  # prompts with more than max_prompt_tokens tokens
     sha256: dict[str, str]  # per file
+
+
+_MANIFEST, _SECTION = TypeAdapter(DataManifest), TypeAdapter[DataConfig](DataConfig)
 
 
 def prepare(
@@ -81,6 +85,8 @@ def load(out_dir: Path, split: Literal["train", "validation"], tokenizer: Any) -
     manifest, path = read_manifest(out_dir), out_dir / f"{split}.jsonl"
     if not path.is_file():
         raise DataError(f"{out_dir} holds no {split} prompts; 'tlt prepare CONFIG' makes them")
+    if sha256_of(path) != manifest.sha256.get(path.name):
+        raise DataError(f"{path} has changed since it was made; 'tlt prepare CONFIG' makes it again")
     prompts = []
     for _, row in file_questions.jsonl_rows(path, deepest=1 + file_questions.DEEPEST):  # metadata is a level
         text = row["prompt"] + manifest.config["instruction"]
@@ -152,11 +158,15 @@ def read_manifest(out_dir: Path) -> DataManifest:
     """What the data set says of itself.  Raises DataError where there is none, or a damaged one."""
     remedy = "'tlt prepare CONFIG' makes the data set"
     try:
-        return DataManifest(**read_json(out_dir / "manifest.json", remedy=remedy))
+        manifest = _MANIFEST.validate_python(read_json(out_dir / "manifest.json", remedy=remedy))
+        _SECTION.validate_python(manifest.config)
     except StoreError as error:
         raise DataError(f"{out_dir} holds no data set: {error}") from None
-    except TypeError as error:
-        raise DataError(f"{out_dir} holds no data set: manifest.json has other keys ({error}); {remedy}") from None
+    except ValidationError as error:
+        where, why = error.errors()[0]["loc"], error.errors()[0]["msg"]
+        key = ".".join(map(str, where))
+        raise DataError(f"{out_dir} holds no data set: manifest.json, {key}: {why}; {remedy}") from None
+    return manifest
 
 
 def _existing(cfg: DataConfig, max_prompt_tokens: int, out_dir: Path) -> DataManifest | None:

@@ -112,7 +112,7 @@ def _parts(value: Any) -> Sequence[Any]:
     """Of a list or an object: what is in it, names included."""
     if isinstance(value, dict):
         return [*value, *value.values()]
-    return value if isinstance(value, list) else ()
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _read(path: Path, cfg: FileData, *, setting: str) -> list[Item]:
@@ -163,8 +163,23 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
             if twins := sorted({name for name in names if names.count(name) > 1}):
                 raise DataError(f"{path}: the column {twins[0]!r} stands twice; remove one")
             for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
-                for row in batch.to_pylist():
+                columns = [
+                    _values(column, f"{path}, column {name!r}") for name, column in zip(names, batch, strict=True)
+                ]
+                for row in zip(*columns, strict=True):
                     number += 1
-                    yield f"{path}, row {number}", row
+                    where, value = f"{path}, row {number}", dict(zip(names, row, strict=True))
+                    _require_writable(where, value, deepest=DEEPEST)
+                    yield where, value
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
-        raise DataError(f"{path} cannot be read as Parquet after row {number} ({error}); write it again") from None
+        why = " ".join(str(error).split())  # Arrow's reasons may have several lines
+        raise DataError(f"{path} cannot be read as Parquet after row {number} ({why}); write it again") from None
+
+
+def _values(column: Any, where: str) -> list[Any]:
+    """As Python's own values.  Raises DataError for those that have none, such as a date in the year 10,000."""
+    try:
+        values: list[Any] = column.to_pylist()
+    except (ValueError, ArithmeticError, LookupError) as error:
+        raise DataError(f"{where}: a value cannot be read ({error}); leave the column out, or make it text") from None
+    return values

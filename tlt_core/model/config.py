@@ -21,6 +21,14 @@ _SIZES = (
     "max_position_embeddings",
 )
 _SIZES_OR_NULL = ("num_key_value_heads", "head_dim")
+_RANGES = {  # wide ones: beyond them a frequency or a norm is no number any more
+    "rms_norm_eps": (1e-20, 1.0),
+    "rope_theta": (1.0, 1e15),
+    "factor": (1e-3, 1e6),
+    "low_freq_factor": (1e-3, 1e6),
+    "high_freq_factor": (1e-3, 1e6),
+    "original_max_position_embeddings": (1, 1e12),
+}
 
 
 class ModelError(ValueError):
@@ -72,7 +80,7 @@ class DecoderConfig:
     def from_hf(cls, raw: dict[str, Any]) -> "DecoderConfig":
         """Read a `config.json` (transformers 4 or 5 spelling).  Raises ModelError on what is not supported."""
         family = raw.get("model_type")
-        if family not in _ARCHITECTURES:
+        if not isinstance(family, str) or family not in _ARCHITECTURES:
             raise ModelError(
                 f"model_type {family!r} is not supported; supported are {', '.join(_ARCHITECTURES)} "
                 f"({', '.join(_ARCHITECTURES.values())})"
@@ -80,10 +88,16 @@ class DecoderConfig:
         for key, wanted in _ONLY.items():
             if raw.get(key, wanted) != wanted and not (key == "attention_bias" and family == "qwen2"):
                 raise ModelError(f"{key}={raw[key]!r} is not supported for {family} (only {wanted!r} is)")
-        if "sliding_attention" in (raw.get("layer_types") or ()):
+        if "sliding_attention" in str(raw.get("layer_types")):
             raise ModelError("layers with sliding_attention are not supported (only full_attention is)")
         _check_kinds(raw)
         heads = raw["num_attention_heads"]
+        kv_heads, head_dim = raw.get("num_key_value_heads") or heads, raw.get("head_dim") or raw["hidden_size"] // heads
+        if heads % kv_heads or head_dim % 2:
+            raise ModelError(
+                f"{heads} heads of size {head_dim} on {kv_heads} key/value heads are no attention: the size must be "
+                "even, and the heads a multiple of the key/value heads; download or copy config.json again"
+            )
         rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
         eos = raw.get("eos_token_id")
         return cls(
@@ -93,9 +107,9 @@ class DecoderConfig:
             intermediate_size=raw["intermediate_size"],
             num_layers=raw["num_hidden_layers"],
             num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=raw.get("rms_norm_eps") or 1e-6,
             rope_theta=rope.get("rope_theta") or raw.get("rope_theta") or 10000.0,
             rope_scaling=_rope_scaling(rope),
             tie_word_embeddings=raw.get("tie_word_embeddings", False),
@@ -146,14 +160,29 @@ class DecoderConfig:
 def _check_kinds(raw: dict[str, Any]) -> None:
     """Raises ModelError where a value cannot be what its key says, as in a damaged file."""
     for key in (*_SIZES, *(key for key in _SIZES_OR_NULL if raw.get(key) is not None)):
-        if key in raw and not (isinstance(raw[key], int) and raw[key] > 0):
+        if key in raw and not (_is_whole(raw[key]) and raw[key] > 0):
             raise ModelError(f"{key} is {raw[key]!r}, which is no positive whole number; download or copy it again")
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(raw.get(key) or {}, dict):
             raise ModelError(f"{key} is {raw[key]!r}, which is no JSON object; download or copy it again")
+        _check_ranges(raw.get(key) or {})
+    _check_ranges(raw)
     eos = raw.get("eos_token_id")
-    if not all(isinstance(token, int) for token in (eos if isinstance(eos, list) else [eos]) if token is not None):
+    if not all(_is_whole(token) for token in (eos if isinstance(eos, list) else [eos]) if token is not None):
         raise ModelError(f"eos_token_id is {eos!r}, neither a token id nor a list of them; download or copy it again")
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_ranges(raw: dict[str, Any]) -> None:
+    for key, (least, most) in _RANGES.items():
+        value = raw.get(key)
+        if value is not None and not (isinstance(value, float) or _is_whole(value)):
+            raise ModelError(f"{key} is {value!r}, which is no number; download or copy it again")
+        if value is not None and not least <= value <= most:
+            raise ModelError(f"{key} is {value!r}; numbers from {least:g} to {most:g} make sense, download it again")
 
 
 def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
@@ -162,6 +191,9 @@ def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
         return None
     if kind != "llama3":
         raise ModelError(f"rope_type {kind!r} is not supported (default and llama3 are)")
+    for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+        if rope.get(key) is None:
+            raise ModelError(f"rope_type llama3 lacks the key {key!r}; download or copy config.json again")
     return RopeScaling(
         factor=rope["factor"],
         low_freq_factor=rope["low_freq_factor"],

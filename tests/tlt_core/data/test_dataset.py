@@ -177,6 +177,45 @@ def test_a_parquet_file_with_a_column_twice_or_without_end_is_refused(tokenizer,
         prepare(cfg, tokenizer, tmp_path / "d")
 
 
+@pytest.mark.parametrize(
+    ("column", "problem"),
+    [
+        (pyarrow.array([2**40], pyarrow.timestamp("s")), r"column 'when': a value cannot be read \(date value out"),
+        (pyarrow.array([0], pyarrow.timestamp("s", "Nowhere")), "column 'when': a value cannot be read"),
+        (pyarrow.array([2**30], pyarrow.date32()), "column 'when': a value cannot be read"),
+        (
+            pyarrow.StructArray.from_arrays([pyarrow.array([1])] * 2, names=["a", "a"]),
+            "column 'when': .*duplicate field names.*; leave the column out, or make it text",
+        ),
+        (pyarrow.array([json.loads("[" * 70 + "1" + "]" * 70)]), "row 1: values are nested 71 deep"),
+    ],
+    ids=["far year", "time zone", "far day", "twins", "deep"],
+)
+def test_a_parquet_value_that_python_or_json_cannot_hold_is_refused(tokenizer, tmp_path, column, problem):
+    path = tmp_path / "rows.parquet"
+    table = pyarrow.table({"prompt": ["a"], "answer": ["1"], "when": column})
+    pyarrow.parquet.write_table(table, path)
+    with pytest.raises(DataError, match=rf"rows\.parquet, {problem}"):
+        prepare(FileData(kind="file", train_path=str(path)), tokenizer, tmp_path / "d")
+
+
+def test_a_prepared_data_set_that_has_changed_is_not_read(tokenizer, tmp_path):
+    prepare(gym(), tokenizer, tmp_path / "d")
+    path, manifest = tmp_path / "d" / "train.jsonl", tmp_path / "d" / "manifest.json"
+    whole, good = path.read_text(), json.loads(manifest.read_text())
+    path.write_text('{"id": 1}\n')
+    with pytest.raises(DataError, match=r"train\.jsonl has changed .*; 'tlt prepare CONFIG' makes it again"):
+        dataset.load(tmp_path / "d", "train", tokenizer)
+    path.write_text(whole)
+    for change, problem in (
+        ({"sha256": 3}, "manifest.json, sha256: Input should be a valid dictionary; 'tlt prepare"),
+        ({"config": {"kind": "reasoning_gym"}}, "manifest.json, reasoning_gym.tasks: Field required"),
+    ):
+        manifest.write_text(json.dumps(good | change))
+        with pytest.raises(DataError, match=problem):
+            dataset.load(tmp_path / "d", "train", tokenizer)
+
+
 @pytest.mark.parametrize("task", ["graph_color", "arc_agi"])  # no reference answer; a scorer that compares tuples
 def test_a_task_whose_reference_scores_nothing_is_refused(tokenizer, tmp_path, task):
     with pytest.raises(DataError, match=f"{task}.*choose another task"):

@@ -195,3 +195,11 @@ def test_misaligned_logprobs_are_refused() -> None:
     share = _make(tiny_scored(seed=0, num_groups=2))[0][0]
     with pytest.raises(ValueError, match="old_logprobs_C has 1 entries"):
         share.with_old_logprobs(torch.zeros(1))
+
+
+def test_a_sequence_without_completion_tokens_is_refused() -> None:
+    (share,), *_ = _make(tiny_scored(seed=0, num_groups=2))
+    first, prompts_S = int(share.response_lens_S[0]), share.prompt_lens_S.clone()
+    prompts_S[0] += first
+    with pytest.raises(ValueError, match="a sequence without completion tokens"):
+        replace(share, prompt_lens_S=prompts_S, rollout_logprobs_C=share.rollout_logprobs_C[first:])

@@ -71,10 +71,17 @@ def flip_a_byte(path):
     path.write_bytes(content)
 
 
+def leave_out_of_marker(folder, name):
+    marker = json.loads((folder / "COMPLETE").read_text())
+    del marker["files"][name]
+    (folder / "COMPLETE").write_text(json.dumps(marker))
+
+
 DAMAGE = {
     "no marker": lambda folder: (folder / "COMPLETE").unlink(),
     "empty marker": lambda folder: (folder / "COMPLETE").write_text("{}"),
     "marker of another kind": lambda folder: (folder / "COMPLETE").write_text('{"files": [1]}'),
+    "marker without the state": lambda folder: leave_out_of_marker(folder, "state.json"),
     "marker not UTF-8": lambda folder: (folder / "COMPLETE").write_bytes(b"\xff\xfe{}"),
     "truncated": lambda folder: (folder / "rank_0" / "weights.bin").write_bytes(b"x" * 10),
     "missing": lambda folder: (folder / "rank_0" / "weights.bin").unlink(),

@@ -58,3 +58,33 @@ def test_unsupported_architecture_lists_the_supported_ones():
 def test_what_would_compute_something_else_is_refused(extra, message):
     with pytest.raises(ModelError, match=message):
         DecoderConfig.from_hf(LLAMA | extra)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"model_type": ["llama"]}, r"model_type \['llama'\] is not supported"),
+        ({"layer_types": 3, "hidden_size": True}, "hidden_size is True, which is no positive whole number"),
+        ({"rms_norm_eps": []}, r"rms_norm_eps is \[\], which is no number"),
+        ({"rms_norm_eps": 2}, r"rms_norm_eps is 2; numbers from 1e-20 to 1 make sense"),
+        ({"rope_theta": "abc"}, "rope_theta is 'abc', which is no number"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
+        ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta is nan; numbers from 1 to 1e"),
+        ({"rope_scaling": LLAMA3 | {"factor": 0}}, "factor is 0; numbers from 0.001"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": None}}, "rope_type llama3 lacks the key 'low_freq_factor'"),
+        ({"head_dim": 7}, "4 heads of size 7 on 4 key/value heads are no attention"),
+        ({"num_key_value_heads": 3}, "4 heads of size 8 on 3 key/value heads are no attention"),
+    ],
+)
+def test_values_that_nothing_can_be_computed_with_are_refused(extra, message):
+    with pytest.raises(ModelError, match=message):
+        DecoderConfig.from_hf(LLAMA | extra)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tlt_core.items.types import NoiseKey, SamplingParams
-from tlt_core.model.sampling import choose, policy_scores, row_keys, stream_key
+from tlt_core.model.sampling import choose, choose_no_sync, lognorms, policy_scores, row_keys, stream_key
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 0.0, 3.0, -2.0, 1.5])
 
@@ -78,3 +78,29 @@ def test_siblings_that_share_their_noise_are_chosen_as_alone():
     assert torch.equal(together.tokens_N, torch.cat([c.tokens_N for c in alone]))
     gathered = logits.log_softmax(-1).gather(1, together.tokens_N[:, None]).squeeze(1)
     torch.testing.assert_close(together.logprobs_N, gathered, atol=1e-5, rtol=0)
+
+
+FILTERS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(top_p=0.6),
+    SamplingParams(top_k=3),
+    SamplingParams(top_k=3, top_p=0.6),
+]
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_choosing_without_a_host_sync_chooses_the_same(params):
+    logits = torch.randn(400, 8, generator=torch.Generator().manual_seed(0))
+    keys = row_keys(torch.full((400,), stream_key(NoiseKey(1, 2, 3, 4))), torch.arange(400))
+    found, wanted = choose_no_sync(logits, keys, params), choose(logits, keys, params)
+    assert torch.equal(found.tokens_N, wanted.tokens_N)
+    torch.testing.assert_close(found.logprobs_N, wanted.logprobs_N, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("params", FILTERS, ids=str)
+def test_log_normalisers_are_those_without_filters_at_temperature_one(params):
+    choice = draw(params, count=5)
+    found = lognorms(LOGITS.expand(5, -1), choice, params)
+    torch.testing.assert_close(found, LOGITS.logsumexp(0).expand(5), atol=1e-5, rtol=0)

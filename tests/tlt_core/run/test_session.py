@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from conf.load import load
 from conf.run import RunConfig
@@ -13,6 +14,7 @@ from tlt_core.cluster.dispatcher import Drained, OfferedPass
 from tlt_core.cluster.group import Generated
 from tlt_core.cluster.messages import GenerateReport, UpdateReport
 from tlt_core.data.prompt_order import PromptOrder
+from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.reward import Score
 from tlt_core.items.checkpoint import CheckpointError
 from tlt_core.items.types import FinishReason, GenerationRequest, Prompt, Rollout, ScoredBatch, ScoreStatus
@@ -67,6 +69,10 @@ class _Group:
     def update(self, shares: Any) -> list[UpdateReport]:
         self.updates.append(shares)
         return [UpdateReport((), {"actor/pg_loss": 0.5})]
+
+    def reference_logprobs(self, shares: Sequence[TrainBatch]) -> list[Tensor]:
+        """A quarter of a nat above the sampling policy's."""
+        return [share.rollout_logprobs_C + 0.25 for share in shares]
 
     def publish(self, policy_version: int) -> None:
         self.published.append(policy_version)
@@ -279,6 +285,44 @@ def test_overlong_responses_lose_reward_before_the_advantages(begin: Callable[..
     scored = session.score(1, session.sample_step(1))  # two tokens: halfway into the buffer, the last two of three
     assert torch.equal(scored.rewards_R, scored.scores_R - 0.25)
     assert _by_prompt(scored) == {first: [0.5, -0.5], second: [0.0, 0.0]}
+
+
+def test_kl_in_the_reward_is_taken_off_before_the_advantages(begin: Callable[..., Session]) -> None:
+    kl = ("algorithm.kl.place=reward", "algorithm.kl.kind=k1")
+    first, _ = _next_ids(2)
+    session = begin(*kl, "algorithm.kl.coef=0.5", scores={first: (1.0, 0.0)})
+    scored = _step(session, 1)  # two tokens, each a quarter of a nat less likely than under the reference
+    assert torch.allclose(scored.rewards_R, scored.scores_R + 0.5 * 0.5)
+    assert session.group.updates[0][0][0].ref_logprobs_C is None
+    session = begin(*kl, "algorithm.kl.coef=0", scores={first: (1.0, 0.0)})
+    session.group.reference_logprobs = None  # nobody asks for it
+    scored = _step(session, 1)
+    assert torch.equal(scored.rewards_R, scored.scores_R)
+
+
+def test_kl_in_the_loss_goes_to_the_update(begin: Callable[..., Session]) -> None:
+    session = begin("algorithm.kl.place=loss", "algorithm.kl.coef=0.5", scores={_next_ids(1)[0]: (1.0, 0.0)})
+    scored = _step(session, 1)
+    assert torch.equal(scored.rewards_R, scored.scores_R)
+    (share,) = session.group.updates[0][0]
+    assert torch.equal(share.ref_logprobs_C, share.rollout_logprobs_C + 0.25)
+
+
+def test_workers_train_while_scores_are_outstanding(
+    begin: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = begin()
+    session.begin_step(1)
+    rollouts = session.sample_step(1)
+    asked = []
+    monkeypatch.setattr(session.rollout, "train_until_scored", lambda found, *, step: asked.append((found, step)))
+    session.score(1, rollouts)
+    assert asked == [(rollouts, 1)]
+
+
+def test_a_checkpoint_is_due_every_few_steps_and_after_the_last(begin: Callable[..., Session]) -> None:
+    session = begin("num_steps=7", "checkpoint.every_steps=3")
+    assert [step for step in range(1, 8) if session.checkpoint_due(step)] == [3, 6, 7]
 
 
 def test_dynamic_sampling_keeps_the_informative_groups(begin: Callable[..., Session]) -> None:

@@ -146,3 +146,16 @@ def test_more_gain_never_trains_less_and_more_cost_never_more(phases, more_gain,
         pace = outcome.pace
         costly.observe(outcome._replace(pace=pace._replace(weighted=pace.weighted + more_cost * pace.weight)))
     assert gaining.duty >= plain.duty >= costly.duty - 1e-12
+
+
+def test_a_gain_measured_in_a_phase_without_idle_time_counts():
+    """A trial may end in such a phase: there is no share of idle time to learn from."""
+    payoff = Payoff(PayoffSettings())
+    payoff.observe(PhaseOutcome(20.0, 0.0, 0.0, measured(0.1), 4.0, 0.02))
+    assert 0 <= payoff.duty <= FULL
+
+
+def test_a_phase_after_many_without_a_trial_is_trained_in_full_however_dear_training_is():
+    payoff = Payoff(PayoffSettings(lasting_phases=2))
+    assert run(payoff, 30, gain=0.0)[-1] < 0.2
+    assert FULL in run(payoff, 9, gain=None)

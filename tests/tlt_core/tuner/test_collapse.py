@@ -192,3 +192,25 @@ def test_a_spoilt_publish_is_found_in_the_engine_and_speculation_falls_back(deco
         else:
             assert set(used) == {"eagle3"}
     assert caplog.text.count("has collapsed") == 1
+
+
+def test_a_publish_is_judged_by_the_rounds_since_it_alone():
+    """All that is drafted is accepted, before and after: exactly as much as was expected."""
+    monitor = CollapseMonitor(["eagle3"])
+    play(monitor, CHAIN, 1.0, 100)
+    for _ in range(2):
+        monitor.published("eagle3")
+        assert play(monitor, CHAIN, 1.0, 100)[0].ratio == pytest.approx(1.0, rel=1e-9)
+
+
+def test_the_rounds_of_a_collapse_without_a_verdict_are_not_what_is_expected_next():
+    monitor = CollapseMonitor(["eagle3"])
+    play(monitor, CHAIN, 0.9, 100)
+    monitor.published("eagle3")
+    before = monitor.state_dict()["eagle3"]["before"]
+    assert play(monitor, CHAIN, 0.05, 3)[0] is None  # too few for a verdict
+    monitor.published("eagle3")
+    assert monitor.state_dict()["eagle3"]["before"] == before
+    assert play(monitor, CHAIN, 0.9, 3)[0] is None
+    monitor.published("eagle3")
+    assert monitor.state_dict()["eagle3"]["before"] != before

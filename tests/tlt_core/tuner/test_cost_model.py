@@ -146,3 +146,21 @@ def test_state_survives_json_and_unknown_drafters_are_dropped() -> None:
     stranger = CostModel(["ngram"])
     stranger.load_state_dict(state)
     assert stranger.plain_seconds(3, 300) == model.plain_seconds(3, 300)
+
+
+def test_a_filter_that_expects_nothing_learns_from_its_first_observation() -> None:
+    found = RobustFilter([0.0, 0.0], [1.0, 1.0])
+    found.update([1.0, 2.0], 0.5)
+    assert found.predict([1.0, 2.0]) == pytest.approx(0.5, rel=0.05)
+
+
+@pytest.mark.parametrize(("y", "believed"), [(0.935, True), (0.95, False)])
+def test_three_deviations_below_show_that_a_one_sided_filter_has_learnt_from_stalls(y: float, believed: bool) -> None:
+    found = RobustFilter([1.0], [1.0], one_sided=True)
+    for _ in range(200):
+        found.update([1.0], 1.0)
+    assert found.noise == pytest.approx(0.02)
+    certain = found.covariance[0][0]
+    found.update([1.0], y)
+    assert (found.predict([1.0]) == pytest.approx(y, abs=0.002)) == believed
+    assert (found.covariance[0][0] > 1.2 * certain) == believed

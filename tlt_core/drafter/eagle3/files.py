@@ -39,7 +39,8 @@ _NAMES = {  # ours -> the parts it is fused of
     "norm": ("norm",),
     "lm_head": ("lm_head",),
 }
-_MAPS = ("d2t", "t2d")  # between the draft vocabulary and the target's
+_MAPS = {"d2t": ("I64", "I32"), "t2d": ("BOOL",)}  # between the draft vocabulary and the target's; stored as
+_WEIGHTS = ("F64", "F32", "F16", "BF16")  # what weights may be stored as
 _ONLY = {  # settings of which one value is implemented
     "num_hidden_layers": 1,
     "attention_bias": False,
@@ -116,7 +117,7 @@ def _draft_ids(model: Eagle3Model, rest: dict[str, Tensor]) -> Tensor:
         if offsets_J.shape != (size,):
             raise ModelError(f"d2t has shape {tuple(offsets_J.shape)}, draft_vocab_size is {size}; export again")
         ids_J = ids_J + offsets_J.to("cpu", torch.int64)
-    if int(ids_J[0]) < 0 or int(ids_J[-1]) >= vocab or not bool((ids_J.diff() > 0).all()):
+    if not bool(((ids_J >= 0) & (ids_J < vocab)).all() and (ids_J.diff() > 0).all()):
         raise ModelError(
             f"d2t does not map the draft vocabulary to ascending token ids below {vocab} (first {int(ids_J[0])}, last "
             f"{int(ids_J[-1])}); it must hold offsets, target id minus draft id"
@@ -192,10 +193,11 @@ def check_eagle3(folder: Path, target: DecoderConfig) -> None:
     model = _described(folder, target)
     try:
         with safe_open(folder / "model.safetensors", framework="pt") as file:
-            tensors = {
-                name: file.get_tensor(name) if name in _MAPS else _shape_alone(file.get_slice(name).get_shape())
-                for name in file.keys()  # noqa: SIM118, not a dictionary
-            }
+            tensors = {}
+            for name in file.keys():  # noqa: SIM118, not a dictionary
+                part = file.get_slice(name)
+                _check_kind(folder, name, part.get_dtype())
+                tensors[name] = file.get_tensor(name) if name in _MAPS else _shape_alone(part.get_shape())
     except (OSError, SafetensorError) as error:
         raise _unreadable(folder, error) from None
     try:
@@ -203,6 +205,15 @@ def check_eagle3(folder: Path, target: DecoderConfig) -> None:
             pass
     except ModelError as error:
         raise ModelError(f"drafter {folder}: {error}") from None
+
+
+def _check_kind(folder: Path, name: str, kind: str) -> None:
+    known = _MAPS.get(name, _WEIGHTS)
+    if kind not in known:
+        raise ModelError(
+            f"drafter {folder}: {name} is stored as {kind}, but only {', '.join(known)} can be read; export it again, "
+            "not quantised"
+        )
 
 
 def load_eagle3(folder: Path, target: DecoderConfig, *, device: torch.device | str = "cpu") -> Eagle3Model:

@@ -153,6 +153,10 @@ def test_a_configuration_that_does_not_fit(tiny_config, tmp_path, change, messag
         ({"t2d": torch.zeros(64, dtype=torch.bool)}, "t2d and d2t name different tokens"),
         ({"fc.bias": torch.zeros(32)}, "fc.bias is not part"),
         ({"midlayer.self_attn.k_proj.weight": torch.zeros(16, 32)}, r"k_proj.weight has shape \(16, 32\)"),
+        ({"norm.weight": torch.ones(32, dtype=torch.complex64)}, "norm.weight is stored as C64, but only F64, F32"),
+        ({"t2d": torch.ones(64).to(torch.float8_e4m3fn)}, "t2d is stored as F8_E4M3, but only BOOL"),
+        ({"d2t": torch.tensor([0] * 7 + [2**63 - 7])}, "must hold offsets"),  # the sum and the difference wrap round
+        ({"norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}, "norm.weight is stored as F8_E4M3"),
     ],
 )
 def test_tensors_that_do_not_fit(tiny_config, tmp_path, change, message):

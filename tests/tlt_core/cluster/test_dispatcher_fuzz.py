@@ -1,0 +1,154 @@
+"""Any order of pulls, answers, questions, offers and losses: each request is answered once, and the phase can end."""
+
+from collections import Counter
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.fuzz import cases, fuzz
+from tests.tlt_core.cluster.test_dispatcher import finish, groups
+from tlt_core.cluster.dispatcher import Dispatcher, OfferedPass
+from tlt_core.items.types import GenerationRequest, NoiseKey
+from tlt_core.spot.coordinator import Action, Progress, SpotSettings, WorkerIdle
+
+workers = st.integers(0, 3)
+
+
+class AnyPhase(RuleBasedStateMachine):
+    """Workers, the driver, and what the dispatcher may say to them."""
+
+    @initialize(
+        sizes=st.lists(st.integers(1, 3), max_size=5), num_workers=st.integers(1, 4),
+        dispatch=st.sampled_from(["pull", "static"]), trains=st.booleans(), stream_first=st.booleans(),
+    )  # fmt: skip
+    def begin(self, sizes: list[int], num_workers: int, dispatch: Any, trains: bool, stream_first: bool) -> None:
+        spot = SpotSettings(enabled=trains, min_idle_s=0.0, stream_first=stream_first)
+        asked = [groups(len(sizes), size)[number] for number, size in enumerate(sizes)]
+        self.dispatcher = Dispatcher()
+        self.dispatcher.begin(asked, num_workers=num_workers, dispatch=dispatch, spot=spot)
+        self.wanted = {request.key for group in asked for request in group}
+        self.static = dispatch == "static"
+        self.alive = set(range(num_workers))
+        self.held: dict[int, list[GenerationRequest]] = {worker: [] for worker in self.alive}
+        self.given: Counter[NoiseKey] = Counter()
+        self.answered: Counter[NoiseKey] = Counter()
+        self.drained: Counter[NoiseKey] = Counter()
+        self.idle: set[int] = set()  # workers that have asked what to do
+        self.offered, self.taken = 0, 0
+        self.steps: Counter[int] = Counter()
+        self.training: set[int] = set()
+        self.over = False
+        self.given_up = False  # a worker was lost with requests: the driver ends the phase
+
+    def pull(self, worker: int, wanted: int) -> None:
+        """The worker's requests, and the promise not to come again."""
+        requests, exhausted = self.dispatcher.pull(worker, wanted)
+        assert len(requests) <= wanted
+        self.given.update(request.key for request in requests)
+        self.held[worker] += requests
+        if not self.static:
+            assert exhausted == (sum(self.given.values()) == len(self.wanted))
+        if exhausted and not self.held[worker]:
+            self.idle.add(worker)
+
+    @rule(worker=workers, wanted=st.integers(0, 9))
+    def pulls(self, worker: int, wanted: int) -> None:
+        if worker in self.alive and worker not in self.idle and not self.given_up:
+            self.pull(worker, wanted)
+
+    def push(self, worker: int) -> None:
+        """The worker's newest request ends."""
+        request = self.held[worker].pop()
+        self.answered[request.key] += 1
+        self.dispatcher.push(worker, finish(request))
+        self.over |= sum(self.answered.values()) == len(self.wanted)
+
+    @rule(worker=workers, tokens=st.integers(0, 9))
+    def pushes(self, worker: int, tokens: int) -> None:
+        self.dispatcher.report(worker % len(self.held), tokens)
+        if worker in self.alive and self.held[worker]:
+            self.push(worker)
+
+    def ask(self, worker: int) -> Action:
+        """A worker without requests asks, and does at once what it is told."""
+        began = worker in self.training or self.steps[worker]
+        event = Progress(worker, self.steps[worker], 0.0) if began else WorkerIdle(worker, 0.0)
+        action = self.dispatcher.ask(event).action
+        assert (action is Action.STOP) == (self.over or worker not in self.alive)
+        self.training.add(worker)
+        if action is Action.TRAIN:
+            self.steps[worker] += 1
+        if action is Action.STREAM:
+            assert self.dispatcher.take().key == (self.taken,), "each pass once, in the order of the offers"
+            self.taken += 1
+        return action
+
+    @precondition(lambda self: self.idle)
+    @rule(data=st.data())
+    def asks(self, data: st.DataObject) -> None:
+        self.ask(data.draw(st.sampled_from(sorted(self.idle))))
+
+    @rule(count=st.integers(0, 2))
+    def offer(self, count: int) -> None:
+        self.dispatcher.offer([OfferedPass((self.offered + i,), None) for i in range(count)])  # type: ignore[arg-type]
+        self.offered += count
+
+    @precondition(lambda self: len(self.alive) > 1)
+    @rule(worker=workers)
+    def lose(self, worker: int) -> None:
+        if worker not in self.alive:
+            return
+        undealt = self.static and not self.dispatcher.pull(worker, 0).exhausted
+        goes_on = self.dispatcher.lost(worker)
+        assert goes_on == (not self.held[worker] and not undealt)
+        self.given_up |= not goes_on
+        self.alive.discard(worker)
+        self.idle.discard(worker)
+
+    @rule()
+    def drain(self) -> None:
+        finished, live, _ = self.dispatcher.drain()
+        self.drained.update(rollout.key for rollout in finished)
+        assert self.drained == self.answered
+        assert list(live) == [len(self.held[worker]) for worker in sorted(self.held)]
+
+    @invariant()
+    def nothing_twice(self) -> None:
+        if hasattr(self, "given"):
+            assert max(self.given.values(), default=0) <= 1
+            assert self.taken <= self.offered
+
+    def teardown(self) -> None:
+        """Whatever came before, the living workers bring the phase to its end, unless it was given up."""
+        if not hasattr(self, "given") or self.given_up:
+            return
+        for _ in range(2 * len(self.wanted) + 2):
+            for worker in sorted(self.alive - self.idle):
+                self.pull(worker, 2)
+                if self.held[worker]:
+                    self.push(worker)
+            for worker in sorted(self.idle):
+                self.ask(worker)
+        self.drain()
+        assert self.drained == Counter(dict.fromkeys(self.wanted, 1))
+        assert self.idle == self.alive
+        if not self.wanted:
+            self.dispatcher.end()
+            self.over = True
+        assert all(self.ask(worker) is Action.STOP for worker in sorted(self.alive))
+        report = self.dispatcher.phase()
+        assert {span.worker for span in report.spans} == set(self.held)
+
+
+@cases(few=60, many=1500)
+def test_any_order_of_events(count: int) -> None:
+    run_state_machine_as_test(AnyPhase, settings=settings(fuzz(count), stateful_step_count=40))
