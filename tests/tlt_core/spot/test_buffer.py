@@ -229,6 +229,7 @@ def test_files_go_with_their_last_sequence(tmp_path, writer):
         writer.wait()
         seen.append([int(name[5:11]) for name in files(tmp_path)])
     assert seen == [[0], [0, 1], [1, 2], [2, 3], [3, 4]]
+    assert [entry["name"] for entry in buffer.index()["files"]] == files(tmp_path)
 
 
 def test_a_file_evicted_while_it_is_written_is_deleted(tmp_path, writer):

@@ -79,7 +79,7 @@ def train(spot, *, until):
     for _ in range(2000):
         if until(spot.result()):
             return spot.result()
-        spot.micro_step()
+        assert spot.micro_step(), "nobody wants the time back"
     raise AssertionError(f"it never came to that: {spot.result()}")
 
 
