@@ -5,7 +5,8 @@
 
 No reward function can end a run.  A response scores 0 when a function raises, kills its process, exceeds the time
 limit (its process is then killed) or its memory (`confinement.py`), or returns a number that is not finite or too
-large.  Metrics count these cases.
+large.  Metrics count these cases.  When a process ends, its response is scored once more: if somebody else has killed
+it, the score is what it would have been.
 """
 
 import logging
@@ -100,6 +101,7 @@ class Scorer:
         self._cfg = cfg
         self._functions = _pairs(cfg)
         self._weights = tuple(f.weight for f in cfg.functions)
+        self._items: dict[Hashable, Item] = {}
         self._futures: dict[Hashable, Future[Outcome]] = {}
         self._warned: set[str] = set()
         self._pool = _pool(cfg, processes=cfg.num_processes, functions=self._functions)
@@ -107,12 +109,12 @@ class Scorer:
 
     def submit(self, key: Hashable, prompt: Prompt, response: str) -> None:
         """Start scoring one response; `key` names it in `collect`."""
-        item = Item(prompt.text, response, prompt.answer, prompt.task, prompt.metadata)
-        self._futures[key] = self._pool.submit(verifiers.score_response, self._cfg.timeout_s, self._functions, item)
+        self._items[key] = Item(prompt.text, response, prompt.answer, prompt.task, prompt.metadata)
+        self._futures[key] = self._schedule(self._items[key])
 
     def collect(self, keys: Sequence[Hashable]) -> list[Score]:
         """Scores in the order of `keys`; waits for those that are not ready, at most the time limit for each."""
-        return [self._score(key, self._futures.pop(key)) for key in keys]
+        return [self._score(key, self._futures.pop(key), self._items.pop(key)) for key in keys]
 
     def is_ready(self, keys: Sequence[Hashable], *, within_s: float = 0.0) -> bool:
         """Whether `collect` would return at once; waits up to `within_s` for that."""
@@ -129,10 +131,16 @@ class Scorer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _score(self, key: Hashable, future: "Future[Outcome]") -> Score:
+    def _schedule(self, item: Item) -> "Future[Outcome]":
+        return self._pool.submit(verifiers.score_response, self._cfg.timeout_s, self._functions, item)
+
+    def _score(self, key: Hashable, future: "Future[Outcome]", item: Item) -> Score:
         zeros = (0.0,) * len(self._functions)
         try:
-            outcome = future.result()
+            try:
+                outcome = future.result()
+            except ProcessExpired:
+                outcome = self._schedule(item).result()
         except TimeoutError:
             self._warn(f"scoring took longer than reward.timeout_s={self._cfg.timeout_s} s; the sample scores 0", key)
             return Score(zeros, 0.0, ScoreStatus.TIMEOUT, self._cfg.timeout_s)

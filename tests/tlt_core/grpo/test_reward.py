@@ -111,6 +111,13 @@ def test_a_failing_function_costs_its_sample_only(scorer, response):
     assert (good.components, good.total, good.status) == ((5.0,), 10.0, ScoreStatus.OK)
 
 
+def test_a_process_that_somebody_else_kills_costs_no_sample_its_score(tmp_path):
+    with Scorer(config(python("killed_once"))) as scorer:
+        scorer.submit("hit", PROMPT, str(tmp_path / "was here"))
+        (hit,) = scorer.collect(["hit"])
+    assert (hit.components, hit.status) == ((5.0,), ScoreStatus.OK)
+
+
 def test_a_reward_out_of_range_is_reported_with_its_function_and_sample(caplog):
     """1e39 is finite here, and infinite in the float32 of the advantages."""
     with Scorer(config(python("hostile"))) as scorer:
