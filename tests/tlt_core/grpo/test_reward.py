@@ -2,6 +2,7 @@
 
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -116,6 +117,19 @@ def test_a_process_that_somebody_else_kills_costs_no_sample_its_score(tmp_path):
         scorer.submit("hit", PROMPT, str(tmp_path / "was here"))
         (hit,) = scorer.collect(["hit"])
     assert (hit.components, hit.status) == ((5.0,), ScoreStatus.OK)
+
+
+def test_a_process_that_is_killed_while_it_has_nothing_to_score_is_replaced():
+    with Scorer(config(python("hostile"))) as scorer:
+        for number in range(3):
+            scorer.submit(number, PROMPT, "print")
+            (score,) = scorer.collect([number])
+            assert (score.components, score.status) == ((5.0,), ScoreStatus.OK)
+            for process in psutil.Process().children():
+                if "spawn_main" in " ".join(process.cmdline()):
+                    process.kill()
+            if number == 1:
+                time.sleep(1.0)  # the pool has noticed it
 
 
 def test_a_reward_out_of_range_is_reported_with_its_function_and_sample(caplog):
