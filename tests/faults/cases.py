@@ -133,7 +133,7 @@ DAMAGES = {
         _checkpoint("trainer_1.safetensors"), faults.flipped, None, "SHA-256 differs"
     ),
     "newest checkpoint: state torn": Damage(_checkpoint("state.json"), faults.torn, None, "skipping checkpoint"),
-    "newest checkpoint: no COMPLETE": Damage(_checkpoint("COMPLETE"), Path.unlink, None, "no valid COMPLETE marker"),
+    "newest checkpoint: no COMPLETE": Damage(_checkpoint("COMPLETE"), Path.unlink, None, "COMPLETE cannot be locked"),
     "status.json torn": Damage(_file("status.json"), faults.torn, None),
     "config.yaml torn": Damage(_file("config.yaml"), faults.torn, None),
     "scores of the newest step torn": Damage(_newest_step, faults.torn, None),
