@@ -38,7 +38,7 @@ same rewards, and the weights in every checkpoint are the same to the bit. So is
 - Command: `{command}`
 - Commit: `{commit}`
 - Machine: {machine}
-- Cases: {passed} of {cases} as expected{rest}
+- Cases: {passed} of {cases} as expected{rest}{conditions}
 """
 
 _FOOT = """
@@ -95,6 +95,7 @@ def page(report: Mapping[str, Any], *, left_s: float) -> str:
         passed=sum(row["passed"] for row in rows),
         cases=len(rows),
         rest=rest,
+        conditions=f"\n- Conditions: {report['conditions']}" if "conditions" in report else "",
     )
     lines = ["| fault | phases | what happens | noticed after | message |", "|---|---|---|---|---|"]
     groups: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
