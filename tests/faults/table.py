@@ -122,7 +122,7 @@ def _message(row: Mapping[str, Any]) -> str:
     """Without what differs from case to case."""
     text = re.sub(r"\x1b\[\d+m", "", row.get("message", ""))
     text = re.sub(r"ray::(\w+\.\w+)\(\) \(pid=[^)]*\)", r"\1", text)
-    text = re.sub(r"(/[\w.-]+)+/", "", text)
+    text = re.sub(r"(\^+ )+|(/[\w.-]+)+/", "", text)
     text = re.sub(r"process \d+", "process N", text)
     text = re.sub(r"worker \d", "worker N", text)
     text = re.sub(r"step_\d+|lap\d+", "...", text)
