@@ -2,6 +2,7 @@
 # only Python 3.11 or newer with venv.
 #   make demo      train SmolLM2-135M by reinforcement learning on this machine's CPU, a quarter of an hour
 #   make test      the test suite        make test-all  ... and the tests that take minutes
+#   make test-faults   every fault in many phases of a real run; writes docs/faults.md; half an hour on two idle cores
 #   make test-gpu  tests and benchmarks that need a GPU, with torch, Triton, transformers and pytest alone, in 8 minutes;
 #                  make test-gpu PART=sizes-qwen2.5-7b: a part alone, with 8 minutes of its own
 #   make test-vllm drafter and plug-in in a real vLLM, in an environment of its own (make vllm-env)
@@ -29,17 +30,23 @@ TEST_PROCESSES ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SHARED := -n $(TEST_PROCESSES) --dist loadfile
 
-.PHONY: demo test test-all test-gpu test-vllm vllm-env check format ui doctor deploy deploy-stop install lock audit
+.PHONY: demo test test-all test-faults test-gpu test-vllm vllm-env check format ui doctor deploy deploy-stop install \
+  lock audit
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
 	$(BIN)/tlt train $(CONFIG)
 
 test: $(STAMP)
-	$(PYTEST) $(SHARED) -m "not slow and not gpu and not vllm"
+	$(PYTEST) $(SHARED) -m "not slow and not faults and not gpu and not vllm"
 
 test-all: $(STAMP)
-	$(PYTEST) $(SHARED) -m "not gpu and not vllm"
+	$(PYTEST) $(SHARED) -m "not faults and not gpu and not vllm"
+
+# Writes docs/faults.md whether or not all cases end as they have to; exits as pytest does.
+test-faults: $(STAMP)
+	FAULTS_REPORT=reports/faults/matrix.json $(PYTEST) -m faults tests/faults; code=$$?; \
+	  $(BIN)/python -m tests.faults.table && exit $$code
 
 # Installs nothing, since a GPU machine may have no package index.  Uses the environment's Python if there is one.
 test-gpu:

@@ -5,6 +5,8 @@ Any other error is a bug and keeps its traceback.
 """
 
 import errno
+import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,27 +29,47 @@ def explain(error: BaseException, *, run_dir: Path | None) -> Report | None:
         return Report(str(error), 2)
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return Report("Interrupted.  The same command goes on from the newest checkpoint.", _stopping.exit_code())
-    if _is_disk_full(error):
-        where = f" under {run_dir}" if run_dir else ""
-        return Report(
-            f"The disk is full ({error}).  Free some space{where} (or set output_dir, TLT_HOME or TMPDIR to another "
-            f"disk) and start the same command again: it goes on from the newest checkpoint.{see_log}",
-            1,
-        )
+    for problem, numbers, remedy in _OF_THE_SYSTEM:
+        if _has(error, numbers):
+            where = f" under {run_dir}" if run_dir else ""
+            text = (
+                f"{problem} ({error}).  {remedy.format(where=where)} and start the same command again: it goes on from"
+            )
+            return Report(f"{text} the newest checkpoint.{see_log}", 1)
     module = type(error).__module__
     if isinstance(error, ValueError) and module.startswith(("tlt_core.", "flows.")):
         return Report(str(error), 2)
     if module in ("flows._server", "tasks.registry", "tasks.version"):
         return Report(str(error), 1)
-    # WorkerDied with the worker's traceback, and failures of vLLM
-    if module in ("tlt_core.cluster.group", "tlt_core.rollout.vllm.client", "tlt_core.run.engine_agreement"):
+    # WorkerDied with the worker's traceback, RayNotStarted, and failures of vLLM
+    if module.startswith("tlt_core.cluster.") or module in (
+        "tlt_core.rollout.vllm.client",
+        "tlt_core.run.engine_agreement",
+    ):
         return Report(f"{error}{see_log}", 1)
     if isinstance(error, PermissionError):
         return Report(f"{error}.  Make the folder writable, or set output_dir or TLT_HOME to one that is.{see_log}", 1)
     return None
 
 
-def _is_disk_full(error: BaseException) -> bool:
-    """safetensors reports a full disk only in words."""
-    full = (errno.ENOSPC, errno.EDQUOT)
-    return (isinstance(error, OSError) and error.errno in full) or "No space left on device" in str(error)
+_OF_THE_SYSTEM = (
+    (
+        "The disk is full",
+        (errno.ENOSPC, errno.EDQUOT),
+        "Free some space{where} (or set output_dir, TLT_HOME or TMPDIR to another disk)",
+    ),
+    (
+        "The disk is read-only",
+        (errno.EROFS,),
+        "See dmesg (a disk with errors becomes read-only by itself); make it writable{where}, or set output_dir or "
+        "TLT_HOME to another disk,",
+    ),
+    ("The disk fails", (errno.EIO,), "See dmesg; set output_dir or TLT_HOME to another disk"),
+    ("Too many files are open", (errno.EMFILE, errno.ENFILE), "Raise the limit (ulimit -n)"),
+)
+
+
+def _has(error: BaseException, numbers: Collection[int]) -> bool:
+    """safetensors, and workers, report what the system refuses only in words."""
+    is_one = isinstance(error, OSError) and error.errno in numbers
+    return is_one or any(os.strerror(number) in str(error) for number in numbers)

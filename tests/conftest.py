@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.pluginmanager.hasplugin("timeout"):
         return
     for item in items:
-        is_long = any(item.get_closest_marker(name) for name in ("slow", "vllm", "gpu"))
+        is_long = any(item.get_closest_marker(name) for name in ("slow", "faults", "vllm", "gpu"))
         item.add_marker(pytest.mark.timeout(LONG_LIMIT_S if is_long else LIMIT_S))
 
 

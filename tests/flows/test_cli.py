@@ -14,6 +14,7 @@ import pytest
 from conf.load import ConfigError
 from flows import _errors, _parser, cli, ui
 from tlt_core.cluster.group import WorkerDied
+from tlt_core.cluster.placement import RayNotStarted
 from tlt_core.data.dataset import DataError
 
 
@@ -212,8 +213,12 @@ def test_failures_and_their_exit_codes(tmp_path: Path) -> None:
         (ConfigError("Override 'x' is not of the form ..."), 2, "Override 'x'"),
         (DataError("train.jsonl, line 3: not JSON"), 2, "line 3"),
         (WorkerDied("A worker failed with: ..."), 1, "A worker failed"),
+        (RayNotStarted("Ray did not start"), 1, "Ray did not start"),
         (OSError(errno.ENOSPC, "No space left on device"), 1, "The disk is full"),
         (WorkerDied("SafetensorError: I/O error: No space left on device (os error 28)"), 1, "The disk is full"),
+        (OSError(errno.EROFS, "Read-only file system", "runs/x"), 1, "The disk is read-only"),
+        (WorkerDied("SafetensorError: I/O error: Read-only file system (os error 30)"), 1, "The disk is read-only"),
+        (OSError(errno.EMFILE, "Too many open files"), 1, "ulimit -n"),
         (PermissionError(errno.EACCES, "Permission denied", "runs"), 1, "set output_dir"),
         (KeyboardInterrupt(), 130, "goes on from the newest checkpoint"),
     ]

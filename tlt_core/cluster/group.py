@@ -305,6 +305,8 @@ class WorkerGroup:
 
     def _post_mortem(self, error: RayError) -> WorkerDied:
         """Say which worker failed.  Logged at once, since the driver may end together with Ray."""
+        if lost := self._watch.lost_ray():
+            return WorkerDied(f"{lost}.  {_RESUME}")
         dead = self._dead_workers()  # its peers in a collective fail before its own call does
         if not isinstance(error, RayTaskError):
             text = f"{_who(dead)}  {_RESUME}  ({error})"

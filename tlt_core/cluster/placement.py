@@ -36,6 +36,10 @@ _PASSED_ON = ("GLOO_", "NCCL_")  # the driver's settings of the network between 
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
+class RayNotStarted(RuntimeError):
+    """Ray did not start here, though the configuration is right.  The text names the remedy."""
+
+
 class ClusterError(ValueError):
     """The cluster cannot run the workers.  The text says what is asked, what there is, and the remedy."""
 
@@ -90,7 +94,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
 def start_ray(cluster: ClusterConfig) -> None:
     """A Ray of our own on this machine, or the running cluster at `cluster.address`.
 
-    Raises ClusterError, and TooManyWorkers for a machine that could not run them.
+    Raises ClusterError, RayNotStarted, and TooManyWorkers for a machine that could not run them.
     """
     check_workers(cluster)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -106,7 +110,7 @@ def start_ray(cluster: ClusterConfig) -> None:
                 os.environ.setdefault(name, value)
         num_cpus = cluster.num_workers * cluster.threads_per_worker
         with _own_sigterm(), _loopback_only():
-            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **options)
+            _start_own(num_cpus=num_cpus, include_dashboard=False, **options)
         _close_token_file()
         return
     try:
@@ -118,6 +122,20 @@ def start_ray(cluster: ClusterConfig) -> None:
             f"cluster.address={cluster.address!r}: no Ray cluster answers from this machine ({error}).  Start one with "
             "'ray start --head' (further nodes: 'ray start --address=HOST:6379'), start the run on one of its nodes, "
             "with RAY_AUTH_MODE as the cluster has it; or set cluster.address=local"
+        ) from error
+
+
+def _start_own(**options: Any) -> None:
+    """Raises RayNotStarted when it takes longer than Ray allows itself, which is 30 s."""
+    try:
+        ray.init(address="local", **options)
+    except Exception as error:  # Ray has no class of its own for it
+        if "timed out during startup" not in str(error):
+            raise
+        ray.shutdown()
+        raise RayNotStarted(
+            "Ray did not start on this machine within 30 s: it is far too busy, or short of memory.  Start the "
+            "same command again when it has room: it goes on from the newest checkpoint"
         ) from error
 
 

@@ -2,8 +2,9 @@
 
     silent    a worker has no pulse: its process was stopped, its machine is lost or far too busy
     stuck     every worker that is waited for has a pulse, and none gets on
+    no Ray    a server of the driver's own Ray has ended: the run is given up at once
 
-Both are logged once, with worker and phase, and the workers' stacks are written.  After `cluster.silence_s` or
+The first two are logged once, with worker and phase, and the workers' stacks are written.  After `cluster.silence_s` or
 `cluster.stuck_s` the run is given up, so that whoever started it can start it again from the newest checkpoint.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import psutil
 
 from conf.system import ClusterConfig
+from tlt_core.cluster.own_ray import OwnRay
 from tlt_core.cluster.placement import Placement
 from tlt_core.cluster.pulse import Sign
 from tlt_core.machine.getting_on import STACKS_WANTED
@@ -36,6 +38,7 @@ class Watch:
     ) -> None:
         """ask: calls a method of the dispatcher.  shared: folder for the workers' stacks."""
         self._cluster, self._placement, self._ask = cluster, placement, ask
+        self._ray = OwnRay()
         self._stacks = None if shared is None else shared.resolve() / STACKS_WANTED.parent
         self._what, self._began_s, self._looked_s = "", 0.0, 0.0
         self._silent: set[int] = set()  # logged
@@ -60,9 +63,18 @@ class Watch:
         if not ranks or now_s - self._looked_s < _EVERY_S:
             return None
         self._looked_s = now_s
+        if lost := self.lost_ray():
+            return lost
         self._write_requested()
         waited_s, signs = now_s - self._began_s, self._ask("signs")
         return self._silence(ranks, signs, waited_s) or (None if may_idle else self._standstill(ranks, signs, waited_s))
+
+    def lost_ray(self) -> str:
+        """Why the run must be given up when a server of the driver's own Ray has ended; ends the rest of Ray then."""
+        lost = self._ray.lost()
+        if lost:
+            self._ray.kill()
+        return lost and f"{lost} has ended: it was killed, or memory was short"
 
     def kill_silent(self) -> None:
         """End the processes of silent workers of this machine: a stopped process does not hear Ray."""

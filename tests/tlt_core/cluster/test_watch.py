@@ -162,6 +162,20 @@ def test_a_stopped_process_ends_the_rollout_and_is_gone_afterwards(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+def test_a_ray_without_its_servers_is_given_up_at_once_and_leaves_no_process(group: WorkerGroup, name: str) -> None:
+    names = {process: process.name() for process in psutil.Process().children(recursive=True)}
+    of_ray = [process for process, called in names.items() if called.startswith(("ray::", "gcs_server", "raylet"))]
+    began_s = time.monotonic()
+    next(process for process in of_ray if names[process] == name).kill()
+    with pytest.raises(WorkerDied, match=rf"Ray's process {name} on this machine has ended.*same command"):
+        group._wait_for([w.__ray_call__.remote(lambda _: time.sleep(600)) for w in group._workers], "sleeping")
+    assert time.monotonic() - began_s < 40, "Ray itself takes a minute"
+    _, alive = psutil.wait_procs(of_ray, timeout=20)
+    assert not alive
+
+
+@pytest.mark.slow
 def test_a_call_that_never_ends_is_given_up_and_its_stack_written(group: WorkerGroup, tmp_path: Path) -> None:
     def wait_in_vain(_: object) -> None:
         time.sleep(10_000)

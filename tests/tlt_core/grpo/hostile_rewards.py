@@ -3,6 +3,7 @@
 import os
 import sys
 import time
+from pathlib import Path
 
 
 class Unprintable(Exception):
@@ -36,6 +37,14 @@ def hostile(*, response, answer, **_):
             return 1e39
         case "none":
             return None
+    return float(answer)
+
+
+def killed_once(*, answer, response, **_):
+    """Its process ends the first time, as if somebody had killed it.  The response names a file that remembers it."""
+    if not Path(response).exists():
+        Path(response).touch()
+        os._exit(-9)
     return float(answer)
 
 

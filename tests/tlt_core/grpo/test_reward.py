@@ -2,6 +2,7 @@
 
 import time
 
+import psutil
 import pytest
 import torch
 
@@ -109,6 +110,26 @@ def test_a_failing_function_costs_its_sample_only(scorer, response):
     assert bad.status == (ScoreStatus.TIMEOUT if response in ("sleep", "spin") else ScoreStatus.ERROR)
     assert (bad.components, bad.total) == ((0.0,), 0.0)
     assert (good.components, good.total, good.status) == ((5.0,), 10.0, ScoreStatus.OK)
+
+
+def test_a_process_that_somebody_else_kills_costs_no_sample_its_score(tmp_path):
+    with Scorer(config(python("killed_once"))) as scorer:
+        scorer.submit("hit", PROMPT, str(tmp_path / "was here"))
+        (hit,) = scorer.collect(["hit"])
+    assert (hit.components, hit.status) == ((5.0,), ScoreStatus.OK)
+
+
+def test_a_process_that_is_killed_while_it_has_nothing_to_score_is_replaced():
+    with Scorer(config(python("hostile"))) as scorer:
+        for number in range(3):
+            scorer.submit(number, PROMPT, "print")
+            (score,) = scorer.collect([number])
+            assert (score.components, score.status) == ((5.0,), ScoreStatus.OK)
+            for process in psutil.Process().children():
+                if "spawn_main" in " ".join(process.cmdline()):
+                    process.kill()
+            if number == 1:
+                time.sleep(1.0)  # the pool has noticed it
 
 
 def test_a_reward_out_of_range_is_reported_with_its_function_and_sample(caplog):
