@@ -54,12 +54,7 @@ def fetch_champion(cfg: RunConfig, policy: Path) -> Champion | None:
     version = registry.by_alias(model_name(cfg, "drafter"), CHAMPION)
     if version is None:
         return None
-    if version.artifact in ("", "..") or Path(version.artifact).name != version.artifact:
-        raise RegistryError(
-            f"the tag 'artifact' of {version} is {version.artifact!r} and no plain name: somebody has changed it; "
-            f"point the alias {CHAMPION!r} to another version"
-        )
-    folder = cfg.run_dir / "retrain" / "champion" / version.artifact
+    folder = cfg.run_dir / "retrain" / "champion" / _plain_name(version)
     if not folder.is_dir() or weights_digest(folder) != version.digest:
         shutil.rmtree(folder.parent, ignore_errors=True)
         registry.download(version, folder.parent)
@@ -73,6 +68,17 @@ def fetch_champion(cfg: RunConfig, policy: Path) -> Champion | None:
     except ModelError:
         return None
     return Champion(version, folder)
+
+
+def _plain_name(version: Version) -> str:
+    """Its folder's name.  Raises RegistryError on one that leads elsewhere: the folder is deleted and made."""
+    name = version.artifact
+    if name in ("", "..") or Path(name).name != name:
+        raise RegistryError(
+            f"the tag 'artifact' of {version} is {name!r} and no plain name: somebody has changed it; point the alias "
+            f"{CHAMPION!r} to another version"
+        )
+    return name
 
 
 @task(task_run_name="find-version", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=_RETRIES_S)

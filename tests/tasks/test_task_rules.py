@@ -42,6 +42,8 @@ def test_the_stations_are_there() -> None:
         "register-drafter",
         "export-newest-checkpoint",
         "fetch-champion",
+        "find-version",
+        "check-champion",
         "try-drafters",
         "record-decision",
     } == named
@@ -50,7 +52,7 @@ def test_the_stations_are_there() -> None:
 @pytest.mark.parametrize("station", _tasks(), ids=lambda t: t.name)
 def test_a_task_is_a_station(station: prefect.Task) -> None:
     assert station.cache_policy == NO_CACHE, "a cached task with an effect is skipped the second time"
-    is_registry_call = station.task_run_name in ("fetch-champion", "record-decision")  # may be repeated, see there
+    is_registry_call = station.task_run_name in ("fetch-champion", "find-version", "record-decision")  # may be repeated
     assert station.retries == 0 or is_registry_call, "a retry is a restart of the run from its checkpoint"
     assert not station.persist_result
     assert station.fn.__doc__

@@ -230,7 +230,7 @@ def cfg(tracking: TrackingConfig, tmp_path: Path) -> RunConfig:
     cfg = load("conf/smoke.yaml", [f"output_dir={tmp_path}"]).model_copy(update={"tracking": tracking})
     provenance.begin_attempt(cfg, forecast_s={})
     (tmp_path / "data").mkdir()
-    manifest = DataManifest("d" * 64, {}, "by hand", 64, {"train": 3}, {"sums": 3}, 0, {})
+    manifest = DataManifest("d" * 64, cfg.data.model_dump(mode="json"), "by hand", 64, {"train": 3}, {"sums": 3}, 0, {})
     (tmp_path / "data" / "manifest.json").write_text(json.dumps(asdict(manifest)))
     return cfg
 

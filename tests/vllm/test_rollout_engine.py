@@ -347,17 +347,20 @@ def test_a_killed_engine_ends_the_run_and_the_same_command_resumes_it(vllm_pytho
 
 
 def test_an_engine_killed_while_weights_are_published(vllm_python, embedded_model, tmp_path):
-    """kill -9 while the file with the new weights is there: it is deleted as soon as vLLM has them."""
+    """kill -9 while a piece of the new weights lies in shared memory: it is deleted as soon as vLLM has it."""
     wanted = ("num_steps=6", "checkpoint.every_steps=1", "rollout.speculation.policy=off")
     process = train(vllm_python, tmp_path, *wanted)
-    weights = tmp_path / "runs/smoke/vllm/worker_0/policy/model.safetensors"
     engines: list[psutil.Process] = []
-    while not (engines and weights.exists()):
+    pieces: list[Path] = []
+    while not any(piece.exists() for piece in pieces):
         assert process.poll() is None, "the run has ended before anything was published"
         if not engines and steps(tmp_path):
             engines = engines_of(process)
+            run = psutil.Process(process.pid).children(recursive=True)
+            pieces = [Path(f"/dev/shm/tlt-weights-{child.pid}.safetensors") for child in run]
     engines[0].kill()
     require_resumed(vllm_python, tmp_path, process, wanted)
+    assert not any(piece.exists() for piece in pieces)
 
 
 def engines_of(run: subprocess.Popen) -> list[psutil.Process]:

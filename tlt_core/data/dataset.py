@@ -164,7 +164,7 @@ def read_manifest(out_dir: Path) -> DataManifest:
         raise DataError(f"{out_dir} holds no data set: {error}") from None
     except ValidationError as error:
         where, why = error.errors()[0]["loc"], error.errors()[0]["msg"]
-        key = ".".join(map(str, where))
+        key = ".".join(map(str, where)) or "config"
         raise DataError(f"{out_dir} holds no data set: manifest.json, {key}: {why}; {remedy}") from None
     return manifest
 
