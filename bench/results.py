@@ -54,7 +54,7 @@ _MEASURES = {  # by the word behind `tlt bench`
     "engines": "Our engine beside others, on the same prompts and cores. `live` is the number of requests at a time, "
     "`over_plain` the speed over our plain decoding, `differing` the share of responses unlike those of `plain`.",
     "memory": "The memory plan, made before the run, beside the most that a worker has held.",
-    "soak": "A long run in which something breaks every few seconds (`storm`), beside the same run in peace (`calm`).",
+    "soak": "A long run in which something breaks every few steps (`storm`), beside the same run in peace (`calm`).",
     "peers": "Whole steps of ours and of TRL's GRPOTrainer, all else equal. `reward, tlt minus trl`: over all steps.",
     "kernels": "Bytes and operations a second of every op.",
     "sizes": "Plain and adaptive decoding at the shape of a large model. Weights are random, acceptance is planted.",

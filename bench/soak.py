@@ -1,4 +1,4 @@
-"""`tlt bench soak`: a long run in which something breaks every few seconds, beside the same run in peace.
+"""`tlt bench soak`: a long run in which something breaks every few steps, beside the same run in peace.
 
     calm     one process from beginning to end; its memory, open files, threads and disk space are watched
     storm    faults at random moments (seed of the configuration); when the run has ended it is started again
@@ -34,7 +34,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 _LOOK_S = 2.0
-_QUIET_S = (8.0, 25.0)  # between two faults: at least, at most
+_QUIET_STEPS = (4, 20)  # between two faults: at least, at most; steps, so that a slow machine gets as many
+_WITHIN_S = 3.0  # after a step's end, so that any phase of a step can be struck
 _PAUSE_S = 6.0  # of a stopped worker
 _MOST_STARTS = 200
 _GROWTH = 1.05  # memory at the end over memory when everything has been loaded and used
@@ -136,16 +137,18 @@ def _calm(config: Path) -> tuple[Outcome, list[Sample]]:
 
 def _storm(config: Path, chance: random.Random) -> tuple[Outcome, list[Fault]]:
     faults: list[Fault] = []
+    next_at = chance.randint(*_QUIET_STEPS)
     for _ in range(_MOST_STARTS):
         process = _start(config)
         while process.poll() is None:
-            _wait(process, chance.uniform(*_QUIET_S))
+            _wait(process, chance.uniform(0, _WITHIN_S))
             step = _steps_done(config.with_suffix(""))
-            if process.poll() is None and step:  # the start is not disturbed, or the run would never get anywhere
+            if process.poll() is None and step >= next_at:
                 kind = chance.choice(sorted(_FAULTS))
                 if _FAULTS[kind](process.pid, chance):
                     _wait(process, _LOOK_S * 5)
                     faults.append(Fault(kind, step, process.poll() is not None))
+                    next_at = step + chance.randint(*_QUIET_STEPS)
         if process.returncode == 0:
             return _outcome(config.with_suffix("")), faults
     _require(False, config, f"it has not ended after {_MOST_STARTS} starts")
