@@ -87,14 +87,11 @@ def _webhook(url: str) -> UUID:
 def _report_failed(block_id: UUID) -> AutomationCore:
     return AutomationCore(
         name="tlt: report failed runs",
-        trigger=EventTrigger(
-            expect={f"prefect.flow-run.{state}" for state in ("Failed", "TimedOut", "Crashed")},
+        trigger=_each(
+            {f"prefect.flow-run.{state}" for state in ("Failed", "TimedOut", "Crashed")},
             match=_RUNS,
             match_related=_tagged("tlt"),
             for_each={"prefect.resource.id"},
-            posture=Posture.Reactive,
-            threshold=1,
-            within=timedelta(0),
         ),
         actions=[
             SendNotification(
@@ -109,13 +106,7 @@ def _report_failed(block_id: UUID) -> AutomationCore:
 def _report_drop(block_id: UUID) -> AutomationCore:
     return AutomationCore(
         name="tlt: report a drop of acceptance",
-        trigger=EventTrigger(
-            expect={DROPPED},
-            match={"prefect.resource.id": "tlt.drafter.*"},
-            posture=Posture.Reactive,
-            threshold=1,
-            within=timedelta(0),
-        ),
+        trigger=_each({DROPPED}, match={"prefect.resource.id": "tlt.drafter.*"}),
         actions=[
             SendNotification(
                 block_document_id=block_id,
@@ -124,6 +115,11 @@ def _report_drop(block_id: UUID) -> AutomationCore:
             )
         ],
     )
+
+
+def _each(events: set[str], **about: Any) -> EventTrigger:
+    """Fires for each of the events at once."""
+    return EventTrigger(expect=events, posture=Posture.Reactive, threshold=1, within=timedelta(0), **about)
 
 
 def _absent(*, after: set[str], expect: set[str], within: timedelta, tag: str) -> EventTrigger:

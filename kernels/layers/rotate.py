@@ -36,7 +36,7 @@ class _Rotate(torch.autograd.Function):
         return _rotated(library, x_THd, cos_T1d, signed_sin_T1d, backwards=False)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return _rotated(ctx.library, grads[0], *ctx.saved_tensors, backwards=True), None, None, None
 
 

@@ -105,7 +105,7 @@ def requirements(name: str) -> dict[str, str]:
     """Version by package of a file whose every requirement has a hash."""
     entries = re.split(r"\n(?=\S)", (DEPLOY / name).read_text().strip())[1:]
     assert all("--hash=sha256:" in entry for entry in entries)
-    return {(m := re.match(r"([\w.-]+)(?:\[.*\])?==([^\s;]+)", entry))[1]: m[2] for entry in entries}  # type: ignore[index]
+    return dict(re.match(r"([\w.-]+)(?:\[.*\])?==([^\s;]+)", entry).groups() for entry in entries)
 
 
 def test_every_pin_but_torch_s_has_its_hashes() -> None:

@@ -1,6 +1,8 @@
 """The faults: each is a context manager that strikes while the driver is held, and mends on its exit what it broke."""
 
 import contextlib
+import errno
+import io
 import os
 import resource
 import signal
@@ -68,7 +70,7 @@ def stopped(name: str) -> Fault:
         try:
             yield
         finally:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.NoSuchProcess):  # the run may have ended it
                 process.resume()
 
     return strike
@@ -93,16 +95,23 @@ def disk_full(place: Place) -> Iterator[None]:
     if not place.disk.is_mount():
         pytest.skip("this user may not mount a small disk")
     ballast = place.disk / "ballast"
-    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(1 << 20))
-    with ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(1 << 12))
+    with ballast.open("wb", buffering=0) as file:
+        for size in (1 << 20, 1 << 12):
+            _fill(file, size)
     try:
         yield
     finally:
         ballast.unlink()
+
+
+def _fill(file: io.FileIO, size: int) -> None:
+    """Write until the disk is full; any other error is one of this test."""
+    try:
+        while file.write(bytes(size)):
+            pass
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
 
 
 @contextmanager

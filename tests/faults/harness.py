@@ -107,7 +107,7 @@ class Run:
             self.process.kill()
             self.process.wait()
         for child in left(children, within_s=30):
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended by itself
                 child.kill()
 
     # ------------------------------------------------------------------------------------------ where it is
@@ -142,7 +142,7 @@ class Run:
     def is_held(self) -> bool:
         """Wait until the driver is stopped; False: it has ended."""
         for _ in range(1000):
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended and reaped: False in the end
                 state = psutil.Process(self.pid).status()
                 if state in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE):
                     return state == psutil.STATUS_STOPPED

@@ -30,7 +30,7 @@ def _hang() -> float:
 def _hang_deaf() -> float:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while True:
-        with contextlib.suppress(BaseException):
+        with contextlib.suppress(BaseException):  # this is the misdeed
             time.sleep(3600)
 
 

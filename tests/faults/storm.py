@@ -156,7 +156,7 @@ class Storm:
     def _ended(self, case: Case, family: list[psutil.Process]) -> dict[str, Any]:
         began_s = time.monotonic()
         assert self.run.process is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with contextlib.suppress(subprocess.TimeoutExpired):  # said below, with the run's output
             self.run.process.wait(LIMIT_S / 4)
         seconds = round(time.monotonic() - began_s, 1)
         code, said = self.run.process.poll(), self.run.said()
@@ -259,7 +259,7 @@ class Storm:
         return phase in START and self.run.status().get("step") is not None
 
     def _go_on(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError):  # it may end between the question and the signal
             if self.run.process is not None and self.run.process.returncode is None:
                 os.kill(self.run.pid, signal.SIGCONT)
 

@@ -4,9 +4,7 @@ Real processes: `make test-faults` runs all cases, writes reports/faults/matrix.
 Each case is a test of its own, and any selection of them can run alone (`-k`).
 """
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,15 +26,6 @@ def storm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Storm]:
         yield owner
     finally:
         owner.close()
-
-
-@pytest.fixture(scope="module")
-def book() -> Iterator[list[dict[str, Any]]]:
-    """What came of each case; written at the end where FAULTS_REPORT says."""
-    rows: list[dict[str, Any]] = []
-    yield rows
-    if path := os.environ.get("FAULTS_REPORT"):
-        table.write(Path(path), rows)
 
 
 def test_the_matrix_is_large_enough() -> None:

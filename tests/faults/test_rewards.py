@@ -1,9 +1,7 @@
 """Reward functions that misbehave in every way: the run goes on, and each such response scores 0 and is counted."""
 
 import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,14 +46,6 @@ def responses(run: Run) -> list[dict[str, Any]]:
     assert run.process.wait(900) == 0, run.said()[-3000:]
     files = sorted((run.dir / "samples").glob("step_*.jsonl"))
     return [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()]
-
-
-@pytest.fixture(scope="module")
-def book() -> Iterator[list[dict[str, Any]]]:
-    rows: list[dict[str, Any]] = []
-    yield rows
-    if path := os.environ.get("FAULTS_REPORT"):
-        table.write(Path(path), rows)
 
 
 @pytest.mark.parametrize("name", MISDEEDS)

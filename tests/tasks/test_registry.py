@@ -258,7 +258,9 @@ def test_a_champion_knows_which_one_it_has_replaced_and_a_roll_back_is_remembere
     assert champion() == ("3", {BEFORE: "2"})
     left, now = roll_back(cfg, kind="drafter", to=None)
     assert (left.number, now.number, champion()) == ("3", "2", ("2", {BEFORE: "1"}))
-    assert registry.find(model, "d3").tags[ROLLED_BACK]  # type: ignore[union-attr]
+    third = registry.find(model, "d3")
+    assert third is not None
+    assert third.tags[ROLLED_BACK]
     roll_back(cfg, kind="drafter", to=None)
     with pytest.raises(RegistryError, match=r"version 1 has replaced no champion; .* --to NUMBER"):
         roll_back(cfg, kind="drafter", to=None)

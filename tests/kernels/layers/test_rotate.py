@@ -35,6 +35,8 @@ def test_value_and_gradient(dtype: torch.dtype, heads: int, size: int) -> None:
     x, exact = wide[:, :heads], wide.double()[:, :heads]
     want = exact * cos.double() + exact.roll(size // 2, -1) * signed_sin.double()
     got = rotate(x, cos, signed_sin)
+    # float32: three roundings of 2^-24 each, of terms that may cancel; bfloat16: one of the result (2^-9 of a value up
+    # to 1, 2^-8 by the definition of a relative bound above it).  A gradient is a sum of two such products.
     apart = dict(rtol=1e-5, atol=1e-6) if dtype == torch.float32 else dict(rtol=2**-8, atol=2**-9)
     torch.testing.assert_close(got.double(), want, **apart)
     (got_grad,) = torch.autograd.grad(got, wide, grad)

@@ -25,9 +25,10 @@ def test_bfloat16_is_rounded_once(scale: float) -> None:
     gate_up, grad = _case(scale, torch.bfloat16)
     gate, up = gate_up.double().chunk(2, dim=-1)
     want, got = F.silu(gate) * up, swiglu(gate_up)
-    torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-30)
+    torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=1e-30)  # one rounding; atol: where silu underflows
     (got_grad,) = torch.autograd.grad(got, gate_up, grad)
     (want_grad,) = torch.autograd.grad(want, gate_up, grad.double())
+    # one rounding on either side; atol: the gate's derivative passes through zero and is the difference of two terms
     torch.testing.assert_close(got_grad, want_grad.bfloat16(), rtol=2**-7, atol=1e-6 * scale)
     with torch.no_grad():
         assert torch.equal(swiglu(gate_up), got), "the same with and without a gradient"

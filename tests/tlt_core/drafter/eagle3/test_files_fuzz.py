@@ -4,7 +4,7 @@ import json
 import resource
 import shutil
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -150,9 +150,11 @@ def test_any_header_of_the_tensors(count: int, folder: Path, tiny_config: Decode
     end = 8 + struct.unpack("<Q", whole[:8])[0]
     good = json.loads(whole[8:end])
     kinds = st.sampled_from(["F32", "F64", "BF16", "F8_E4M3", "F8_E8M0", "F4", "C64", "U16", "BOOL", "X"])
-    changes: Callable[..., Any] = lambda inside: st.fixed_dictionaries(  # noqa: E731
-        {}, optional={"dtype": kinds | inside, "shape": SHAPES | inside, "data_offsets": SHAPES | inside}
-    )
+
+    def changes(inside: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+        return st.fixed_dictionaries(
+            {}, optional={"dtype": kinds | inside, "shape": SHAPES | inside, "data_offsets": SHAPES | inside}
+        )
 
     @fuzz(count)
     @given(st.sampled_from(sorted(good)), changes(VALUES) | VALUES)
