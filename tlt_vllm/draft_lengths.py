@@ -60,7 +60,7 @@ class DraftLengths:
         self._count = 0
         self._ended_s = 0.0
         self._draft_s = 0.0  # of the latest finished step
-        self._failed = False
+        self.has_failed = False  # the tuner; see `_guarded`
         self._logged_s = clock()
         self._logged: dict[str, list[float]] = {}
 
@@ -149,11 +149,11 @@ class DraftLengths:
 
     def _guarded(self, call: Callable[[], Any]) -> Any:
         """An error of the tuner must not end the engine: from then on the longest draft is used."""
-        if not self._failed:
+        if not self.has_failed:
             try:
                 return call()
             except Exception:  # whatever it is, it is logged whole, and requests go on
-                self._failed = True
+                self.has_failed = True
                 _log.exception("tlt: the tuner failed; %d tokens are drafted in every step from now on", self._longest)
         return self.by_length[self._longest]
 

@@ -9,7 +9,7 @@ import inspect
 import os
 from typing import Any
 
-from tlt_vllm import cpu_fix
+from tlt_vllm import counters, cpu_fix
 from tlt_vllm.settings import Settings, table
 
 SCHEDULER = "tlt_vllm.scheduler.AdaptiveScheduler"
@@ -76,6 +76,8 @@ def prepare(args: Any) -> None:
     if settings is None:
         return
     require_vllm()
+    if not args.disable_log_stats:  # a server; LLM(...) shows no counters
+        counters.publish()
     if settings.exact or settings.capture_mb:
         _choose_runner_v1()
     for name, ours in (("scheduler_cls", SCHEDULER), ("worker_extension_cls", WORKER)):

@@ -12,6 +12,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tlt_vllm.counters import Writer
 from tlt_vllm.draft_lengths import DraftLengths
 from tlt_vllm.settings import Settings
 
@@ -33,6 +34,7 @@ class AdaptiveScheduler(Scheduler):
         speculative = vllm_config.speculative_config
         drafter = "ngram" if speculative is not None and "ngram" in speculative.method else "eagle3"
         self.draft_lengths = DraftLengths(settings, drafter)
+        self._counters = Writer(vllm_config.parallel_config.data_parallel_index)
         self._began_s = 0.0
 
     def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
@@ -52,11 +54,9 @@ class AdaptiveScheduler(Scheduler):
             emitted = {name: len(sampled[row]) for name, row in model_runner_output.req_id_to_index.items()}
             self.draft_lengths.finish(emitted, draft_s=getattr(model_runner_output, "tlt_draft_s", None))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        self.draft_lengths.forget([name for name in self._known(scheduler_output) if name not in self.requests])
+        self.draft_lengths.forget([name for name in scheduler_output.num_scheduled_tokens if name not in self.requests])
+        self._counters.write(self.draft_lengths, is_idle=not self.requests)
         return outputs
-
-    def _known(self, scheduler_output: SchedulerOutput) -> list[str]:
-        return list(scheduler_output.num_scheduled_tokens)
 
     def _choose(self, scheduled: SchedulerOutput) -> int:
         drafted: dict[str, int] = {}

@@ -5,6 +5,7 @@ the drafter arrive over HTTP, and the log says what is drafted.
 """
 
 import json
+import re
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,6 +26,7 @@ class Answers(NamedTuple):
     penalised: list[Completion]
     counters: SpecCounters
     log: str
+    page: str
 
 
 def with_tlt(**settings: Any) -> tuple[str, ...]:
@@ -44,6 +46,7 @@ def ask(server: VllmServer, target) -> Answers:
         said(temperature=0.0, presence_penalty=0.5),
         server.spec_counters(),
         server.log(),
+        server._call("/metrics"),
     )
 
 
@@ -91,6 +94,20 @@ def test_the_log_says_what_is_drafted(speculating):
     found, _ = speculating
     assert "tlt: " in found.log
     assert "tokens a request" in found.log
+
+
+def test_the_page_of_metrics_says_what_is_drafted(speculating):
+    """vLLM also counts what is verified in steps that read prompts; ours are left out."""
+    found, _ = speculating
+
+    def total(name: str) -> float:
+        return sum(float(n) for n in re.findall(rf'^{name}_total{{engine="0",k="\d+"}} (\S+)$', found.page, re.MULTILINE))
+
+    assert set(re.findall(r'tlt_rounds_total{engine="0",k="(\d+)"}', found.page)) == {"0", "2", "5"}
+    assert 0.5 * found.counters.draft_tokens < total("tlt_draft_tokens") <= found.counters.draft_tokens
+    assert 0.5 * found.counters.accepted < total("tlt_accepted_tokens") <= found.counters.accepted
+    assert total("tlt_round_seconds") > 0
+    assert 'tlt_tuner_failed{engine="0"} 0.0' in found.page
 
 
 def test_new_drafter_weights_come_over_http(speculating):

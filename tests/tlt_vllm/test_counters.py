@@ -1,0 +1,78 @@
+"""What an engine leaves for the server's /metrics page."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.tlt_vllm.test_draft_lengths import Engine, settings
+from tlt_vllm.counters import FOLDER, Page, Writer
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    yield tmp_path
+
+
+def shown(folder: Path) -> dict[tuple[str, ...], float]:
+    registry = CollectorRegistry()
+    registry.register(Page(folder))
+    families = text_string_to_metric_families(generate_latest(registry).decode())
+    return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+
+def test_the_page_is_what_the_engines_counted(folder: Path) -> None:
+    engines = [Engine(settings(policy="fixed")), Engine(settings(policy="off"))]
+    for number, engine in enumerate(engines):
+        engine.survives = 3
+        for _ in range(5):
+            engine.step(["a", "b"])
+        Writer(number).write(engine.lengths, is_idle=True)
+    page = shown(folder)
+    # The first step verifies nothing, since nothing had been drafted yet.
+    assert page["tlt_rounds_total", "0", "7"] == 4
+    assert page["tlt_round_requests_total", "0", "7"] == 8
+    assert page["tlt_draft_tokens_total", "0", "7"] == 8 * 7
+    assert page["tlt_accepted_tokens_total", "0", "7"] == 8 * 3
+    assert page["tlt_rounds_total", "0", "0"] == 1
+    assert page["tlt_rounds_total", "1", "0"] == 5
+    spent_s = sum(value for (name, number, *_), value in page.items() if "seconds" in name and number == "0")
+    assert spent_s == pytest.approx(engines[0].now_s, rel=0.1), "a draft counts with the step that verifies it"
+    assert page["tlt_tuner_failed", "0"] == 0
+
+
+def test_a_failed_tuner_shows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(settings())
+    monkeypatch.setattr(engine.lengths.tuner, "choose", lambda *_: 1 / 0)
+    engine.step(["a"])
+    Writer(0).write(engine.lengths, is_idle=True)
+    assert shown(folder)["tlt_tuner_failed", "0"] == 1
+
+
+def test_a_busy_engine_writes_once_a_second(folder: Path) -> None:
+    engine, writer = Engine(settings()), Writer(0)
+    for _ in range(50):
+        engine.step(["a"])
+        writer.write(engine.lengths, is_idle=False)
+    rounds = sum(value for (name, *_), value in shown(folder).items() if name == "tlt_rounds_total")
+    assert rounds < 50, "the file is that of an earlier round"
+    writer.write(engine.lengths, is_idle=True)
+    rounds = sum(value for (name, *_), value in shown(folder).items() if name == "tlt_rounds_total")
+    assert rounds == 50
+
+
+def test_without_a_server_and_without_its_folder_an_engine_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, writer = Engine(settings()), Writer(0)
+    folder.rmdir()
+    writer.write(engine.lengths, is_idle=True)
+    writer.write(engine.lengths, is_idle=True)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    monkeypatch.delenv(FOLDER)
+    Writer(0).write(engine.lengths, is_idle=True)
+    assert FOLDER not in os.environ
