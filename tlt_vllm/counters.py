@@ -2,8 +2,8 @@
 
     engine's process: scheduler -> Writer -> engine-0.json -> Page, in the server's process -> /metrics
 
-vLLM's own counters reach the server with each step's outputs, which have no room for ours.  So the engine leaves a small
-file, at most once a second and whenever no request is left; who asks for the page reads it.
+vLLM's own counters reach the server with each step's outputs, which have no room for ours.  So the engine leaves a
+small file, at most once a second and whenever no request is left; who asks for the page reads it.
 """
 
 import json

@@ -71,7 +71,7 @@ KINDS = {
     "worker's memory limited": Kind(
         faults.limited("ray::Worker", resource.RLIMIT_AS, 1 << 20), ("rollout", "update"), 1, 1, "worker"
     ),
-    "dispatcher killed": Kind(faults.killed("ray::Dispatcher"), STEP, 1, 1, _AGAIN),
+    "dispatcher killed": Kind(faults.killed("ray::Dispatcher"), STEP, 1, 1, "the dispatcher of requests"),
     "raylet killed": Kind(faults.killed("raylet/raylet"), STEP, 1, 1, "Ray's process raylet on this machine has ended"),
     "Ray's control server (GCS) killed": Kind(
         faults.killed("gcs/gcs_server"), STEP, 1, 1, "Ray's process gcs_server on this machine has ended"

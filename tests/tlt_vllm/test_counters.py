@@ -1,7 +1,6 @@
 """What an engine leaves for the server's /metrics page."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,9 @@ from tlt_vllm.counters import FOLDER, Page, Writer
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    yield tmp_path
+    return tmp_path
 
 
 def shown(folder: Path) -> dict[tuple[str, ...], float]:

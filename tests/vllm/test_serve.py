@@ -101,7 +101,8 @@ def test_the_page_of_metrics_says_what_is_drafted(speculating):
     found, _ = speculating
 
     def total(name: str) -> float:
-        return sum(float(n) for n in re.findall(rf'^{name}_total{{engine="0",k="\d+"}} (\S+)$', found.page, re.MULTILINE))
+        values = re.findall(rf'^{name}_total{{engine="0",k="\d+"}} (\S+)$', found.page, re.MULTILINE)
+        return sum(map(float, values))
 
     assert set(re.findall(r'tlt_rounds_total{engine="0",k="(\d+)"}', found.page)) == {"0", "2", "5"}
     assert 0.5 * found.counters.draft_tokens < total("tlt_draft_tokens") <= found.counters.draft_tokens

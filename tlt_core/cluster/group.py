@@ -11,7 +11,6 @@ the rest of the group is killed, so nobody waits in a collective for a dead peer
 import contextlib
 import logging
 import os
-import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,8 @@ from conf.system import ClusterConfig
 from tlt_core.cluster.dispatcher import Dispatcher, Drained, OfferedPass
 from tlt_core.cluster.drafting import DrafterPublished
 from tlt_core.cluster.messages import GenerateReport, UpdateReport, WorkerSpec
-from tlt_core.cluster.placement import lost_nodes, require_room, reserve, start_ray
+from tlt_core.cluster.placement import require_room, reserve, start_ray
+from tlt_core.cluster.post_mortem import dead_processes, own_error, who
 from tlt_core.cluster.rendezvous import LOOPBACK
 from tlt_core.cluster.shared_folders import expected_files, probe_file, require_seen
 from tlt_core.cluster.watch import Watch
@@ -42,7 +42,6 @@ _POLL_S = 0.02  # how often the driver checks whether it must still wait
 _GATHER_S = 0.1  # how often it gathers finished rollouts
 _WAKE_S = 1.0  # how often it looks after workers that it waits for
 _DISPATCHER_S = 120.0  # longest answer; a busy machine takes seconds to start it
-_POST_MORTEM_S = 10.0  # for Ray to notice that a process or node is gone, after its peers have felt it
 _RESUME = "Start the same command again to resume from the newest checkpoint."
 
 
@@ -298,7 +297,7 @@ class WorkerGroup:
             raise WorkerDied(f"The dispatcher, a process here, is silent for {within_s:.0f} s.  {_RESUME}") from error
         except RayError as error:  # the call raised; or: actor died, out of memory, node lost
             try:
-                failure = _own_error(error) or self._post_mortem(error)
+                failure = own_error(error) or self._post_mortem(error)
             finally:
                 self.kill()
             raise failure from error
@@ -307,43 +306,11 @@ class WorkerGroup:
         """Say which worker failed.  Logged at once, since the driver may end together with Ray."""
         if lost := self._watch.lost_ray():
             return WorkerDied(f"{lost}.  {_RESUME}")
-        dead = self._dead_workers()  # its peers in a collective fail before its own call does
+        # Its peers in a collective fail before its own call does.
+        dead = dead_processes(self._workers, self._placement.nodes, self._dispatcher)
         if not isinstance(error, RayTaskError):
-            text = f"{_who(dead)}  {_RESUME}  ({error})"
+            text = f"{who(dead)}  {_RESUME}  ({error})"
         else:
-            text = f"{_who(dead)}  {_RESUME}" if dead else f"A worker failed with:\n{error}"
+            text = f"{who(dead)}  {_RESUME}" if dead else f"A worker failed with:\n{error}"
         log.error("%s", text)
         return WorkerDied(text)
-
-    def _dead_workers(self) -> list[str]:
-        """Which workers are gone, in words.  A living worker answers, or is busy."""
-        asked = {worker.__ray_ready__.remote(): rank for rank, worker in enumerate(self._workers)}
-        pending, dead, until_s = list(asked), list[int](), time.monotonic() + _POST_MORTEM_S
-        while pending and not dead and (left_s := until_s - time.monotonic()) > 0:
-            answered, pending = ray.wait(pending, num_returns=1, timeout=left_s)
-            dead = [asked[call] for call in answered if _is_lost(call)]
-        lost = lost_nodes(self._placement.nodes)
-        return [
-            f"worker {rank} on node {node.address}{', which has left the cluster' if node.id in lost else ''}"
-            for rank, node in enumerate(self._placement.nodes)
-            if rank in dead or node.id in lost
-        ]
-
-
-def _is_lost(call: Any) -> bool:
-    try:
-        ray.get(call)
-    except RayError:
-        return True
-    return False
-
-
-def _who(dead: Sequence[str]) -> str:
-    which = "; ".join(dead) or "it is not known which"
-    return f"A worker process ended unexpectedly ({which}): it was killed, ran out of memory, or its node failed."
-
-
-def _own_error(error: RayError) -> Exception | None:
-    """Our own typed errors keep their type across the process boundary; anything else is a dead worker."""
-    cause = error.cause if isinstance(error, RayTaskError) else None
-    return cause if isinstance(cause, OSError) or type(cause).__module__.startswith("tlt_core.") else None

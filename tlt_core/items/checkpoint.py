@@ -118,8 +118,14 @@ def newest(root: Path) -> Iterator[Found | None]:
                 yield Found(folder, load_state(folder))
                 return
         skipped.add(folder)
-        log.warning("skipping checkpoint %s: %s", folder, problem)
+        _say_skipped(folder, problem)
     yield None
+
+
+@functools.cache
+def _say_skipped(folder: Path, problem: str) -> None:
+    """Once a process, however many look for the newest one."""
+    log.warning("skipping checkpoint %s: %s", folder, problem)
 
 
 def newest_valid(root: Path) -> Path | None:

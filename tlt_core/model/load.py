@@ -102,9 +102,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 def load_decoder(folder: Path, *, dtype: torch.dtype, device: str | torch.device = "cpu") -> Decoder:
     """Build the decoder and fill it from the folder's safetensors.  Raises ModelError."""
     config = load_config(folder)
-    decoder = _blank(config, dtype=dtype, device=device)
+    with torch.device("meta"):
+        decoder = Decoder(config)
     raw = read_tensors(folder)
     wanted = {name: tuple(p.shape) for name, p in decoder.named_parameters()}
+    _require_shapes(raw, folder, wanted)  # before memory of the size that config.json tells is taken
+    decoder = decoder.to(dtype).to_empty(device=device)
     decoder.load_weights(_from_hf(raw, config, folder, wanted))
     if raw:
         raise ModelError(
@@ -239,24 +242,30 @@ def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
         raise ModelError(f"{path} is damaged ({error}); download or copy it again") from None
 
 
-def _from_hf(
-    raw: dict[str, Tensor], config: DecoderConfig, folder: Path, wanted: Mapping[str, tuple[int, ...]]
-) -> Iterator[tuple[str, Tensor]]:
-    """Take our parameters out of the raw tensors, and remove those there.  Raises ModelError."""
+def _require_shapes(raw: Mapping[str, Tensor], folder: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ModelError."""
     for name, shape in wanted.items():
         parts = []
         for hf in _hf_names(name):
             if hf not in raw:
                 raise ModelError(f"{folder} lacks the tensor {hf}; the checkpoint is incomplete or of another family")
+            parts.append(tuple(raw[hf].shape))
+        found = (sum(part[0] for part in parts), *parts[0][1:]) if all(parts) else ()
+        if found != shape or len({part[1:] for part in parts}) > 1:
+            raise ModelError(f"{folder}: {_hf_names(name)[0]} has shape {found}, config.json implies {shape}")
+
+
+def _from_hf(
+    raw: dict[str, Tensor], config: DecoderConfig, folder: Path, wanted: Iterable[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Take our parameters out of the raw tensors, and remove those there.  Raises ModelError."""
+    for name in wanted:
+        parts = []
+        for hf in _hf_names(name):
             if not is_finite(raw[hf]):
                 raise ModelError(f"{folder}: {hf} holds NaN or infinite numbers; download or copy the model again")
             parts.append(raw.pop(hf))
-        value = torch.cat(parts) if len(parts) > 1 else parts[0]
-        if tuple(value.shape) != shape:
-            raise ModelError(
-                f"{folder}: {_hf_names(name)[0]} has shape {tuple(value.shape)}, config.json implies {shape}"
-            )
-        yield name, value
+        yield name, torch.cat(parts) if len(parts) > 1 else parts[0]
     if config.tie_word_embeddings:
         raw.pop("lm_head.weight", None)
     for name in [n for n in raw if n.endswith("rotary_emb.inv_freq")]:  # derived; old checkpoints may store it

@@ -153,6 +153,13 @@ def test_wrong_shape(folder):
         load_decoder(folder, dtype=torch.float32)
 
 
+def test_sizes_that_the_tensors_do_not_have_take_no_memory(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 1 << 40}))
+    with pytest.raises(ModelError, match=r"gate_proj.weight has shape .*, config.json implies \(2199023255552, 32\)"):
+        load_decoder(folder, dtype=torch.float32)
+
+
 def test_weights_that_are_not_finite_are_found_without_a_decoder(folder):
     check_finite(folder)
     edit_tensors(folder, lambda t: t["model.norm.weight"][5].fill_(-torch.inf))
