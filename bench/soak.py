@@ -146,7 +146,8 @@ def _storm(config: Path, chance: random.Random) -> tuple[Outcome, list[Fault]]:
             if process.poll() is None and step >= next_at:
                 kind = chance.choice(sorted(_FAULTS))
                 if _FAULTS[kind](process.pid, chance):
-                    _wait(process, _LOOK_S * 5)
+                    while process.poll() is None and _steps_done(config.with_suffix("")) <= step + 1:
+                        _wait(process, _LOOK_S)  # it ends, or goes on
                     faults.append(Fault(kind, step, process.poll() is not None))
                     next_at = step + chance.randint(*_QUIET_STEPS)
         if process.returncode == 0:

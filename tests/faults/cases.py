@@ -26,7 +26,6 @@ BETWEEN = "between two starts"
 WITH_WORKERS = ("cold start", *STEP)
 
 _INTERRUPTED = "Interrupted.  The same command goes on from the newest checkpoint."
-_AGAIN = "Start the same command again to resume from the newest checkpoint"
 _DIED = "A worker process ended unexpectedly"
 
 

@@ -38,6 +38,7 @@ class WorkerSpec(NamedTuple):
     spot_dir: Path | None = None  # where hidden states and the drafter's training state are kept; None: no training
     vllm: VllmSpec | None = None  # needed where `rollout.engine` is vllm
     release_memory: bool = False  # of the rollout, while the policy is trained
+    gpu_bytes: int = 0  # most that a worker takes of its GPU, as planned
 
 
 class GenerateReport(NamedTuple):

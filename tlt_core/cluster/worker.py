@@ -40,7 +40,7 @@ from tlt_core.items.types import SamplingParams
 from tlt_core.machine.getting_on import got_on
 from tlt_core.machine.host_memory import keep_freed_memory
 from tlt_core.machine.low_priority import giving_way
-from tlt_core.machine.memory import peak_bytes
+from tlt_core.machine.memory import peak_bytes, require_gpu
 from tlt_core.machine.precision import as_torch
 from tlt_core.rollout.replica import Replica
 from tlt_core.spot.coordinator import Action, Progress, WorkerIdle
@@ -96,6 +96,8 @@ class Worker:
         """Build all parts from the start model, or from a checkpoint."""
         spec, place = self._spec, {"rank": self._rank, "world_size": self._world_size}
         self._policy_version = policy_version
+        if self._device.type == "cuda":
+            require_gpu(spec.gpu_bytes)  # the driver may not see it
         self._started = start_replica(spec, checkpoint=checkpoint, policy_version=policy_version, **place)
         if spec.trainer is None:
             return

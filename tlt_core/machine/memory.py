@@ -7,6 +7,7 @@ import psutil
 import torch
 
 _STATUS = Path("/proc/self/status")
+USABLE = 0.95  # of a GPU: torch's allocator keeps pieces that fit nothing
 # Marketed sizes, in GB; `--gpu 80` names one that is not here.
 GPUS_GB = {
     "l4": 24,
@@ -21,6 +22,10 @@ GPUS_GB = {
 }
 
 
+class GpuError(RuntimeError):
+    """A process has no GPU, or one that is too small."""
+
+
 def peak_bytes(device: torch.device) -> int:
     """Most that this process has held so far: reserved by torch on a GPU; resident on a CPU."""
     if device.type == "cuda":
@@ -33,6 +38,21 @@ def gpu_bytes() -> int | None:
     """Of the smallest GPU that this process sees; None: there is none."""
     sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
     return min(sizes, default=None)
+
+
+def require_gpu(needed: int) -> None:
+    """Raises GpuError where this process's GPU has fewer bytes that can be used than `needed`."""
+    found = gpu_bytes()
+    if found is None:
+        raise GpuError(
+            "cluster.device=cuda, and a worker sees no GPU: set cluster.gpus_per_worker=1, and check that its torch is "
+            "built for CUDA (tlt doctor).  cluster.device=cpu runs without"
+        )
+    if needed > found * USABLE:
+        raise GpuError(
+            f"a worker takes {needed / 1e9:.1f} GB, and its GPU has {found * USABLE / 1e9:.1f} GB that can be used: "
+            f"'tlt doctor CONFIG --gpu {found / 1e9:.0f}' says what takes them and what to change"
+        )
 
 
 def named_gpu_bytes(name: str) -> int:

@@ -16,12 +16,12 @@ from conf.update import DeepSpeedBackend
 from tlt_core.drafter.eagle3.model import Eagle3Config, Eagle3Model
 from tlt_core.grpo.backend import ZERO_BUCKET, ZERO_LIVE
 from tlt_core.grpo.pass_memory import pass_bytes, trained_parameters
+from tlt_core.machine.memory import USABLE
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.config import DecoderConfig
 from tlt_core.rollout.kv_memory import slot_bytes
 
 _GB = 1e9
-_USABLE = 0.95  # of a GPU: torch's allocator keeps pieces that fit nothing
 _CPU_PROCESS = 0.55e9  # Python, torch and Ray
 # oneDNN keeps its last 1,024 compiled products; passes of ever new lengths fill that.  1.1 MB each, measured on AMX.
 # With $ONEDNN_PRIMITIVE_CACHE_CAPACITY=256 passes like the demo's take as long, with 64 they take 1.4 times as long.
@@ -117,7 +117,7 @@ def memory_plan(cfg: RunConfig, model: DecoderConfig, *, longest_prompt: int | N
 def check(plan: MemoryPlan, cfg: RunConfig, *, device_bytes: int) -> None:
     """Raises MemoryPlanError where a phase does not fit into the GPU."""
     phase, needed = plan.peak
-    usable = int(device_bytes * _USABLE)
+    usable = int(device_bytes * USABLE)
     if needed <= usable:
         return
     owners = sorted(plan.phases[phase].items(), key=lambda item: -item[1])

@@ -14,6 +14,10 @@ from tlt_core.run.memory_plan import memory_plan
 
 def worker_spec(cfg: RunConfig, start_model: Path, *, longest_prompt: int) -> WorkerSpec:
     """longest_prompt: tokens of it, over training and validation prompts."""
+    plan = None
+    if cfg.cluster.device == "cuda":
+        plan = memory_plan(cfg, load_config(start_model), longest_prompt=longest_prompt)
+    leave = plan.leave_bytes if plan is not None and cfg.rollout.engine == "vllm" else 0
     return WorkerSpec(
         model_dir=start_model.resolve(),
         rollout=_with_absolute_path(cfg.rollout),
@@ -30,16 +34,10 @@ def worker_spec(cfg: RunConfig, start_model: Path, *, longest_prompt: int) -> Wo
         seed=cfg.seed,
         drafter=cfg.drafter,
         spot_dir=(cfg.run_dir / "spot").resolve() if trains_drafter(cfg) else None,
-        vllm=VllmSpec(vllm_python(), (cfg.run_dir / "vllm").resolve(), _leave(cfg, start_model, longest_prompt)),
+        vllm=VllmSpec(vllm_python(), (cfg.run_dir / "vllm").resolve(), leave),
         release_memory=cfg.cluster.release_rollout_memory,
+        gpu_bytes=0 if plan is None else plan.peak[1],
     )
-
-
-def _leave(cfg: RunConfig, start_model: Path, longest_prompt: int) -> int:
-    """Bytes of a GPU that vLLM leaves to the update and the drafter's training."""
-    if cfg.rollout.engine != "vllm" or cfg.cluster.device != "cuda":
-        return 0
-    return memory_plan(cfg, load_config(start_model), longest_prompt=longest_prompt).leave_bytes
 
 
 def _with_absolute_path(rollout: RolloutConfig) -> RolloutConfig:

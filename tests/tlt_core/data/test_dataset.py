@@ -151,6 +151,14 @@ def test_bad_line_is_named(tokenizer, tmp_path, line, problem):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.jsonl"]
 
 
+@pytest.mark.parametrize(("name", "problem"), [("rows.jsonl", "has no rows"), ("rows.csv", "convert it")])
+def test_a_file_without_rows_or_of_another_kind_is_refused(tokenizer, tmp_path, name, problem):
+    (tmp_path / name).write_text("\n")
+    cfg = FileData(kind="file", train_path=str(tmp_path / name))
+    with pytest.raises(DataError, match=problem):
+        prepare(cfg, tokenizer, tmp_path / "d")
+
+
 def test_odd_values_beside_prompt_and_answer_are_kept(tokenizer, tmp_path):
     """The deepest nesting that is allowed, NaN, a number of a thousand digits, a whole surrogate pair."""
     deep = "[" * 63 + "1" + "]" * 63

@@ -9,17 +9,20 @@ import torch
 from conf.load import load
 from conf.optimizer import AdamWConfig
 from conf.run import RunConfig
+from tlt_core.cluster.worker import Worker
 from tlt_core.grpo.pass_memory import LiveBytes
 from tlt_core.grpo.policy import PolicyModel
 from tlt_core.grpo.torch_backend import TorchBackend
+from tlt_core.machine import memory
 from tlt_core.machine.memory import named_gpu_bytes, peak_bytes
 from tlt_core.model.config import DecoderConfig
-from tlt_core.model.load import random_decoder
+from tlt_core.model.load import load_config, random_decoder
 from tlt_core.model.shapes import KNOWN, shape, shape_of
 from tlt_core.rollout.vllm import process
 from tlt_core.run import memory_plan as module
 from tlt_core.run import preflight
 from tlt_core.run.memory_plan import MemoryPlanError, check, memory_plan, vllm_room
+from tlt_core.run.worker_spec import worker_spec
 
 GPU_GB = {"single_gpu": 24, "multi_gpu": 80, "multi_node": 80, "gpu_7b_lora": 80, "gpu_7b_offload": 80, "gpu_14b": 80}
 SEVEN_B = KNOWN["qwen2.5-7b"]
@@ -133,3 +136,24 @@ def test_the_peak_of_a_process_grows_with_what_it_holds() -> None:
     before = peak_bytes(torch.device("cpu"))
     held = torch.ones(before // 4 + (64 << 20))  # more than the peak so far
     assert peak_bytes(torch.device("cpu")) >= held.nbytes
+
+
+def test_a_worker_looks_at_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver may run where there is none."""
+    cfg = _load("multi_gpu")
+    needed = memory_plan(cfg, SEVEN_B).peak[1]
+    monkeypatch.setattr(memory, "gpu_bytes", lambda: 80 * 10**9)
+    memory.require_gpu(needed)
+    monkeypatch.setattr(memory, "gpu_bytes", lambda: 24 * 10**9)
+    with pytest.raises(memory.GpuError, match=r"its GPU has 22\.8 GB that can be used: .*--gpu 24"):
+        memory.require_gpu(needed)
+
+
+def test_a_worker_without_a_gpu_says_so_before_it_loads_anything(tiny_folder: Path) -> None:
+    cfg = _load("multi_gpu", "rollout.engine=own", "cluster.threads_per_worker=1")
+    spec = worker_spec(cfg, tiny_folder, longest_prompt=8)
+    assert spec.gpu_bytes == memory_plan(cfg, load_config(tiny_folder), longest_prompt=8).peak[1] > 0
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(memory.GpuError, match=r"cluster\.gpus_per_worker=1"):
+        Worker(0, 1, spec).load(None, 0)
