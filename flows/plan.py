@@ -22,6 +22,7 @@ def plan(plain: str, *, speculative: str | None, workers: int | None) -> tuple[l
     plain: a run that did not speculate.  speculative: one that did, on the same machine.  workers: of the planned run.
     Raises ConfigError.
     """
+    from tlt_core.grpo.passes import skips_zero_advantage
     from tlt_core.run.plan.alternatives import alternatives
     from tlt_core.run.plan.fit import PlanError, Recorded, recorded
     from tlt_core.run.plan.simulate import simulate
@@ -30,7 +31,8 @@ def plan(plain: str, *, speculative: str | None, workers: int | None) -> tuple[l
     def read(run: str) -> tuple[Any, Recorded]:
         run_dir, cfg = find(run)
         try:
-            return cfg, recorded(run_dir, rows_of(run_dir), workers=cfg.cluster.num_workers)
+            skips = skips_zero_advantage(cfg.update, cfg.algorithm)
+            return cfg, recorded(run_dir, rows_of(run_dir), workers=cfg.cluster.num_workers, skips=skips)
         except PlanError as error:
             raise ConfigError(str(error)) from None
 

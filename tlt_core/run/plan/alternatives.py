@@ -10,10 +10,10 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tlt_core.run.plan.simulate import Costs, Rates, decode, simulate, update_seconds
+from tlt_core.run.plan.simulate import Costs, Group, Rates, decode, simulate, update_seconds, work
 
 _MORE = 4  # one group more for every four: a quarter
-Groups = Sequence[Sequence[int]]
+Groups = Sequence[Group]
 
 
 class Plan(NamedTuple):
@@ -26,7 +26,7 @@ class Plan(NamedTuple):
 
 
 def alternatives(steps: Sequence[Groups], rates: Rates, costs: Costs, *, workers: int, max_live: int) -> list[Plan]:
-    """steps: response lengths by step and prompt.  Those that need more than one worker are left out for one."""
+    """steps: groups of each step.  Those that need more than one worker are left out for one."""
     size = {"workers": workers, "max_live": max_live}
     found = [_over_provisioning(steps, rates, costs, **size), _tail_batching(steps, rates, costs, **size)]
     if workers > 1:
@@ -41,11 +41,11 @@ def _over_provisioning(steps: Sequence[Groups], rates: Rates, costs: Costs, *, w
         sampled = [*groups, *more[: max(1, len(groups) // _MORE)]]
         ends = decode(sampled, rates, workers=workers, max_live=max_live)
         first = [g for _, g in sorted(zip(ends.group_s, range(len(sampled)), strict=True))][: len(groups)]
-        chosen = [length for g in first for length in sampled[g]]
+        chosen = [sampled[g] for g in first]
         over_s = max(ends.group_s[g] for g in first) + costs.rollout_fixed_s
-        seconds.append(over_s + update_seconds(sum(chosen), costs, workers=workers) + costs.other_s)
-        kept += chosen
-        everything += [length for group in sampled for length in group]
+        seconds.append(over_s + update_seconds(work(chosen), costs, workers=workers) + costs.other_s)
+        kept += [length for group in chosen for length in group.lengths]
+        everything += [length for group in sampled for length in group.lengths]
     bias = statistics.fmean(kept) / statistics.fmean(everything) - 1
     return Plan("over-provisioning by a quarter", statistics.fmean(seconds), 0.0, bias)
 
@@ -53,7 +53,7 @@ def _over_provisioning(steps: Sequence[Groups], rates: Rates, costs: Costs, *, w
 def _tail_batching(steps: Sequence[Groups], rates: Rates, costs: Costs, *, workers: int, max_live: int) -> Plan:
     """As above, but dropped groups are sampled together in every fifth step.  So no length is lost."""
     short = _over_provisioning(steps, rates, costs, workers=workers, max_live=max_live)
-    groups = sorted((g for step in steps for g in step), key=max, reverse=True)
+    groups = sorted((g for step in steps for g in step), key=lambda g: max(g.lengths), reverse=True)
     longest = groups[: max(len(groups) // (_MORE + 1), 1)]
     size = len(steps[0])
     batches = [longest[i : i + size] for i in range(0, len(longest), size)]
@@ -68,20 +68,20 @@ def _one_step_off(steps: Sequence[Groups], rates: Rates, costs: Costs, *, worker
     seconds = []
     for groups in steps:
         own = simulate(groups, rates, costs, workers=half, max_live=max_live)
-        tokens = sum(sum(group) for group in groups)
-        seconds.append(max(own.rollout_s, update_seconds(tokens, costs, workers=workers - half)) + costs.other_s)
+        update_s = update_seconds(work(groups), costs, workers=workers - half)
+        seconds.append(max(own.rollout_s, update_s) + costs.other_s)
     return Plan("one step off, on halves of the workers", statistics.fmean(seconds), 1.0, 0.0)
 
 
 def _partial_rollout(steps: Sequence[Groups], rates: Rates, costs: Costs, *, workers: int, max_live: int) -> Plan:
     """The step ends with as many responses as it needs; those under way go on with the next policy."""
     queue = [group for step in steps for group in step]
-    tokens = sum(sum(group) for group in queue)
-    needed = sum(len(group) for group in steps[0])
+    tokens = sum(sum(group.lengths) for group in queue)
+    needed = sum(len(group.lengths) for group in steps[0])
     ends = decode(queue, rates, workers=workers, max_live=max_live, mark=needed)
     full = max(len(ends.marks_s) - 1, 1)  # the last one waits for the longest: not so in a run that goes on
     rollout_s = ends.marks_s[full - 1] / full + costs.rollout_fixed_s
-    update_s = update_seconds(tokens / len(steps), costs, workers=workers)
+    update_s = update_seconds(work(queue) / len(steps), costs, workers=workers)
     return Plan("partial rollout", rollout_s + update_s + costs.other_s, ends.before_mark / tokens, 0.0)
 
 

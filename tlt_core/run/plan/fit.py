@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from tlt_core.items.store import load_scored
-from tlt_core.items.types import RolloutBatch
-from tlt_core.run.plan.simulate import BINS, Costs, Rates, bin_of
+from tlt_core.items.types import RolloutBatch, ScoredBatch
+from tlt_core.run.plan.simulate import BINS, Costs, Group, Rates, bin_of, work
 
 _LEAST_S = 1.0  # of a bin over all responses: with less, the neighbour's rate is taken
 
@@ -26,15 +26,16 @@ class PlanError(ValueError):
 class Recorded(NamedTuple):
     """A run's own work and costs."""
 
-    groups: list[list[list[int]]]  # response lengths, by step and prompt, in the order of sampling
+    groups: list[list[Group]]  # by step, in the order of sampling
     rates: Rates
     costs: Costs
     step_s: float  # means over the steps
     rollout_s: float
 
 
-def recorded(run_dir: Path, rows: Sequence[Mapping[str, float]], *, workers: int) -> Recorded:
+def recorded(run_dir: Path, rows: Sequence[Mapping[str, float]], *, workers: int, skips: bool) -> Recorded:
     """rows: of `metrics.jsonl`.  The first step of each attempt warms up and is left out where others remain.
+    skips: responses with advantage 0 get no gradient.
 
     Raises PlanError.
     """
@@ -43,19 +44,19 @@ def recorded(run_dir: Path, rows: Sequence[Mapping[str, float]], *, workers: int
         min(int(r["step"]) for r in rows if r["training/resume_attempt"] == attempt) for attempt in _attempts(rows)
     }
     rows = [row for row in rows if int(row["step"]) not in firsts] or rows
-    batches = {}
+    steps: dict[int, ScoredBatch] = {}
     for row in rows:
         file = run_dir / "steps" / f"{int(row['step']):06d}" / "scored.safetensors"
         if file.is_file():
-            batches[int(row["step"])] = load_scored(file).rollouts
-    rows = [row for row in rows if int(row["step"]) in batches]
+            steps[int(row["step"])] = load_scored(file)
+    rows = [row for row in rows if int(row["step"]) in steps]
     if not rows:
         raise PlanError(f"{run_dir}/steps has no scored responses of a recorded step: name a run whose folder is whole")
-    groups = [_groups(batches[int(row["step"])]) for row in rows]
+    groups, batches = [_groups(step, skips=skips) for step in steps.values()], [s.rollouts for s in steps.values()]
     return Recorded(
         groups,
-        rates=fit_rates(list(batches.values()), workers=workers),
-        costs=_costs(rows, list(batches.values()), workers=workers),
+        rates=fit_rates(batches, workers=workers),
+        costs=_costs(rows, batches, groups, workers=workers),
         step_s=statistics.fmean(row["timing_s/step"] for row in rows),
         rollout_s=statistics.fmean(row["timing_s/gen"] for row in rows),
     )
@@ -93,10 +94,19 @@ def _seconds_by_bin(spans: Sequence[tuple[float, float]]) -> list[list[float]]:
     return result
 
 
-def _costs(rows: Sequence[Mapping[str, float]], batches: Sequence[RolloutBatch], *, workers: int) -> Costs:
-    """Update: seconds over tokens that were not streamed, by least squares with a constant where steps differ."""
-    tokens = [float(b.response_lens_R.sum()) for b in batches]
-    left = [n * (1 - row.get("bubble/streamed_share", 0.0)) for n, row in zip(tokens, rows, strict=True)]
+def _costs(
+    rows: Sequence[Mapping[str, float]],
+    batches: Sequence[RolloutBatch],
+    groups: Sequence[Sequence[Group]],
+    *,
+    workers: int,
+) -> Costs:
+    """Update: seconds over the work that was not streamed."""
+    streamed = [
+        row.get("bubble/streamed_share", 0.0) * sum(g.trained for g in own)
+        for row, own in zip(rows, groups, strict=True)
+    ]
+    left = [work(own) - done for own, done in zip(groups, streamed, strict=True)]
     update_s = [row["timing_s/update_actor"] for row in rows]
     fixed_s = statistics.fmean(row.get("timing_s/update_weights", 0.0) for row in rows)
     decoded_s = [float(b.finished_s_R.max() - b.started_s_R.min()) for b in batches]
@@ -110,16 +120,26 @@ def _costs(rows: Sequence[Mapping[str, float]], batches: Sequence[RolloutBatch],
     )
 
 
-def _groups(batch: RolloutBatch) -> list[list[int]]:
-    """Response lengths by prompt, in the order in which prompts began."""
-    by_prompt: dict[int, list[int]] = {}
-    began: dict[int, float] = {}
-    for prompt, length, start in zip(
-        batch.prompt_ids_R.tolist(), batch.response_lens_R.tolist(), batch.started_s_R.tolist(), strict=True
-    ):
-        by_prompt.setdefault(prompt, []).append(length)
-        began[prompt] = min(start, began.get(prompt, start))
-    return [by_prompt[prompt] for prompt in sorted(by_prompt, key=lambda p: began[p])]
+def _groups(step: ScoredBatch, *, skips: bool) -> list[Group]:
+    """In the order in which prompts began."""
+    batch = step.rollouts
+    rows: dict[int, list[int]] = {}
+    for row, prompt in enumerate(batch.prompt_ids_R.tolist()):
+        rows.setdefault(prompt, []).append(row)
+    began_s, lengths = batch.started_s_R.tolist(), batch.response_lens_R.tolist()
+    is_trained = [not skips or advantage != 0 for advantage in step.advantages_R.tolist()]
+
+    def group(own: list[int]) -> Group:
+        prompt = int(batch.prompt_lens_R[own[0]])  # once in each pass: siblings share it
+        trained = sum(lengths[r] for r in own if is_trained[r])
+        measured = sum(lengths[r] for r in own if not is_trained[r])
+        return Group(
+            tuple(lengths[r] for r in own),
+            trained=trained + prompt * bool(trained),
+            measured=measured + prompt * bool(measured),
+        )
+
+    return [group(own) for own in sorted(rows.values(), key=lambda own: min(began_s[r] for r in own))]
 
 
 def _attempts(rows: Sequence[Mapping[str, float]]) -> set[float]:

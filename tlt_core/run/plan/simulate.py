@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+FORWARD = 1 / 3  # of a trained token's operations: a forward pass alone
 BINS = (1, 2, 4, 8, 16, 32, 64, 1 << 30)
 """Largest number of live requests of each bin of `Rates`."""
 
@@ -29,10 +30,23 @@ class Rates:
         return self.by_bin[bin_of(live)]
 
 
+class Group(NamedTuple):
+    """A prompt's responses.  Group.of([30, 20]) == Group((30, 20), trained=50)"""
+
+    lengths: Sequence[int]  # tokens of each response, in the order of sampling
+    trained: float  # tokens of the update's passes with a gradient, the prompt's among them
+    measured: float = 0.0  # ... of the passes without: their advantage is 0
+
+    @classmethod
+    def of(cls, lengths: Sequence[int]) -> "Group":
+        """Trained on as a whole, with a prompt of no length."""
+        return cls(tuple(lengths), trained=sum(lengths))
+
+
 class Costs(NamedTuple):
     """What a step costs besides decoding."""
 
-    update_token_s: float  # worker seconds of one token of a response in the update
+    update_token_s: float  # worker seconds of one trained token in the update
     update_fixed_s: float  # of each update, on all workers at once: sum of gradients, optimizer, publish
     rollout_fixed_s: float  # of each rollout: calls, results
     other_s: float  # rest of the step
@@ -63,22 +77,27 @@ def bin_of(live: int) -> int:
 
 
 def simulate(
-    groups: Sequence[Sequence[int]], rates: Rates, costs: Costs, *, workers: int, max_live: int, streams: bool = False
+    groups: Sequence[Group], rates: Rates, costs: Costs, *, workers: int, max_live: int, streams: bool = False
 ) -> Step:
-    """One step.  groups: response lengths by prompt, in the order of sampling.  streams: idle workers compute the
-    update of groups that have ended, one group at a time."""
+    """One step.  groups: in the order of sampling.  streams: idle workers compute the gradients of groups that have
+    ended, one group at a time."""
     ends = decode(groups, rates, workers=workers, max_live=max_live)
     over_s = max(ends.worker_s)
     idle_s = sum(over_s - s for s in ends.worker_s)
-    tokens = [sum(group) for group in groups]
-    streamed = _streamed(tokens, ends, over_s, costs.update_token_s) if streams else 0
-    update_s = update_seconds(sum(tokens) - streamed, costs, workers=workers)
+    trained = [group.trained for group in groups]
+    streamed = _streamed(trained, ends, over_s, costs.update_token_s) if streams else 0.0
+    update_s = update_seconds(work(groups) - streamed, costs, workers=workers)
     rollout_s = over_s + costs.rollout_fixed_s
-    return Step(rollout_s, update_s, rollout_s + update_s + costs.other_s, idle_s, streamed / max(sum(tokens), 1))
+    return Step(rollout_s, update_s, rollout_s + update_s + costs.other_s, idle_s, streamed / max(sum(trained), 1))
+
+
+def work(groups: Sequence[Group]) -> float:
+    """Of their update, in trained tokens."""
+    return sum(group.trained + FORWARD * group.measured for group in groups)
 
 
 def update_seconds(tokens: float, costs: Costs, *, workers: int) -> float:
-    """Of an update on so many tokens."""
+    """Of an update whose `work` is so many tokens."""
     return tokens * costs.update_token_s / workers + costs.update_fixed_s
 
 
@@ -91,10 +110,11 @@ class Ends(NamedTuple):
     before_mark: float  # tokens that were decoded before the last mark that their response has seen
 
 
-def decode(groups: Sequence[Sequence[int]], rates: Rates, *, workers: int, max_live: int, mark: int = 1 << 62) -> Ends:
+def decode(groups: Sequence[Group], rates: Rates, *, workers: int, max_live: int, mark: int = 1 << 62) -> Ends:
     """Decode all responses.  mark: a mark is made after every so many responses."""
-    queue = deque((length, g) for g, group in enumerate(groups) for length in group)
-    outstanding, missing = len(queue), [len(group) for group in groups]
+    queue = deque((length, g) for g, group in enumerate(groups) for length in group.lengths)
+    responses, missing = len(queue), [len(group.lengths) for group in groups]
+    outstanding = responses
     group_s, marks_s, team = [0.0] * len(groups), list[float](), [_Worker([]) for _ in range(workers)]
     numbers, seen = itertools.count(), dict[int, float]()  # tokens of each response at the last mark
 
@@ -121,7 +141,7 @@ def decode(groups: Sequence[Sequence[int]], rates: Rates, *, workers: int, max_l
         missing[group] -= 1
         if not missing[group]:
             group_s[group] = worker.at_s
-        if (sum(map(len, groups)) - outstanding) % mark == 0:
+        if (responses - outstanding) % mark == 0:
             marks_s.append(worker.at_s)
             for other in team:
                 see(other, worker.at_s)
@@ -133,12 +153,12 @@ def decode(groups: Sequence[Sequence[int]], rates: Rates, *, workers: int, max_l
     return Ends([worker.at_s for worker in team], group_s, marks_s, sum(seen.values()))
 
 
-def _streamed(tokens: Sequence[int], ends: Ends, over_s: float, token_s: float) -> int:
-    """Tokens of the groups whose update idle workers finish before the rollout is over."""
+def _streamed(trained: Sequence[float], ends: Ends, over_s: float, token_s: float) -> float:
+    """Tokens of the groups whose gradients idle workers finish before the rollout is over."""
     free = [(s, w) for w, s in enumerate(ends.worker_s) if s < over_s]
     heapq.heapify(free)
-    done = 0
-    for ended_s, count in sorted(zip(ends.group_s, tokens, strict=True)):
+    done = 0.0
+    for ended_s, count in sorted(zip(ends.group_s, trained, strict=True)):
         if not free:
             break
         at_s, worker = heapq.heappop(free)

@@ -10,7 +10,7 @@ from tests.tlt_core.grpo.rollouts import scored
 from tlt_core.items.store import save_scored
 from tlt_core.items.types import FinishReason, NoiseKey, Rollout, RolloutBatch
 from tlt_core.run.plan.fit import PlanError, recorded
-from tlt_core.run.plan.simulate import BINS, Costs, Rates, simulate
+from tlt_core.run.plan.simulate import BINS, Costs, Group, Rates, simulate
 
 RATES = Rates((40.0, 38.0, 33.0, 25.0, *[15.0] * (len(BINS) - 4)))
 COSTS = Costs(update_token_s=0.004, update_fixed_s=0.3, rollout_fixed_s=0.2, other_s=0.7)
@@ -51,6 +51,12 @@ def _played(lengths: list[int], *, step: int) -> RolloutBatch:
     )
 
 
+def _group(lengths: list[int], *, flat: bool) -> Group:
+    """With the prompt of three tokens.  flat: all advantages are 0."""
+    tokens = sum(lengths) + 3
+    return Group(tuple(lengths), trained=0, measured=tokens) if flat else Group(tuple(lengths), trained=tokens)
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> tuple[Path, list[dict[str, float]]]:
     generator, rows = torch.Generator().manual_seed(0), []
@@ -59,10 +65,11 @@ def run(tmp_path: Path) -> tuple[Path, list[dict[str, float]]]:
         batch = _played(lengths, step=step)
         folder = tmp_path / "steps" / f"{step:06d}"
         folder.mkdir(parents=True)
-        whole = scored(batch, torch.zeros(len(batch)))  # one tensor in several fields, which a file cannot hold
+        advantages_R = torch.where(torch.arange(24) < 4, 0.0, 0.5)  # all responses of the first group score alike
+        whole = scored(batch, advantages_R)  # one tensor in several fields, which a file cannot hold
         apart = {name: getattr(whole, name).clone() for name in ("rewards_R", "scores_R", "components_RF")}
         save_scored(replace(whole, **apart), folder / "scored.safetensors")
-        groups = [lengths[i : i + 4] for i in range(0, 24, 4)]
+        groups = [_group(lengths[i : i + 4], flat=i == 0) for i in range(0, 24, 4)]
         made = simulate(groups, RATES, COSTS, workers=1, max_live=MOST)
         rows.append(
             {
@@ -79,7 +86,7 @@ def run(tmp_path: Path) -> tuple[Path, list[dict[str, float]]]:
 
 def test_rates_and_costs_are_found_again(run: tuple[Path, list[dict[str, float]]]) -> None:
     folder, rows = run
-    found = recorded(folder, rows, workers=1)
+    found = recorded(folder, rows, workers=1, skips=True)
     assert len(found.groups) == 3, "the first step warms up"
     assert found.costs == pytest.approx(COSTS, rel=1e-6)
     assert found.rates.by_bin[:4] == pytest.approx(RATES.by_bin[:4], rel=1e-3)
@@ -90,4 +97,4 @@ def test_rates_and_costs_are_found_again(run: tuple[Path, list[dict[str, float]]
 def test_a_run_without_its_responses_is_refused(run: tuple[Path, list[dict[str, float]]]) -> None:
     folder, rows = run
     with pytest.raises(PlanError, match="no scored responses"):
-        recorded(folder / "elsewhere", rows, workers=1)
+        recorded(folder / "elsewhere", rows, workers=1, skips=True)
