@@ -39,6 +39,7 @@ class Kind(NamedTuple):
     says: str = ""  # in the command's output
     lasts_s: float = 0.0  # of a fault that the run survives
     always: tuple[str, ...] = ()  # phases beside those that are drawn
+    may_miss: bool = False  # it may find nothing to break: then the run ends by itself, as in peace
 
 
 class Damage(NamedTuple):
@@ -68,7 +69,12 @@ KINDS = {
     "worker killed": Kind(faults.killed("ray::Worker"), WITH_WORKERS, 1, 1, _DIED, always=("loading the model",)),
     "worker stopped for good": Kind(faults.stopped("ray::Worker"), STEP, 1, 1, "No sign of life for cluster.silence_s"),
     "worker's memory limited": Kind(
-        faults.limited("ray::Worker", resource.RLIMIT_AS, 1 << 20), ("rollout", "update"), 1, 1, "worker"
+        faults.limited("ray::Worker", resource.RLIMIT_AS, 0),
+        ("rollout", "update"),
+        1,
+        1,
+        "worker",
+        may_miss=True,  # the steps that are left may need no new memory
     ),
     "dispatcher killed": Kind(faults.killed("ray::Dispatcher"), STEP, 1, 1, "the dispatcher of requests"),
     "raylet killed": Kind(faults.killed("raylet/raylet"), STEP, 1, 1, "Ray's process raylet on this machine has ended"),

@@ -112,7 +112,7 @@ def _outcome(row: Mapping[str, Any]) -> str:
         return f"not run: {row['not run']}"
     if not row["passed"]:
         return "**not as expected**"
-    if row["code"] is None:
+    if not row["code"]:
         return "goes on"
     how = f"killed (signal {-row['code']})" if row["code"] < 0 else f"ends, exit code {row['code']}"
     return how
@@ -130,7 +130,7 @@ def _message(row: Mapping[str, Any]) -> str:
 
 
 def _seconds(rows: Sequence[Mapping[str, Any]]) -> str:
-    known = [row["seconds"] for row in rows if row.get("code") is not None and "seconds" in row]
+    known = [row["seconds"] for row in rows if row.get("code") and "seconds" in row]
     if not known:
         return ""
     low, high = round(min(known)), round(max(known))
