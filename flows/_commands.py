@@ -169,7 +169,7 @@ def _report(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace) -> None:
     from flows.plan import plan, table
 
-    lines, said = plan(args.run, speculative=args.speculative, workers=args.workers)
+    lines, said = plan(args)
     print(f"{table(lines)}\n{said}")
 
 

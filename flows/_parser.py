@@ -136,9 +136,27 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run without speculation: its folder or configuration file")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="a run without speculation, its folder or configuration file; with --gpu only its lengths are taken",
+    )
     parser.add_argument("--speculative", metavar="RUN", help="a run with speculation, on the same machine")
-    parser.add_argument("--workers", type=whole(1, 4096), help="of the planned run (default: as recorded)")
+    parser.add_argument("--workers", type=whole(1, 4096), help="of the planned run (default: as recorded; 8 on GPUs)")
+    far = parser.add_argument_group("a machine that is not here, from published rates")
+    far.add_argument("--gpu", metavar="NAME", help="of each worker: h100, a100, rtx4090, ..")
+    far.add_argument("--gpus-per-worker", type=whole(1, 64), metavar="N", help="that share a model (default: 1)")
+    far.add_argument("--model", help="a known shape, such as qwen2.5-7b, or a folder with config.json")
+    far.add_argument(
+        "--lengths",
+        help="of responses: a file with a JSON list for each prompt, or median=1500,sigma=1.0,cap=16384 (the default)",
+    )
+    far.add_argument("--prompts", type=whole(1, 65536), help="of a step (default: 32)")
+    far.add_argument("--samples", type=whole(1, 4096), help="of a prompt, where lengths are drawn (default: 8)")
+    far.add_argument("--max-live", type=whole(1, 65536), help="requests of a worker at once (default: 256)")
+    far.add_argument("--draft-tokens", type=whole(1, 64), help="of the fixed length shown (default: the best one)")
+    far.add_argument("--acceptance", type=real(0, 1), help="of a draft (default: 0.75)")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tlt_core.run.plan.simulate import Costs, Group, Rates, decode, simulate, update_seconds, work
+from tlt_core.run.plan.simulate import Costs, Group, Rate, decode, simulate, update_seconds, work
 
 _MORE = 4  # one group more for every four: a quarter
 Groups = Sequence[Group]
@@ -25,7 +25,7 @@ class Plan(NamedTuple):
     bias: float
 
 
-def alternatives(steps: Sequence[Groups], rates: Rates, costs: Costs, *, workers: int, max_live: int) -> list[Plan]:
+def alternatives(steps: Sequence[Groups], rates: Rate, costs: Costs, *, workers: int, max_live: int) -> list[Plan]:
     """steps: groups of each step.  Those that need more than one worker are left out for one."""
     size = {"workers": workers, "max_live": max_live}
     found = [_over_provisioning(steps, rates, costs, **size), _tail_batching(steps, rates, costs, **size)]
@@ -34,7 +34,7 @@ def alternatives(steps: Sequence[Groups], rates: Rates, costs: Costs, *, workers
     return [*found, _partial_rollout(steps, rates, costs, **size)]
 
 
-def _over_provisioning(steps: Sequence[Groups], rates: Rates, costs: Costs, *, workers: int, max_live: int) -> Plan:
+def _over_provisioning(steps: Sequence[Groups], rates: Rate, costs: Costs, *, workers: int, max_live: int) -> Plan:
     """A quarter more groups are sampled; the step ends with as many as it needs, and drops the rest."""
     seconds, kept, everything = [], list[int](), list[int]()
     for groups, more in zip(steps, _shifted(steps), strict=True):
@@ -50,7 +50,7 @@ def _over_provisioning(steps: Sequence[Groups], rates: Rates, costs: Costs, *, w
     return Plan("over-provisioning by a quarter", statistics.fmean(seconds), 0.0, bias)
 
 
-def _tail_batching(steps: Sequence[Groups], rates: Rates, costs: Costs, *, workers: int, max_live: int) -> Plan:
+def _tail_batching(steps: Sequence[Groups], rates: Rate, costs: Costs, *, workers: int, max_live: int) -> Plan:
     """As above, but dropped groups are sampled together in every fifth step.  So no length is lost."""
     short = _over_provisioning(steps, rates, costs, workers=workers, max_live=max_live)
     groups = sorted((g for step in steps for g in step), key=lambda g: max(g.lengths), reverse=True)
@@ -62,7 +62,7 @@ def _tail_batching(steps: Sequence[Groups], rates: Rates, costs: Costs, *, worke
     return Plan("tail batching, one step in five", (_MORE * short.step_s + long_s) / (_MORE + 1), 0.0, 0.0)
 
 
-def _one_step_off(steps: Sequence[Groups], rates: Rates, costs: Costs, *, workers: int, max_live: int) -> Plan:
+def _one_step_off(steps: Sequence[Groups], rates: Rate, costs: Costs, *, workers: int, max_live: int) -> Plan:
     """Half of the workers sample the next step while the others update on this one."""
     half = workers // 2
     seconds = []
@@ -73,7 +73,7 @@ def _one_step_off(steps: Sequence[Groups], rates: Rates, costs: Costs, *, worker
     return Plan("one step off, on halves of the workers", statistics.fmean(seconds), 1.0, 0.0)
 
 
-def _partial_rollout(steps: Sequence[Groups], rates: Rates, costs: Costs, *, workers: int, max_live: int) -> Plan:
+def _partial_rollout(steps: Sequence[Groups], rates: Rate, costs: Costs, *, workers: int, max_live: int) -> Plan:
     """The step ends with as many responses as it needs; those under way go on with the next policy."""
     queue = [group for step in steps for group in step]
     tokens = sum(sum(group.lengths) for group in queue)

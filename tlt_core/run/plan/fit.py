@@ -14,13 +14,10 @@ import torch
 
 from tlt_core.items.store import load_scored
 from tlt_core.items.types import RolloutBatch, ScoredBatch
+from tlt_core.run.plan.errors import PlanError
 from tlt_core.run.plan.simulate import BINS, Costs, Group, Rates, bin_of, work
 
 _LEAST_S = 1.0  # of a bin over all responses: with less, the neighbour's rate is taken
-
-
-class PlanError(ValueError):
-    """A run that cannot be planned from.  The text says what is missing."""
 
 
 class Recorded(NamedTuple):

@@ -10,7 +10,7 @@ linear.  Requests are dealt as `cluster/dispatcher` deals them with dispatch=pul
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,6 +41,10 @@ class Group(NamedTuple):
     def of(cls, lengths: Sequence[int]) -> "Group":
         """Trained on as a whole, with a prompt of no length."""
         return cls(tuple(lengths), trained=sum(lengths))
+
+
+Rate = Callable[[int], float]
+"""Tokens a second of one request by the number of live ones on its worker: `Rates`, or of a GPU (`gpu`)."""
 
 
 class Costs(NamedTuple):
@@ -77,7 +81,7 @@ def bin_of(live: int) -> int:
 
 
 def simulate(
-    groups: Sequence[Group], rates: Rates, costs: Costs, *, workers: int, max_live: int, streams: bool = False
+    groups: Sequence[Group], rates: Rate, costs: Costs, *, workers: int, max_live: int, streams: bool = False
 ) -> Step:
     """One step.  groups: in the order of sampling.  streams: idle workers compute the gradients of groups that have
     ended, one group at a time."""
@@ -110,7 +114,7 @@ class Ends(NamedTuple):
     before_mark: float  # tokens that were decoded before the last mark that their response has seen
 
 
-def decode(groups: Sequence[Group], rates: Rates, *, workers: int, max_live: int, mark: int = 1 << 62) -> Ends:
+def decode(groups: Sequence[Group], rates: Rate, *, workers: int, max_live: int, mark: int = 1 << 62) -> Ends:
     """Decode all responses.  mark: a mark is made after every so many responses."""
     queue = deque((length, g) for g, group in enumerate(groups) for length in group.lengths)
     responses, missing = len(queue), [len(group.lengths) for group in groups]

@@ -9,7 +9,8 @@ import torch
 from tests.tlt_core.grpo.rollouts import scored
 from tlt_core.items.store import save_scored
 from tlt_core.items.types import FinishReason, NoiseKey, Rollout, RolloutBatch
-from tlt_core.run.plan.fit import PlanError, recorded
+from tlt_core.run.plan.errors import PlanError
+from tlt_core.run.plan.fit import recorded
 from tlt_core.run.plan.simulate import BINS, Costs, Group, Rates, simulate
 
 RATES = Rates((40.0, 38.0, 33.0, 25.0, *[15.0] * (len(BINS) - 4)))
