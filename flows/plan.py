@@ -78,23 +78,14 @@ def _as_recorded(args: argparse.Namespace) -> tuple[list[Line], str]:
 
 def _on_gpus(args: argparse.Namespace) -> tuple[list[Line], str]:
     """args.run: only its lengths are taken."""
-    from tlt_core.run.plan import gpu, lengths
+    from tlt_core.run.plan import gpu
     from tlt_core.run.plan.simulate import simulate
 
     if args.gpu not in gpu.GPUS:
         raise ConfigError(f"--gpu {args.gpu}: choose one of {', '.join(gpu.GPUS)}")
     if args.model is None:
         raise ConfigError("--gpu needs --model: the name of a known shape (qwen2.5-7b) or a folder with config.json")
-    if args.run is not None and args.lengths is not None:
-        raise ConfigError(f"{args.run} beside --lengths: both give response lengths; leave one out")
-    prompts, samples, workers = args.prompts or _PROMPTS, args.samples or _SAMPLES, args.workers or _WORKERS
-    if args.run is not None:
-        steps = _read(args.run)[1].groups
-    elif args.lengths is not None and Path(args.lengths).is_file():
-        steps = lengths.read(Path(args.lengths), prompts=prompts)
-    else:
-        steps = lengths.drawn(args.lengths or lengths.SPEC, prompts=prompts, samples=samples)
-    gpus = args.gpus_per_worker or 1
+    steps, workers, gpus = _steps(args), args.workers or _WORKERS, args.gpus_per_worker or 1
     everything = [length for groups in steps for group in groups for length in group.lengths]
     machine = gpu.Worker(
         args.gpu,
@@ -104,7 +95,7 @@ def _on_gpus(args: argparse.Namespace) -> tuple[list[Line], str]:
         workers=workers * len(steps),
         acceptance=gpu.ACCEPTANCE if args.acceptance is None else args.acceptance,
     )
-    size = {"workers": workers, "max_live": min(args.max_live or _MAX_LIVE, machine.most_live)}
+    size: dict[str, Any] = {"workers": workers, "max_live": min(args.max_live or _MAX_LIVE, machine.most_live)}
     costs = machine.costs()
     chains = gpu.CHAINS[1:] if args.draft_tokens is None else [args.draft_tokens]
     best = min(chains, key=lambda k: _mean_s(steps, machine.rate([k]), costs, **size))
@@ -114,10 +105,24 @@ def _on_gpus(args: argparse.Namespace) -> tuple[list[Line], str]:
     chosen = ", ".join(f"{machine.best(n)} at {n}" for n in (1, 4, 16, 64, 256) if n <= size["max_live"])
     said = (
         f"{workers} workers of {gpus} x {args.gpu}, {args.model}, at most {size['max_live']} live each: rates of data "
-        f"sheets and believed shares of them, not measured.  A plain rollout takes {over_s:.1f} s, an update {lines[0].step_s - over_s - costs.other_s:.1f} s.  "
+        "sheets and believed shares of them, not measured.  A plain rollout takes "
+        f"{over_s:.1f} s, an update {lines[0].step_s - over_s - costs.other_s:.1f} s.  "
         f"Best draft length by live requests: {chosen}"
     )
     return lines, said
+
+
+def _steps(args: argparse.Namespace) -> "Sequence[Sequence[Group]]":
+    from tlt_core.run.plan import lengths
+
+    if args.run is not None and args.lengths is not None:
+        raise ConfigError(f"{args.run} beside --lengths: both give response lengths; leave one out")
+    if args.run is not None:
+        return _read(args.run)[1].groups
+    prompts = args.prompts or _PROMPTS
+    if args.lengths is not None and Path(args.lengths).is_file():
+        return lengths.read(Path(args.lengths), prompts=prompts)
+    return lengths.drawn(args.lengths or lengths.SPEC, prompts=prompts, samples=args.samples or _SAMPLES)
 
 
 def _lines(
