@@ -87,7 +87,7 @@ def bench_e2e(cfg: RunConfig, *, repeats: int, out: Path, command: str, workload
             rows += exact
             verdicts += judge(exact, _EXACT_CLAIMS)
             continue
-        runs = variants(cfg if name == "tail" else _without_tail(cfg), drafter)
+        runs = variants(cfg if name == "tail" else without_tail(cfg), drafter)
         for _ in take_turns(runs, num_steps=cfg.num_steps, blocks=repeats):
             pass
         drop_checkpoints(runs)
@@ -111,7 +111,8 @@ def _draw_phases(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         figures.phases(phases, path=path)
 
 
-def _without_tail(cfg: RunConfig) -> RunConfig:
+def without_tail(cfg: RunConfig) -> RunConfig:
+    """The same work with responses that all have about the same length."""
     rollout = cfg.rollout.model_copy(update={"max_new_tokens": min(_UNCUT_TOKENS, cfg.rollout.max_new_tokens)})
     return cfg.model_copy(update={"name": f"{cfg.name}-no-tail", "rollout": rollout})
 

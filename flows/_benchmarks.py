@@ -23,6 +23,7 @@ Benchmark = Literal[
     "memory",
     "soak",
     "compiled",
+    "plan",
 ]
 
 BENCHMARKS: dict[Benchmark, str] = {
@@ -40,6 +41,7 @@ BENCHMARKS: dict[Benchmark, str] = {
     "memory": "bench.memory:bench_memory",
     "soak": "bench.soak:bench_soak",
     "compiled": "bench.kernels.compiled:bench_compiled",
+    "plan": "bench.plan:bench_plan",
 }
 
 

@@ -170,7 +170,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "second of every op, beside the device's own ceilings; sizes: plain beside adaptive decoding at the shapes of "
         "large models, with random weights and planted acceptance; demo: what a whole run takes and brings, from its "
         "folder (trained first if need be); memory: the plan beside what workers took; soak: a long run with faults, "
-        "beside the same run in peace; compiled: registers and memory of every kernel on NVIDIA GPUs, without one",
+        "beside the same run in peace; compiled: registers and memory of every kernel on NVIDIA GPUs, without one; "
+        "plan: what tlt plan predicts, beside the steps that bench e2e has measured",
     )
     parser.add_argument("config", nargs="?", default=DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
