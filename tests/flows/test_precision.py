@@ -40,7 +40,7 @@ def _settings(folder: Path, *more: str) -> list[str]:
         "drafter.warmup=true",
         "drafter.spot.rows_per_step=32",
         'reward.functions=[{kind: python, path: "tests.flows.length_reward:very_slow_length_reward"}]',
-        "reward.num_processes=2",
+        "reward.num_processes=1",
         "update.optimizer.learning_rate=1e-3",
         *more,
     ]
