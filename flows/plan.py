@@ -2,7 +2,7 @@
 are not here."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -129,7 +129,7 @@ def _lines(
     steps: "Sequence[Sequence[Group]]",
     costs: "Costs",
     plain: "Rate",
-    drafted: "dict[str, Rate]",
+    drafted: "Mapping[str, Rate]",
     *,
     workers: int,
     max_live: int,
