@@ -63,8 +63,11 @@ class SpeculationConfig(Section):
 
 
 class VllmConfig(Section):
-    """vLLM as the rollout engine: one process per worker, run by the Python that $VLLM_PYTHON names."""
+    """vLLM as the rollout engine: one engine per worker, run by the Python that $VLLM_PYTHON names."""
 
+    tensor_parallel: int = Field(1, ge=1, le=64)
+    """Workers that share one engine, whose weights are divided among their GPUs: for models that one GPU does not hold.
+    Such workers run on one node.  The first of them decodes, and trains the drafter; all update the policy."""
     kv_cache_mb: int | None = Field(None, ge=16, le=MOST_MB)
     """Megabytes for keys and values on each worker.  None: 512 on a CPU; on a GPU what weights and graphs leave of
     vLLM's share of its memory (`rollout.kv_memory_fraction`)."""
@@ -112,6 +115,11 @@ class RolloutConfig(Section):
     where workers have GPUs, own on CPUs.  Responses are the same up to rounding.  vLLM drafts chains of one drafter."""
     vllm: VllmConfig = VllmConfig()
     """Settings of engine vllm."""
+
+    @property
+    def workers_per_engine(self) -> int:
+        """Workers that share a rollout engine."""
+        return self.vllm.tensor_parallel if self.engine == "vllm" else 1
 
     @property
     def why_not_vllm(self) -> str:

@@ -134,7 +134,17 @@ class RunConfig(Section):
             # The section is frozen for its readers; it is not born yet here.
             object.__setattr__(self, "rollout", self.rollout.model_copy(update={"engine": chosen}))
         if chosen == "own":
+            if self.rollout.vllm.tensor_parallel > 1:
+                raise ValueError(
+                    f"rollout.vllm.tensor_parallel={self.rollout.vllm.tensor_parallel} with rollout.engine='own': our "
+                    "engine is not divided among workers; set rollout.engine to vllm, or tensor_parallel to 1"
+                )
             return self
+        if self.cluster.num_workers % self.rollout.vllm.tensor_parallel:
+            raise ValueError(
+                f"cluster.num_workers={self.cluster.num_workers} with rollout.vllm.tensor_parallel="
+                f"{self.rollout.vllm.tensor_parallel}: engines share all workers evenly; set num_workers to a multiple"
+            )
         if self.rollout.why_not_vllm:
             raise ValueError(f"rollout.engine='vllm'{why} with {self.rollout.why_not_vllm}, or rollout.engine to own")
         if self.cluster.release_rollout_memory and not self.cluster.gpus_per_worker:

@@ -79,6 +79,11 @@ class UpdateConfig(Section):
         """YAML reads a bare `off` as false."""
         return "off" if value is False else value
 
+    @property
+    def shards_weights(self) -> bool:
+        """Does each worker keep a part of each weight alone?"""
+        return isinstance(self.backend, DeepSpeedBackend) and self.backend.zero_stage == 3
+
 
 class KLConfig(Section):
     """Penalty that keeps the policy near the model that RL started from (Schulman's estimators)."""

@@ -97,7 +97,8 @@ def kernels_in_words(cfg: RunConfig) -> str:
     """Precision, kernels and threads of the run."""
     cluster, rollout, update = cfg.cluster, cfg.rollout.dtype, cfg.update.dtype
     if cluster.gpus_per_worker:
-        return f"{cluster.num_workers} workers with a GPU each: rollout in {rollout}, update in {update}"
+        shared = f", {cfg.rollout.workers_per_engine} to an engine" if cfg.rollout.workers_per_engine > 1 else ""
+        return f"{cluster.num_workers} workers with a GPU each{shared}: rollout in {rollout}, update in {update}"
     isa = precision.kernels_isa() if rollout == "bfloat16" else None
     kernels = _KERNELS.get(isa, f"C kernels ({isa})")
     threads = f"{cluster.threads_per_worker} thread{'s' if cluster.threads_per_worker > 1 else ''}"

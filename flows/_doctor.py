@@ -11,6 +11,7 @@ from flows import _announcement
 from tlt_core.machine import doctor, precision
 from tlt_core.machine.memory import gpu_bytes, named_gpu_bytes
 from tlt_core.model.shapes import shape_of
+from tlt_core.rollout.vllm.environment import installed_version, vllm_python
 from tlt_core.run import memory_plan
 from tlt_core.run.forecast import ToDo
 from tlt_core.run.memory_plan import MemoryPlan
@@ -29,7 +30,7 @@ def show(config: str | None, *, default: str, gpu: str | None) -> None:
     # No run has this name: the forecast is of a run from nothing, whatever precision an earlier run had.
     cfg = load(config or default, ["name=doctor"]) if config or Path(default).is_file() else None
     table = Table("what", "found", "verdict", "why", box=None, pad_edge=False)
-    for row in doctor.findings():
+    for row in [*doctor.findings(), _vllm(cfg)]:
         table.add_row(row.name, row.found, f"[{_COLORS[row.verdict]}]{row.verdict}[/]", row.reason)
     Console().print(table)
     if cfg is None:
@@ -40,6 +41,17 @@ def show(config: str | None, *, default: str, gpu: str | None) -> None:
     print(f"\n{config or default}: {_announcement.kernels_in_words(cfg)}")
     _show_time(cfg)
     _show_memory(cfg, device_bytes)
+
+
+def _vllm(cfg: RunConfig | None) -> doctor.Finding:
+    """It has an environment of its own."""
+    python, wanted = vllm_python(), cfg is not None and cfg.rollout.engine == "vllm"
+    version = installed_version(python)
+    if not version:
+        why = f"not in {python.parents[1]}: run 'make vllm-env', or set VLLM_PYTHON"
+        return doctor.Finding("vllm", "not installed", "missing" if wanted else "skipped", why)
+    why = "rollout.engine=vllm, with the plug-in tlt_vllm" if wanted else "rollouts run on our own engine"
+    return doctor.Finding("vllm", version, "used" if wanted else "skipped", why)
 
 
 def _show_time(cfg: RunConfig) -> None:

@@ -46,11 +46,20 @@ def explain(error: BaseException, *, run_dir: Path | None) -> Report | None:
         "tlt_core.rollout.vllm.client",
         "tlt_core.run.engine_agreement",
     ):
-        return Report(f"{error}{see_log}", 1)
+        on_gpu = _DEVICE_ASSERT if "device-side assert" in str(error) else ""
+        return Report(f"{error}{on_gpu}{see_log}", 1)
     if isinstance(error, PermissionError):
         return Report(f"{error}.  Make the folder writable, or set output_dir or TLT_HOME to one that is.{see_log}", 1)
     return None
 
+
+# Checks on the device end all work on that GPU, whatever operation comes next; its error names that operation.
+_DEVICE_ASSERT = (
+    "\nA check on the GPU failed in an operation before the one above.  The worker's stderr names the check; that of "
+    "coupled_sample means that the policy's logits are NaN or infinite: lower the learning rate, and look at "
+    "actor/grad_norm of the last steps.  CUDA_LAUNCH_BLOCKING=1 shows where.  The same command goes on from the newest "
+    "checkpoint."
+)
 
 _OF_THE_SYSTEM = (
     (

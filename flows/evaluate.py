@@ -30,7 +30,7 @@ def evaluate(
     """
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
-    check_cluster(cfg.cluster)
+    check_cluster(cfg.cluster, workers_per_engine=cfg.rollout.workers_per_engine)
     with Stopping(), run_log(cfg.run_dir), Terminal() as show:
         cfg = precision.settle(cfg)
         start = prepare_model(cfg)

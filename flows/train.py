@@ -47,7 +47,7 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
     took = Took()
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
-    check_cluster(cfg.cluster)
+    check_cluster(cfg.cluster, workers_per_engine=cfg.rollout.workers_per_engine)
     with (
         Stopping() as stopping,
         exclusive(cfg.run_dir / "lock", wait=True),

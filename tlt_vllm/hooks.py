@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import torch
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tlt_vllm.exact import ExactSampler
@@ -22,7 +23,8 @@ class Parts:
         longest = 0 if speculative is None else speculative.num_speculative_tokens
         settings = Settings.read(runner.vllm_config.additional_config, longest=longest)
         capture_mb = 0 if settings is None else settings.capture_mb
-        self.tap = Tap(runner, capture_mb=capture_mb) if capture_mb else None
+        # All workers of a tensor-parallel engine compute the same hidden states.
+        self.tap = Tap(runner, capture_mb=capture_mb) if capture_mb and get_tp_group().is_first_rank else None
         self.exact = ExactSampler(runner, self.tap) if settings is not None and settings.exact else None
         self.draft_s = 0.0  # of the step under way
 

@@ -1,7 +1,8 @@
 """Weights into a running engine, in place, and a proof that they are there.
 
 vLLM packs weights for its CPU kernels and fuses projections, so what is in use cannot be compared with the file.  After
-a load each layer is therefore asked: its output for one random input must be that of the file's weights.
+a load each layer is therefore asked: its output for one random input must be that of the file's weights.  Under tensor
+parallelism each worker asks its own part of each layer.
 """
 
 from collections.abc import Container, Iterator, Mapping
@@ -27,6 +28,9 @@ class Loading:
         self._dtype = next(found, torch.float32)  # a model's first parameter may be a map of token ids
         self._loaded: set[str] = set()
         self._expected: dict[str, Tensor] = {}  # what each matrix makes of its `_input`, by the end of its name
+        self._parts = {
+            part: _part(layer, number) for _, layer, names in _layers(model) for number, part in enumerate(names)
+        }
         self._tensors, self._has_head = 0, False
         with set_current_vllm_config(runner.vllm_config):
             initialize_layerwise_reload(model)
@@ -39,8 +43,9 @@ class Loading:
             given = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  (not a mapping)
         for name, weight in given.items():
             if weight.dim() == 2:
+                rows, columns = self._parts.get(_end(name), (slice(None), slice(None)))
                 x = _input(weight.shape[1], self._dtype).float()
-                self._expected[_end(name)] = x @ weight.to(self._dtype).float().T
+                self._expected[_end(name)] = x[:, columns] @ weight[rows, columns].to(self._dtype).float().T
         with set_current_vllm_config(self._runner.vllm_config):
             self._loaded |= set(cast(Any, self._model).load_weights(iter(given.items())) or self._wanted)
         self._tensors += len(given)
@@ -71,14 +76,15 @@ class Loading:
         checked, device = 0, next(self._model.parameters()).device
         for name, module, parts in _layers(self._model):
             dtype = next((p.dtype for p in module.parameters()), self._dtype)
-            if getattr(module, "tp_size", 1) > 1 or module.bias is not None or dtype != self._dtype:
+            if module.bias is not None or dtype != self._dtype:
                 continue
             if dtype not in _TOLERANCE:  # quantised: not to be compared
                 continue
             expected = torch.cat([self._expected[part] for part in parts], dim=-1)
-            size = getattr(module, "input_size_per_partition", module.input_size)
-            answer = module(_input(size, dtype).to(device))
-            found = (answer[0] if isinstance(answer, tuple) else answer).float().cpu()
+            _, columns = self._parts[parts[0]]
+            # Of this worker's part alone: calling the layer would add up those of all workers.
+            x = _input(module.input_size, dtype)[:, columns].to(device)
+            found = module.quant_method.apply(module, x).float().cpu()
             error = float((found - expected).norm() / expected.norm())
             if not error <= _TOLERANCE[dtype]:
                 raise ValueError(
@@ -147,6 +153,23 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any, list[str]]]:
         if isinstance(module, LinearBase):
             room, _, last = name.rpartition(".")
             yield name, module, [_end(f"{room}.{part}.weight") for part in fused.get(last, [last])]
+
+
+def _part(layer: Any, number: int) -> tuple[slice, slice]:
+    """Rows and columns of a layer's matrix that this worker has under tensor parallelism.  number: of the matrix, where
+    several are fused."""
+    from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+    whole = slice(None)
+    if isinstance(layer, RowParallelLinear):
+        size = layer.input_size_per_partition
+        return whole, slice(layer.tp_rank * size, (layer.tp_rank + 1) * size)
+    if isinstance(layer, ColumnParallelLinear):
+        size = layer.output_partition_sizes[number]
+        # Several workers have the same keys and values where there are fewer heads of those than workers.
+        rank = layer.tp_rank // (getattr(layer, "num_kv_head_replicas", 1) if number else 1)
+        return slice(rank * size, (rank + 1) * size), whole
+    return whole, whole
 
 
 def _end(name: str) -> str:

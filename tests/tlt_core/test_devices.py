@@ -87,7 +87,7 @@ def published(device: torch.device, folder: Path, kept: Path, sequences) -> list
     speculation = SpeculationConfig(drafter_path=str(folder / "drafter"))
     ends = PolicyEnds.load(folder / "policy", dtype=torch.float32, device=device)
     kept.mkdir()
-    drafting = Drafting(VllmDrafts(ask, speculation, ends, folder=kept), rank=0, world_size=1)
+    drafting = Drafting(VllmDrafts(ask, speculation, ends, folder=kept), rank=0, hosts=(0,))
     for resume in (False, True):  # the second time from its own files
         drafting.train_in_idle_time(
             DrafterConfig(spot=SPOT),

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
+from tlt_core.cluster.engines import Engines
 from tlt_core.cluster.pulse import Beat, Sign, Signs
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.passes import Key
@@ -81,7 +82,7 @@ class Dispatcher:
         self,
         groups: Sequence[Sequence[GenerationRequest]],
         *,
-        num_workers: int,
+        engines: Engines,
         dispatch: Literal["pull", "static"],
         step: int = 0,
         spot: SpotSettings = SpotSettings(enabled=False),  # noqa: B008 (immutable)
@@ -91,27 +92,32 @@ class Dispatcher:
         groups: the requests of each prompt; none: a phase of waiting, which lasts until `end`.  spot: who may train
         when.
         """
+        num_workers, hosts = engines.num_workers, engines.hosts
         self._coordinator = Coordinator(num_workers, spot)
         self._coordinator.handle(PhaseBegan(step, time.time()))
         self._ended_s = 0.0
         self._offered: deque[OfferedPass] = deque()
-        self._num_workers = num_workers
+        self._engines = engines
+        self._idle: set[int] = set()  # workers that have run out of requests
         self._live = [0] * num_workers
         self._tokens = [0] * num_workers
         self._finished: list[Rollout] = []
         self._outstanding = sum(len(g) for g in groups)
         if dispatch == "static":
-            dealt = [groups[w::num_workers] for w in range(num_workers)]
-            self._queues = [deque(r for g in mine for r in g) for mine in dealt]
+            dealt = [groups[i :: len(hosts)] for i in range(len(hosts))]
+            self._queues = {host: deque(r for g in mine for r in g) for host, mine in zip(hosts, dealt, strict=True)}
         else:
-            self._queues = [deque(r for g in groups for r in g)] * num_workers
+            queue = deque(r for g in groups for r in g)
+            self._queues = {host: queue for host in hosts}
         self._shared = dispatch == "pull"
 
     def pull(self, worker: int, wanted: int) -> Pulled:
-        """Up to `wanted` requests for a worker."""
+        """Up to `wanted` requests for a worker.  One without an engine gets none, and is done when its engine is."""
+        if not self._engines.is_host(worker):
+            return Pulled((), exhausted=self._engines.host_of(worker) in self._idle)
         queue = self._queues[worker]
         if self._shared:
-            fair = -(-self._outstanding // self._num_workers)
+            fair = -(-self._outstanding // len(self._queues))
             wanted = min(wanted, fair - self._live[worker])
         requests = tuple(queue.popleft() for _ in range(min(max(wanted, 0), len(queue))))
         self._live[worker] += len(requests)
@@ -135,6 +141,7 @@ class Dispatcher:
 
     def ask(self, event: WorkerIdle | Progress) -> Order:
         """A worker without requests asks what to do next."""
+        self._idle.add(event.worker)
         order = self._coordinator.handle(event)
         assert order is not None, "a report is answered"
         if order.action is Action.STOP:
@@ -151,9 +158,13 @@ class Dispatcher:
         return self._offered.popleft()
 
     def lost(self, worker: int) -> bool:
-        """A worker died.  True when the phase goes on without it: it held no request and had none to come."""
+        """A worker died.  True when the phase goes on without it: it held no request, and others take what it had to
+        come."""
         self._coordinator.handle(WorkerLost(worker, time.time()))
-        return self._live[worker] == 0 and (self._shared or not self._queues[worker])
+        self._idle.add(worker)
+        queue = self._queues.pop(worker, None)
+        others_take_it = self._shared and bool(self._queues)
+        return self._live[worker] == 0 and (not queue or others_take_it)
 
     def phase(self) -> PhaseReport:
         """What every worker did in the phase, until the last one left it."""

@@ -51,9 +51,17 @@ def newest_drafter(cfg: SpeculationConfig, checkpoint: Path | None) -> Speculati
 class Drafting:
     """See the module docstring.  One a worker."""
 
-    def __init__(self, drafts: Drafts | None, *, rank: int, world_size: int) -> None:
-        """drafts: None where the engine does not speculate."""
-        self._drafts, self._rank, self._world_size = drafts, rank, world_size
+    def __init__(
+        self,
+        drafts: Drafts | None,
+        *,
+        rank: int,
+        hosts: Sequence[int],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """drafts: None where the engine does not speculate.  hosts: ranks of the workers that run an engine.
+        group: of those; None: all workers."""
+        self._drafts, self._rank, self._hosts, self._group = drafts, rank, tuple(hosts), group
         self._tuner = None if drafts is None else drafts.tuner
         self.spot: SpotTraining | None = None
         self._trial_errors = 0.0
@@ -98,7 +106,7 @@ class Drafting:
             compute_dtype=compute_dtype,
             folder=folder / _FOLDER.format(self._rank),
             resume=resume,
-            peers=[folder / _FOLDER.format(rank) for rank in _followers(self._rank, self._world_size)],
+            peers=[folder / _FOLDER.format(rank) for rank in _followers(self._rank, self._hosts)],
             method=cfg.method,
             loss=cfg.idle_loss,
         )
@@ -127,14 +135,15 @@ class Drafting:
     def publish(self, shares: Sequence[float], *, measured: Comparison | None) -> DrafterPublished:
         """Sum the workers' candidates, each times its share, and draft with the result from now on.
 
-        A collective: every worker takes part.  shares: by rank.  measured: the trial of the sum.  None: nobody has
-        tried it, so all workers try it first, and it is refused when it drafts worse than the drafter in use.
+        A collective: every worker that runs an engine takes part.  shares: of each of these.  measured: the trial of
+        the sum.  None: nobody has tried it, so all of them try it first, and it is refused when it drafts worse than
+        the drafter in use.
         """
         spot, parameters_N = self._spot(), self._weighted(shares)
         trial = self._tried(parameters_N) if measured is None else measured
         accepted = measured is not None or not trial.is_worse(errors=self._trial_errors)
         if accepted:
-            self._swap(parameters_N, is_mine=shares[self._rank] == 1)
+            self._swap(parameters_N, is_mine=self._share(shares) == 1)
             self.changed("eagle3", change=trial.change)
         else:
             spot.reject()
@@ -185,15 +194,18 @@ class Drafting:
 
     def _weighted(self, shares: Sequence[float]) -> Tensor:
         """The candidates' parameters, each times its share; where it is one worker's alone, that one's."""
-        candidate, share = self._spot().candidate, shares[self._rank]
+        candidate, share = self._spot().candidate, self._share(shares)
         if 1.0 not in shares:
             parameters_N = candidate.contribution(share)
             self._sum(parameters_N)
             return parameters_N
         parameters_N = candidate.contribution(1.0) if share == 1 else candidate.room()
-        if self._world_size > 1:
-            dist.broadcast(parameters_N, src=list(shares).index(1.0))
+        if len(self._hosts) > 1:
+            dist.broadcast(parameters_N, src=self._hosts[list(shares).index(1.0)], group=self._group)
         return parameters_N
+
+    def _share(self, shares: Sequence[float]) -> float:
+        return shares[self._hosts.index(self._rank)]
 
     def _tried(self, parameters_N: Tensor) -> Comparison:
         sums = torch.tensor(self._spot().candidate.compare(parameters_N), dtype=torch.float64)
@@ -201,10 +213,12 @@ class Drafting:
         return Comparison(*sums.tolist())
 
     def _sum(self, values: Tensor) -> None:
-        """In place, over all workers."""
-        if self._world_size > 1:
-            dist.all_reduce(values)
+        """In place, over all workers that run an engine."""
+        if len(self._hosts) > 1:
+            dist.all_reduce(values, group=self._group)
 
 
-def _followers(rank: int, world_size: int) -> list[int]:
-    return [(rank + more) % world_size for more in range(1, min(world_size, _MOST_PEERS + 1))]
+def _followers(rank: int, hosts: Sequence[int]) -> list[int]:
+    """The hosts after this one, in a circle."""
+    own = hosts.index(rank)
+    return [*hosts[own + 1 :], *hosts[:own]][:_MOST_PEERS]

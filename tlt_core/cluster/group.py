@@ -21,6 +21,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskErr
 from conf.system import ClusterConfig
 from tlt_core.cluster.dispatcher import Dispatcher, Drained, OfferedPass
 from tlt_core.cluster.drafting import DrafterPublished
+from tlt_core.cluster.engines import Engines
 from tlt_core.cluster.messages import GenerateReport, UpdateReport, WorkerSpec
 from tlt_core.cluster.placement import require_room, reserve, start_ray
 from tlt_core.cluster.post_mortem import dead_processes, own_error, who
@@ -59,7 +60,7 @@ class Generated(NamedTuple):
 class Waited(NamedTuple):
     """What the workers did while the driver waited."""
 
-    results: list[SpotResult]  # of their training, by rank; a worker that died is missing
+    results: list[SpotResult]  # of their training, by rank; a worker that died, or trains none, is missing
     phase: PhaseReport
 
 
@@ -72,12 +73,14 @@ class WorkerGroup:
         Raises ClusterError when the cluster has no room for the workers, or their nodes do not see the same files.
         """
         self.num_workers = cluster.num_workers
+        self.engines = Engines(cluster.num_workers, spec.rollout.workers_per_engine)
         self._rollout_dtype = spec.rollout.dtype
         self._workers: list[Any] = []
+        self._gpus: list[tuple[str, ...]] = [()] * cluster.num_workers  # that a lone worker sees anyway
         start_ray(cluster)
         try:
-            require_room(cluster)
-            self._placement = reserve(cluster)
+            require_room(cluster, self.engines.workers_each)
+            self._placement = reserve(cluster, self.engines.workers_each)
         except BaseException:
             self.kill()
             raise
@@ -113,7 +116,7 @@ class WorkerGroup:
     def _join(self) -> None:
         addresses = [LOOPBACK if self._placement.is_local else node.address for node in self._placement.nodes]
         (meeting_point,) = self._wait_for([self._workers[0].host_group.remote(addresses[0])], "join")
-        self._on_each("join", [(meeting_point, address) for address in addresses])
+        self._gpus = self._on_each("join", [(meeting_point, address) for address in addresses])
 
     def __enter__(self) -> "WorkerGroup":
         return self
@@ -133,7 +136,9 @@ class WorkerGroup:
 
     def load(self, checkpoint: Path | None, policy_version: int) -> None:
         """Build all parts of every worker, from the start model or from a checkpoint."""
-        self._on_all("load", checkpoint, policy_version)
+        shared = [self.engines.workers_of(rank) for rank in range(self.num_workers)]
+        gpus = [tuple(gpu for rank in ranks for gpu in self._gpus[rank]) for ranks in shared]
+        self._on_each("load", [(checkpoint, policy_version, of_engine) for of_engine in gpus])
 
     # ------------------------------------------------------------------------------------------ phases
 
@@ -153,7 +158,7 @@ class WorkerGroup:
         is_training: these are the rollouts of RL step `step`.  spot: when idle workers train the drafter.  A worker
         that dies when it has nothing left to decode does not end the phase: the next one fails.
         """
-        self._ask_dispatcher("begin", groups, num_workers=self.num_workers, dispatch=dispatch, step=step, spot=spot)
+        self._ask_dispatcher("begin", groups, engines=self.engines, dispatch=dispatch, step=step, spot=spot)
         calls = [w.serve_requests.remote(self._dispatcher, params, step, is_training) for w in self._workers]
         reports = self._gather(calls, "rollout", lambda: on_progress(self._ask_dispatcher("drain")), every_s=_GATHER_S)
         return Generated(reports, self._ask_dispatcher("phase"))
@@ -169,10 +174,10 @@ class WorkerGroup:
             if not waiting():
                 self._ask_dispatcher("end")
 
-        self._ask_dispatcher("begin", [], num_workers=self.num_workers, dispatch="pull", step=step, spot=spot)
+        self._ask_dispatcher("begin", [], engines=self.engines, dispatch="pull", step=step, spot=spot)
         calls = [w.train_while_waiting.remote(self._dispatcher) for w in self._workers]
         results = self._gather(calls, "waiting for scores", end_when_there, every_s=_POLL_S, may_idle=True)
-        return Waited(results, self._ask_dispatcher("phase"))
+        return Waited([result for result in results if result is not None], self._ask_dispatcher("phase"))
 
     def _gather(
         self, calls: Sequence[Any], what: str, look: Callable[[], None], *, every_s: float, may_idle: bool = False
@@ -211,16 +216,16 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------ drafter
 
     def publish_drafter(self, shares: Sequence[float], *, measured: Comparison | None) -> list[DrafterPublished]:
-        """Publish the sum of the workers' candidates, weighted by `shares`.  See `Drafting.publish`."""
-        return self._on_all("call_drafting", "publish", tuple(shares), measured=measured)
+        """Publish the sum of the engines' candidates, weighted by `shares`.  See `Drafting.publish`."""
+        return self._on_engines("publish", tuple(shares), measured=measured)
 
     def refuse_drafter(self) -> None:
-        """Drop the workers' candidates."""
-        self._on_all("call_drafting", "refuse")
+        """Drop the engines' candidates."""
+        self._on_engines("refuse")
 
     def exchange_ngrams(self) -> None:
         """Let the n-gram drafters draft from another memory until the next call."""
-        self._on_all("call_drafting", "exchange_ngrams")
+        self._on_engines("exchange_ngrams")
 
     def export_drafter(self, out_dir: Path) -> None:
         """Write the drafter in use as a folder that vLLM and SGLang load.  Every worker has the same."""
@@ -266,15 +271,21 @@ class WorkerGroup:
         """Call a method of every worker."""
         return self._wait_for([getattr(w, method).remote(*arguments, **options) for w in self._workers], method)
 
+    def _on_engines(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
+        """Call a method of `Drafting` of every worker that runs an engine."""
+        hosts = self.engines.hosts
+        calls = [self._workers[rank].call_drafting.remote(method, *arguments, **options) for rank in hosts]
+        return self._wait_for(calls, method, by=hosts)
+
     def _on_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call a method of every worker, with arguments of its own."""
         calls = [getattr(w, method).remote(*a) for w, a in zip(self._workers, arguments, strict=True)]
         return self._wait_for(calls, method)
 
-    def _wait_for(self, calls: Sequence[Any], what: str) -> list[Any]:
-        """Answers of all workers, or of the first ones.  The first call that fails ends the group at once."""
+    def _wait_for(self, calls: Sequence[Any], what: str, *, by: Sequence[int] | None = None) -> list[Any]:
+        """Answers of the workers `by`, None for all or the first ones.  The first call that fails ends the group."""
         self._watch.begin(what)
-        ranks, pending = {call: rank for rank, call in enumerate(calls)}, list(calls)
+        ranks, pending = dict(zip(calls, range(len(calls)) if by is None else by, strict=True)), list(calls)
         while pending:
             done, pending = ray.wait(pending, num_returns=1, timeout=_WAKE_S)
             self._get(done)

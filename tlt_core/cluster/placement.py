@@ -73,7 +73,7 @@ class Placement(NamedTuple):
         return NodeAffinitySchedulingStrategy(self.driver.id, soft=False)
 
 
-def check_cluster(cluster: ClusterConfig) -> None:
+def check_cluster(cluster: ClusterConfig, *, workers_per_engine: int = 1) -> None:
     """Is there room for the workers?  Joins a running cluster for a moment to see.  Raises ClusterError."""
     if cluster.address == "local":
         wanted, found = cluster.num_workers * cluster.gpus_per_worker, torch.cuda.device_count()
@@ -86,7 +86,7 @@ def check_cluster(cluster: ClusterConfig) -> None:
         return
     start_ray(cluster)
     try:
-        require_room(cluster)
+        require_room(cluster, workers_per_engine)
     finally:
         ray.shutdown()
 
@@ -187,10 +187,18 @@ def worker_environment(cluster: ClusterConfig, environment: Mapping[str, str] = 
     }
 
 
-def require_room(cluster: ClusterConfig) -> None:
+def require_room(cluster: ClusterConfig, workers_per_engine: int = 1) -> None:
     """Could the cluster hold the workers if nothing else ran on it?  Raises ClusterError."""
     alive = [node for node in ray.nodes() if node["Alive"]]
-    fit = sum(_workers_that_fit(node["Resources"], cluster) for node in alive)
+    found = [_workers_that_fit(node["Resources"], cluster) for node in alive]
+    fit = sum(found)
+    if workers_per_engine > 1 and fit >= cluster.num_workers:
+        whole = sum(number - number % workers_per_engine for number in found)
+        if whole < cluster.num_workers:
+            raise ClusterError(
+                f"{_asked(cluster)}, {workers_per_engine} of them on one node (rollout.vllm.tensor_parallel); the "
+                f"nodes have room for {found} workers.  Lower tensor_parallel, or use nodes with more GPUs"
+            )
     if fit < cluster.num_workers:
         has = _amounts([node["Resources"] for node in alive])
         raise ClusterError(
@@ -199,14 +207,16 @@ def require_room(cluster: ClusterConfig) -> None:
         )
 
 
-def reserve(cluster: ClusterConfig) -> Placement:
-    """A place for each worker.  Workers of a node have consecutive ranks; the driver's node comes first.
+def reserve(cluster: ClusterConfig, workers_per_engine: int = 1) -> Placement:
+    """A place for each worker.  Workers of a node have consecutive ranks; the driver's node comes first.  Workers that
+    share an engine are on one node.
 
     Raises ClusterError when the processors stay taken.
     """
     bundle = {"CPU": float(cluster.threads_per_worker), "GPU": float(cluster.gpus_per_worker)}
-    bundle = {name: amount for name, amount in bundle.items() if amount}
-    group = placement_group([bundle] * cluster.num_workers, strategy=_STRATEGIES[cluster.placement])
+    bundle = {name: amount * workers_per_engine for name, amount in bundle.items() if amount}
+    count = cluster.num_workers // workers_per_engine
+    group = placement_group([bundle] * count, strategy=_STRATEGIES[cluster.placement])
     if not group.wait(_WAIT_S):
         remove_placement_group(group)
         raise ClusterError(
@@ -217,7 +227,8 @@ def reserve(cluster: ClusterConfig) -> Placement:
     nodes = {node["NodeID"]: Node(node["NodeID"], node["NodeManagerAddress"]) for node in ray.nodes()}
     driver = nodes[ray.get_runtime_context().get_node_id()]
     node_of: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
-    bundles = tuple(sorted(node_of, key=lambda b: (node_of[b] != driver.id, nodes[node_of[b]].address, node_of[b], b)))
+    order = sorted(node_of, key=lambda b: (node_of[b] != driver.id, nodes[node_of[b]].address, node_of[b], b))
+    bundles = tuple(b for b in order for _ in range(workers_per_engine))
     placement = Placement(group, bundles, tuple(nodes[node_of[b]] for b in bundles), driver)
     if not placement.is_local:
         places = "   ".join(f"{rank}: {n.address} ({n.id})" for rank, n in enumerate(placement.nodes))

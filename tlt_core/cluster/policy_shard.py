@@ -33,11 +33,11 @@ class PolicyShard:
         """model_dir: the model that RL starts from.  checkpoint: where the policy goes on from, if anywhere."""
         self._rank = rank
 
-        def start_model() -> Decoder:
-            return load_decoder(model_dir, dtype=as_torch(spec.update.dtype), device=device)
+        def start_model(where: torch.device) -> Decoder:
+            return load_decoder(model_dir, dtype=as_torch(spec.update.dtype), device=where)
 
         self._trainer = PolicyTrainer(
-            start_model(),
+            start_model(torch.device("cpu") if spec.update.shards_weights else device),
             spec.update,
             algorithm=spec.algorithm,
             total_steps=spec.total_steps,
@@ -52,7 +52,7 @@ class PolicyShard:
         self._reference: FrozenPolicy | None = None
         if spec.algorithm.kl.coef > 0:
             self._reference = FrozenPolicy(
-                start_model(),
+                start_model(device),
                 temperature=spec.temperature,
                 token_budget=spec.update.tokens_per_micro_batch,
                 device=device,

@@ -1,16 +1,21 @@
 """The one place that chooses a worker's rollout engine: ours, with drafters and a tuner, or vLLM."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from conf.rollout import SpeculationConfig
 from tlt_core.cluster.drafting import Drafting, newest_drafter
+from tlt_core.cluster.engines import Engines
 from tlt_core.cluster.messages import WorkerSpec
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.ends import PolicyEnds
 from tlt_core.model.load import load_decoder
 from tlt_core.rollout import build
 from tlt_core.rollout.drafts import Drafts, OwnDrafts
+from tlt_core.rollout.no_replica import NoReplica
 from tlt_core.rollout.own import OwnReplica
 from tlt_core.rollout.replica import Replica
 from tlt_core.rollout.vllm.drafts import VllmDrafts
@@ -25,19 +30,29 @@ class Started(NamedTuple):
 
 
 def start_replica(
-    spec: WorkerSpec, *, checkpoint: Path | None, policy_version: int, rank: int, world_size: int
+    spec: WorkerSpec,
+    *,
+    checkpoint: Path | None,
+    policy_version: int,
+    rank: int,
+    engines: Engines,
+    gpus: Sequence[str] = (),
 ) -> Started:
-    """A replica with the weights of `spec.model_dir`, and the newest drafter.
+    """A replica with the weights of `spec.model_dir`, and the newest drafter.  For all workers together.
 
-    checkpoint: where tuner and drafter go on from.  Raises ModelError, VllmError, VllmUnusable.
+    checkpoint: where tuner and drafter go on from.  gpus: of the workers that share the engine.
+    Raises ModelError, VllmError, VllmUnusable.
     """
+    together = _group_of(engines)
+    if not (spec.decodes and engines.is_host(rank)):
+        return Started(NoReplica(), Drafting(None, rank=rank, hosts=engines.hosts, group=together))
     speculation = newest_drafter(spec.rollout.speculation, checkpoint)
     drafts: Drafts | None
     if spec.rollout.engine == "vllm":
-        replica, drafts = _vllm(spec, speculation, policy_version=policy_version, rank=rank)
+        replica, drafts = _vllm(spec, speculation, policy_version=policy_version, rank=rank, gpus=gpus)
     else:
         replica, drafts = _own(spec, speculation, policy_version=policy_version, rank=rank)
-    drafting = Drafting(drafts, rank=rank, world_size=world_size)
+    drafting = Drafting(drafts, rank=rank, hosts=engines.hosts, group=together)
     drafting.prepare(checkpoint)
     if spec.spot_dir is not None:
         drafting.train_in_idle_time(
@@ -51,8 +66,13 @@ def start_replica(
     return Started(replica, drafting)
 
 
+def _group_of(engines: Engines) -> dist.ProcessGroup | None:
+    """Of the workers that draft, for which all workers have to come; None where these are all, or a lone one."""
+    return None if engines.workers_each == 1 else dist.new_group(list(engines.hosts))
+
+
 def _vllm(
-    spec: WorkerSpec, speculation: SpeculationConfig, *, policy_version: int, rank: int
+    spec: WorkerSpec, speculation: SpeculationConfig, *, policy_version: int, rank: int, gpus: Sequence[str]
 ) -> tuple[Replica, Drafts | None]:
     assert spec.vllm is not None, "the driver names vLLM's environment where the configuration asks for vLLM"
     ends = None
@@ -69,6 +89,7 @@ def _vllm(
         seed=spec.seed,
         policy_version=policy_version,
         sleeps=spec.release_memory,
+        devices=gpus,
     )
     if speculation.policy == "off":
         return replica, None

@@ -14,6 +14,7 @@ A phase is one call.  States are time-stamped as `WorkerSpan`s, for the timeline
 """
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tlt_core.cluster.drafting import Drafting
+from tlt_core.cluster.engines import Engines
 from tlt_core.cluster.feed import RequestFeed
 from tlt_core.cluster.messages import GenerateReport, UpdateReport, WorkerSpec
 from tlt_core.cluster.phase_end import PhaseEnd
@@ -59,6 +61,7 @@ class Worker:
         keep_freed_memory()
         self._rank, self._world_size, self._spec = rank, world_size, spec
         self._device = torch.device(spec.device)
+        self._engines = Engines(world_size, spec.rollout.workers_per_engine)
         self._started: Started | None = None
         self._policy_shard: PolicyShard | None = None
         self._policy_version = 0
@@ -80,8 +83,10 @@ class Worker:
         self._store, meeting_point = host_store(address, world_size=self._world_size)
         return meeting_point
 
-    def join(self, meeting_point: str, own_address: str) -> None:
-        """Form the torch.distributed group of all workers (gloo on CPU, NCCL on GPU)."""
+    def join(self, meeting_point: str, own_address: str) -> tuple[str, ...]:
+        """Form the torch.distributed group of all workers (gloo on CPU, NCCL on GPU).
+
+        Returns this worker's GPUs, as CUDA_VISIBLE_DEVICES names them on its node."""
         join_group(
             meeting_point,
             own_address=own_address,
@@ -91,19 +96,33 @@ class Worker:
             store=self._store,
         )
         self._phase_end = PhaseEnd.at(meeting_point, world_size=self._world_size)
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if self._device.type == "cuda" else ""
+        return tuple(filter(None, visible.split(",")))
 
-    def load(self, checkpoint: Path | None, policy_version: int) -> None:
-        """Build all parts from the start model, or from a checkpoint."""
-        spec, place = self._spec, {"rank": self._rank, "world_size": self._world_size}
+    def load(self, checkpoint: Path | None, policy_version: int, gpus: Sequence[str] = ()) -> None:
+        """Build all parts from the start model, or from a checkpoint.  gpus: of the workers that share the engine."""
+        spec = self._spec
         self._policy_version = policy_version
         if self._device.type == "cuda":
             require_gpu(spec.gpu_bytes)  # the driver may not see it
-        self._started = start_replica(spec, checkpoint=checkpoint, policy_version=policy_version, **place)
+        self._started = start_replica(
+            spec,
+            checkpoint=checkpoint,
+            policy_version=policy_version,
+            rank=self._rank,
+            engines=self._engines,
+            gpus=gpus,
+        )
         if spec.trainer is None:
             return
         self._make_room()
         self._policy_shard = PolicyShard(
-            spec.trainer, model_dir=spec.model_dir, checkpoint=checkpoint, device=self._device, **place
+            spec.trainer,
+            model_dir=spec.model_dir,
+            checkpoint=checkpoint,
+            device=self._device,
+            rank=self._rank,
+            world_size=self._world_size,
         )
         if checkpoint is not None:
             self._replica.load_weights(self._policy_shard.weights(), policy_version=policy_version)
@@ -160,13 +179,14 @@ class Worker:
             streamed=tuple(streamed),
         )
 
-    def train_while_waiting(self, dispatcher: Any) -> SpotResult:
-        """Train the drafter, as in the idle time of a rollout, until the dispatcher ends the phase of waiting."""
+    def train_while_waiting(self, dispatcher: Any) -> SpotResult | None:
+        """Train the drafter, as in the idle time of a rollout, until the dispatcher ends the phase of waiting.
+
+        None: of a worker that trains none."""
         feed, spot = RequestFeed(dispatcher, self._rank), self._drafting.spot
-        assert spot is not None, "asked only of workers that train a drafter"
         self._phase_end.begin()
         self._use_idle_time(WorkerIdle(self._rank, time.time()), feed, spot, [], longest_s=_LONGEST_WAITING_S)
-        return spot.result()
+        return None if spot is None else spot.result()
 
     def _use_idle_time(
         self,
@@ -234,6 +254,9 @@ class Worker:
         Returns the version and a digest of what was loaded; both must be the same on all workers.
         """
         digest = WeightDigest()
+        if self._device.type == "cuda" and self._spec.release_memory:
+            torch.cuda.empty_cache()  # what the update took; the engine wakes up in it
+            self._meet()
         self._replica.load_weights(digest.through(self._policy.weights()), policy_version=policy_version)
         self._policy_version = policy_version
         self._drafting.changed()
@@ -247,6 +270,12 @@ class Worker:
         """Release the rollout's memory where the configuration says so."""
         if self._spec.release_memory:
             self._replica.release_memory()
+        self._meet()
+
+    def _meet(self) -> None:
+        """Wait for the other workers where an engine has memory on the GPUs of several."""
+        if self._engines.workers_each > 1:
+            dist.all_reduce(torch.zeros(()))  # on the CPU, where it waits for as long as an engine may need to start
 
     @property
     def _replica(self) -> Replica:

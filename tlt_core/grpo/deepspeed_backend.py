@@ -44,7 +44,11 @@ class DeepSpeedBackend:
     needs_equal_passes = True
     sums_exactly = False
 
-    def __init__(self, model: PolicyModel, cfg: AdamWConfig, backend: DeepSpeedConfig, *, world_size: int) -> None:
+    def __init__(
+        self, model: PolicyModel, cfg: AdamWConfig, backend: DeepSpeedConfig, *, world_size: int, device: torch.device
+    ) -> None:
+        """model: on `device`; under ZeRO-3 it may be on the CPU, from where each weight goes to `device` and is divided
+        before the next one comes, so no device holds all of it."""
         if not dist.is_initialized():
             raise RuntimeError("DeepSpeed needs a torch.distributed group: call init_process_group first")
         self._stage, self._world_size, self._max_norm = backend.zero_stage, world_size, cfg.max_grad_norm
@@ -64,15 +68,16 @@ class DeepSpeedBackend:
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it; a worker sees one device only
         # The shared-memory all-reduce takes over a minute to compile on first use and serves CPU hosts only.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        config = _engine_config(cfg, backend, bf16=self._bf16)
+        if self._stage == 3:
+            deepspeed.zero.Init(module=model, config_dict_or_path=config)
+            _move_buffers(model, device)
         self._engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=optimizer,
-            config=_engine_config(cfg, backend, bf16=self._bf16),
-            dist_init_required=False,
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
         if self._stage == 3:
             register_external_parameter(model, model.decoder.head_weight)  # used outside its own module
-        self._make_optimizer_state(first.device)
+        self._make_optimizer_state(device)
 
     @property
     def _plain(self) -> bool:
@@ -203,6 +208,13 @@ class DeepSpeedBackend:
                 safe_set_local_fp32_param(parameter, part)
             else:
                 safe_set_local_optimizer_state(parameter, part, kind)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    """DeepSpeed moves weights alone."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
 
 
 def _engine_config(cfg: AdamWConfig, backend: DeepSpeedConfig, *, bf16: bool) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class PolicyTrainer:
         device: torch.device,
         optimizer: AdamWConfig | None = None,
     ) -> None:
-        """decoder: on `device`; its dtype is the compute dtype (masters are always float32).
+        """decoder: on `device`, under ZeRO-3 on the CPU; its dtype is the compute dtype (masters are always float32).
 
         total_steps: optimizer steps of the run, for the schedule.  optimizer: replaces cfg.optimizer.
         """
@@ -85,7 +85,9 @@ class PolicyTrainer:
             return TorchBackend(model, self._optimizer, world_size=self._world_size)
         from tlt_core.grpo.deepspeed_backend import DeepSpeedBackend  # seven seconds to import
 
-        return DeepSpeedBackend(model, self._optimizer, self._cfg.backend, world_size=self._world_size)
+        return DeepSpeedBackend(
+            model, self._optimizer, self._cfg.backend, world_size=self._world_size, device=self._device
+        )
 
     # ------------------------------------------------------------------------------------------ training
 

@@ -144,9 +144,7 @@ def _backends(gpus: int) -> list[Finding]:
 
 def _optional(gpus: int) -> list[Finding]:
     rows = [_accelerated("triton", "GPU kernels", "kernels run as their torch reference", gpus)]
-    rows.append(_accelerated("flash-attn", "packed attention", "torch's scaled_dot_product_attention instead", gpus))
-    version = _version("vllm") or "not installed"
-    return [*rows, Finding("vllm", version, "skipped", "rollouts run on our own engine")]
+    return [*rows, _accelerated("flash-attn", "packed attention", "torch's scaled_dot_product_attention instead", gpus)]
 
 
 def _accelerated(package: str, use: str, instead: str, gpus: int) -> Finding:

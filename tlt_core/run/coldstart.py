@@ -135,8 +135,9 @@ def _spec(cfg: RunConfig, model_dir: Path, num_steps: int) -> WorkerSpec:
         rollout=RolloutConfig(
             dtype=cfg.coldstart.dtype, max_live_requests=1, speculation=SpeculationConfig(policy="off")
         ),
-        max_len=1,  # this stage decodes nothing
+        max_len=1,
         trainer=TrainerSpec(update, AlgorithmConfig(), num_steps, max_new_tokens=1, temperature=1.0),
         threads=cfg.cluster.threads_per_worker,
         device=cfg.cluster.device,
+        decodes=False,
     )

@@ -85,7 +85,7 @@ class DrafterPublisher:
     @property
     def has_all_results(self) -> bool:
         """False where no drafter is trained, and when a worker was lost."""
-        return len(self._results) == self._group.num_workers
+        return len(self._results) == len(self._group.engines.hosts)
 
     def observe(self, phase: PhaseReport, rounds: Sequence[Sequence[RoundTrace]], results: list[SpotResult]) -> None:
         """A rollout phase has ended.  rounds, results: by worker."""
@@ -98,7 +98,7 @@ class DrafterPublisher:
     def publish(self, step: int) -> str:
         """Publish what the workers have trained, unless it drafts worse; returns what was decided, and why."""
         results, self._results = self._results, []
-        if len(results) < self._group.num_workers:
+        if len(results) < len(self._group.engines.hosts):
             return "no drafter is trained" if not results else "a worker was lost"
         self._reporter.phase("publish the drafter")
         with self._metrics.timed("publish_drafter"):

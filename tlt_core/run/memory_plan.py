@@ -86,7 +86,7 @@ def memory_plan(cfg: RunConfig, model: DecoderConfig, *, longest_prompt: int | N
         cfg.cluster.num_workers,
         prompt + cfg.rollout.max_new_tokens,
     )
-    on_gpu = cfg.cluster.device == "cuda"
+    on_gpu, largest = cfg.cluster.device == "cuda", model.vocab_size * model.hidden_size
     own = cfg.rollout.engine != "vllm"
     process = {"processes": _processes(cfg)}
     trainer = _trainer(cfg, model, sizes)
@@ -102,10 +102,10 @@ def memory_plan(cfg: RunConfig, model: DecoderConfig, *, longest_prompt: int | N
     held = {"gradients of a streamed pass": sizes.item * trained}  # kept apart until the pass has ended
     beside_rollout = trainer | drafter | (work | held if streams else {})
     phases = {
-        "load": process | asleep | _while_loading(cfg, sizes) | trainer,
+        "load": process | asleep | _while_loading(cfg, sizes, largest=largest) | trainer,
         "rollout": process | awake | beside_rollout,
         "update": process | asleep | drafter | trainer | work,
-        "save": process | asleep | drafter | trainer | {"a gathered tensor": 8 * model.vocab_size * model.hidden_size},
+        "save": process | asleep | drafter | trainer | {"a gathered tensor": 8 * largest},
     }
     others = process | beside_rollout
     if not cfg.cluster.release_rollout_memory:
@@ -129,10 +129,10 @@ def check(plan: MemoryPlan, cfg: RunConfig, *, device_bytes: int) -> None:
 
 
 def vllm_room(plan: MemoryPlan, cfg: RunConfig, model: DecoderConfig, *, device_bytes: int) -> tuple[int, int]:
-    """What vLLM gets of a GPU, and how many responses of full length have room there at once."""
+    """What vLLM gets of a GPU, and how many responses of full length an engine has room for at once."""
     share = int(min(cfg.rollout.kv_memory_fraction * device_bytes, device_bytes - plan.leave_bytes))
     positions = cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
-    slot = slot_bytes(model, positions=positions, dtype=as_torch(cfg.rollout.dtype))
+    slot = _vllm_slot(cfg, model, positions=positions)
     rest = share - sum(size for name, size in plan.phases["rollout"].items() if name in _OF_VLLM)
     return share, max(0, 1 + rest // slot)
 
@@ -168,6 +168,8 @@ def _remedies_of(owner: str, cfg: RunConfig) -> list[str]:
         found.append(f"rollout.max_live_requests below {cfg.rollout.max_live_requests}")
     if owner in ("rollout weights", "vLLM at least") and not cfg.cluster.release_rollout_memory:
         found.append("cluster.release_rollout_memory=true")
+    if owner == "vLLM at least" and cfg.cluster.num_workers % (2 * cfg.rollout.workers_per_engine) == 0:
+        found.append(f"rollout.vllm.tensor_parallel={2 * cfg.rollout.workers_per_engine}")
     return found
 
 
@@ -216,10 +218,9 @@ def _deepspeed(zero: DeepSpeedBackend, sizes: _Sizes) -> Owners:
     }
 
 
-def _while_loading(cfg: RunConfig, sizes: _Sizes) -> Owners:
-    """DeepSpeed divides a model that was loaded whole."""
-    sharded = isinstance(cfg.update.backend, DeepSpeedBackend) and cfg.update.backend.zero_stage == 3
-    return {"model before it is divided": sizes.item * sizes.model} if sharded else {}
+def _while_loading(cfg: RunConfig, sizes: _Sizes, *, largest: int) -> Owners:
+    """ZeRO-3 divides a weight before the next one comes."""
+    return {"a weight before it is divided": sizes.item * largest} if cfg.update.shards_weights else {}
 
 
 def _own_engine(cfg: RunConfig, model: DecoderConfig, sizes: _Sizes) -> Owners:
@@ -239,15 +240,23 @@ def _own_engine(cfg: RunConfig, model: DecoderConfig, sizes: _Sizes) -> Owners:
 
 
 def _vllm(cfg: RunConfig, model: DecoderConfig, sizes: _Sizes) -> Owners:
-    """Weights, working memory, and keys and values of one request: with less vLLM does not start."""
-    live, item = cfg.rollout.max_live_requests, sizes.rollout_item
-    layer = _VLLM_TOKENS * (4 * model.hidden_size + 3 * model.intermediate_size) * item
-    least = item * sizes.model + layer + 3 * 4 * live * model.vocab_size + int(_GRAPHS)
-    least += slot_bytes(model, positions=sizes.positions, dtype=as_torch(cfg.rollout.dtype))
+    """Weights, working memory, and keys and values of one request: with less vLLM does not start.
+
+    Tensor parallelism divides all but hidden states, logits and graphs."""
+    live, item, parts = cfg.rollout.max_live_requests, sizes.rollout_item, cfg.rollout.workers_per_engine
+    layer = _VLLM_TOKENS * (4 * model.hidden_size + 3 * model.intermediate_size // parts) * item
+    least = item * sizes.model // parts + layer + 3 * 4 * live * model.vocab_size + int(_GRAPHS)
+    least += _vllm_slot(cfg, model, positions=sizes.positions)
     owners = {"vLLM at least": least}
     if _has_drafter(cfg):
-        owners["drafter"] = item * _drafter_parameters(cfg, model)
+        owners["drafter"] = item * _drafter_parameters(cfg, model) // parts
     return owners
+
+
+def _vllm_slot(cfg: RunConfig, model: DecoderConfig, *, positions: int) -> int:
+    """Keys and values of one request on one GPU.  A head of them is not divided further."""
+    parts = min(cfg.rollout.workers_per_engine, model.num_kv_heads)
+    return slot_bytes(model, positions=positions, dtype=as_torch(cfg.rollout.dtype)) // parts
 
 
 def _asleep(cfg: RunConfig, awake: Owners) -> Owners:
@@ -289,11 +298,13 @@ def _drafter_training(cfg: RunConfig, model: DecoderConfig, sizes: _Sizes) -> Ow
 def _host(cfg: RunConfig, model: DecoderConfig, sizes: _Sizes) -> Owners:
     owners = {"processes": int(_CPU_PROCESS) * 2}
     if cfg.rollout.engine == "vllm" and cfg.cluster.release_rollout_memory:
-        owners["vLLM's weights while it sleeps"] = sizes.rollout_item * sizes.model
+        owners["vLLM's weights while it sleeps"] = sizes.rollout_item * sizes.model // cfg.rollout.workers_per_engine
     if cfg.rollout.engine == "vllm" and _trains(cfg):  # of live responses, and of as many that have ended
         a_response = sizes.positions * ((_TAPS + 1) * model.hidden_size * sizes.rollout_item + 4)
         owners["hidden states"] = 2 * cfg.rollout.max_live_requests * a_response
     zero = cfg.update.backend
+    if cfg.update.shards_weights:
+        owners["model while it is loaded"] = sizes.item * sizes.model
     if isinstance(zero, DeepSpeedBackend) and zero.offload_optimizer:
         owners["optimizer"] = 16 * sizes.trained // (sizes.workers if zero.zero_stage else 1)
     return owners

@@ -78,6 +78,7 @@ def check_model(cfg: RunConfig, folder: Path) -> None:
     Raises ModelError, MemoryPlanError, SpaceError."""
     config = load_config(folder)
     check_drafter(cfg, config)
+    check_division(cfg.rollout.workers_per_engine, config)
     gpu = gpu_bytes() if cfg.cluster.device == "cuda" else None
     if gpu is not None:
         settled = cfg.with_dtypes(**precision.decide(cfg)._asdict())
@@ -88,6 +89,17 @@ def check_model(cfg: RunConfig, folder: Path) -> None:
     copies = cfg.checkpoint.keep_last + cfg.checkpoint.keep_best + 1  # one is being written
     policy = count_parameters(folder) * 4
     check_space(cfg.run_dir, needed_bytes=needed * copies + policy + step_files.needed_bytes(cfg))
+
+
+def check_division(parts: int, model: DecoderConfig) -> None:
+    """Can vLLM divide the model among so many workers?  Raises ModelError."""
+    heads, kv, inner = model.num_heads, model.num_kv_heads, model.intermediate_size
+    fit = [n for n in range(1, heads + 1) if not (heads % n or inner % n or (kv % n and n % kv))]
+    if parts not in fit:
+        raise ModelError(
+            f"rollout.vllm.tensor_parallel={parts} does not divide the model's {heads} attention heads, {kv} heads of "
+            f"keys and values and {inner} channels of the feed-forward network: set it to one of {fit}"
+        )
 
 
 def count_parameters(folder: Path) -> int:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tlt_core.cluster.dispatcher import Dispatcher
+from tlt_core.cluster.engines import Engines
 from tlt_core.items.types import FinishReason, GenerationRequest, NoiseKey, Rollout
 from tlt_core.spot.coordinator import Action, Progress, WorkerIdle
 
@@ -19,9 +20,9 @@ def finish(request: GenerationRequest) -> Rollout:
     return Rollout(request.key, torch.tensor([1, 2], dtype=torch.int32), 1, torch.zeros(1), FinishReason.STOP, 0)
 
 
-def begun(dispatch: str, *, num_groups: int = 4, size: int = 2, workers: int = 2) -> Dispatcher:
+def begun(dispatch: str, *, num_groups: int = 4, size: int = 2, workers: int = 2, each: int = 1) -> Dispatcher:
     dispatcher = Dispatcher()
-    dispatcher.begin(groups(num_groups, size), num_workers=workers, dispatch=dispatch)
+    dispatcher.begin(groups(num_groups, size), engines=Engines(workers, each), dispatch=dispatch)
     return dispatcher
 
 
@@ -72,10 +73,40 @@ def test_a_phase_of_waiting_ends_when_told_to():
 
 
 @pytest.mark.parametrize(("dispatch", "goes_on"), [("pull", True), ("static", False)])
-def test_a_lost_worker_ends_the_phase_when_it_has_requests_to_come(dispatch, goes_on):
-    dispatcher = begun(dispatch)
+def test_a_lost_worker_ends_the_phase_when_nobody_else_takes_its_requests(dispatch, goes_on):
+    dispatcher = begun(dispatch, workers=3)
     assert dispatcher.lost(1) is goes_on
     requests, _ = dispatcher.pull(0, 1)
-    assert dispatcher.lost(0) is False, "it holds a request"
     dispatcher.push(0, finish(requests[0]))
     assert dispatcher.lost(0) is goes_on
+    assert dispatcher.lost(2) is False, "requests are left, and it was the last worker"
+
+
+def test_a_lost_worker_that_holds_a_request_ends_the_phase():
+    dispatcher = begun("pull")
+    dispatcher.pull(0, 1)
+    assert dispatcher.lost(0) is False
+
+
+@pytest.mark.parametrize("dispatch", ["pull", "static"])
+def test_workers_that_share_an_engine_wait_until_it_has_nothing_to_decode(dispatch):
+    dispatcher = begun(dispatch, num_groups=2, size=2, workers=4, each=2)
+    first, second = dispatcher.pull(0, 9).requests, dispatcher.pull(2, 9).requests
+    assert (len(first), len(second)) == (2, 2), "requests are shared among engines, not workers"
+    assert dispatcher.pull(1, 9) == dispatcher.pull(3, 9) == ((), False)
+    for request in first:
+        dispatcher.push(0, finish(request))
+    assert not dispatcher.pull(1, 9).exhausted, "the host has not said yet that it is done"
+    dispatcher.ask(WorkerIdle(0, time.time()))
+    assert dispatcher.pull(1, 9) == ((), True)
+    assert not dispatcher.pull(3, 9).exhausted
+    assert dispatcher.ask(WorkerIdle(1, time.time())).action is Action.WAIT
+    for request in second:
+        dispatcher.push(2, finish(request))
+    assert dispatcher.ask(Progress(1, 0, time.time())).action is Action.STOP
+
+
+def test_the_loss_of_a_worker_that_lends_its_gpu_does_not_end_the_phase():
+    dispatcher = begun("static", num_groups=2, workers=4, each=2)
+    assert dispatcher.lost(3) is True
+    assert dispatcher.lost(2) is False, "it has requests to come"

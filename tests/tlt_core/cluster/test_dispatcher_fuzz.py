@@ -17,6 +17,7 @@ from hypothesis.stateful import (
 from tests.fuzz import cases, fuzz
 from tests.tlt_core.cluster.test_dispatcher import finish, groups
 from tlt_core.cluster.dispatcher import Dispatcher, OfferedPass
+from tlt_core.cluster.engines import Engines
 from tlt_core.items.types import GenerationRequest, NoiseKey
 from tlt_core.spot.coordinator import Action, Progress, SpotSettings, WorkerIdle
 
@@ -27,17 +28,19 @@ class AnyPhase(RuleBasedStateMachine):
     """Workers, the driver, and what the dispatcher may say to them."""
 
     @initialize(
-        sizes=st.lists(st.integers(1, 3), max_size=5), num_workers=st.integers(1, 4),
+        sizes=st.lists(st.integers(1, 3), max_size=5),
+        engines=st.sampled_from([*(Engines(n) for n in range(1, 5)), Engines(2, 2), Engines(4, 2)]),
         dispatch=st.sampled_from(["pull", "static"]), trains=st.booleans(), stream_first=st.booleans(),
     )  # fmt: skip
-    def begin(self, sizes: list[int], num_workers: int, dispatch: Any, trains: bool, stream_first: bool) -> None:
+    def begin(self, sizes: list[int], engines: Engines, dispatch: Any, trains: bool, stream_first: bool) -> None:
         spot = SpotSettings(enabled=trains, min_idle_s=0.0, stream_first=stream_first)
         asked = [groups(len(sizes), size)[number] for number, size in enumerate(sizes)]
         self.dispatcher = Dispatcher()
-        self.dispatcher.begin(asked, num_workers=num_workers, dispatch=dispatch, spot=spot)
+        self.dispatcher.begin(asked, engines=engines, dispatch=dispatch, spot=spot)
+        self.engines = engines
         self.wanted = {request.key for group in asked for request in group}
         self.static = dispatch == "static"
-        self.alive = set(range(num_workers))
+        self.alive = set(range(engines.num_workers))
         self.held: dict[int, list[GenerationRequest]] = {worker: [] for worker in self.alive}
         self.given: Counter[NoiseKey] = Counter()
         self.answered: Counter[NoiseKey] = Counter()
@@ -55,7 +58,11 @@ class AnyPhase(RuleBasedStateMachine):
         assert len(requests) <= wanted
         self.given.update(request.key for request in requests)
         self.held[worker] += requests
-        if not self.static:
+        if not self.engines.is_host(worker):
+            host = self.engines.host_of(worker)
+            assert not requests, "it has no engine"
+            assert exhausted == (host in self.training or host not in self.alive), "its GPU is in use"
+        elif not self.static:
             assert exhausted == (sum(self.given.values()) == len(self.wanted))
         if exhausted and not self.held[worker]:
             self.idle.add(worker)
@@ -108,7 +115,9 @@ class AnyPhase(RuleBasedStateMachine):
     def lose(self, worker: int) -> None:
         if worker not in self.alive:
             return
-        undealt = self.static and not self.dispatcher.pull(worker, 0).exhausted
+        others = [host for host in self.engines.hosts if host in self.alive and host != worker]
+        waits = self.engines.is_host(worker) and (self.static or not others)
+        undealt = waits and not self.dispatcher.pull(worker, 0).exhausted
         goes_on = self.dispatcher.lost(worker)
         assert goes_on == (not self.held[worker] and not undealt)
         self.given_up |= not goes_on

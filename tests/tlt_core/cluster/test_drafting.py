@@ -40,7 +40,7 @@ def make(decoder, policy, *, drafter_path=None):
     capture = drafter_path is not None
     engine = build.make_engine(decoder, cfg, max_live=MAX_LIVE, max_len=MAX_LEN, seed=0, capture=capture)
     drafts = None if engine.speculation is None else OwnDrafts(engine, engine.speculation)
-    return engine, Drafting(drafts, rank=0, world_size=1)
+    return engine, Drafting(drafts, rank=0, hosts=(0,))
 
 
 def roll_out(engine, *, step=1, on_captured=None):

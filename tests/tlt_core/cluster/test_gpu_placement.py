@@ -21,14 +21,15 @@ class _Seat:
         return ray.util.get_node_ip_address(), os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-@pytest.mark.parametrize(("config", "nodes"), [("multi_gpu", 1), ("multi_node", 2)])
+@pytest.mark.parametrize(("config", "nodes"), [("multi_gpu", 1), ("multi_node", 2), ("gpu_32b", 1)])
 def test_every_worker_gets_a_gpu_of_its_own_and_neighbours_have_consecutive_ranks(config: str, nodes: int) -> None:
-    wanted = load(f"conf/{config}.yaml").cluster
+    cfg = load(f"conf/{config}.yaml")
+    wanted, each = cfg.cluster, cfg.rollout.workers_per_engine
     with fake_cluster(dict.fromkeys(NODES[:nodes], 8 * wanted.threads_per_worker), gpus=8) as cluster:
         there = wanted.model_copy(update={"address": cluster.address})
         start_ray(there)
-        require_room(there)
-        placement = reserve(there)
+        require_room(there, each)
+        placement = reserve(there, each)
         actor = ray.remote(num_cpus=there.threads_per_worker, num_gpus=there.gpus_per_worker)(_Seat)
         seats = [
             actor.options(scheduling_strategy=placement.worker(rank)).remote() for rank in range(there.num_workers)
@@ -47,3 +48,23 @@ def test_a_cluster_with_a_gpu_too_few_is_refused() -> None:
         start_ray(there)
         with pytest.raises(ClusterError, match=r"asks for 32 CPUs and 8 GPUs; .* with 32 CPUs and 7 GPUs"):
             require_room(there)
+
+
+def test_workers_that_share_an_engine_are_on_one_node() -> None:
+    """Three GPUs a node: an engine of two and one GPU that is left.  Ray alone would put the third worker there."""
+    wanted = load("conf/gpu_32b.yaml").cluster.model_copy(update={"num_workers": 4, "threads_per_worker": 1})
+    with fake_cluster(dict.fromkeys(NODES, 3), gpus=3) as cluster:
+        there = wanted.model_copy(update={"address": cluster.address})
+        start_ray(there)
+        require_room(there, 2)
+        nodes = [node.address for node in reserve(there, 2).nodes]
+    assert nodes[0] == nodes[1] != nodes[2] == nodes[3]
+
+
+def test_nodes_that_no_whole_engine_fits_into_are_refused() -> None:
+    wanted = load("conf/gpu_32b.yaml").cluster.model_copy(update={"num_workers": 4, "threads_per_worker": 1})
+    with fake_cluster(dict.fromkeys(NODES, 3), gpus=3) as cluster:
+        there = wanted.model_copy(update={"address": cluster.address})
+        start_ray(there)
+        with pytest.raises(ClusterError, match=r"4 of them on one node .* room for \[3, 3\] workers"):
+            require_room(there, 4)

@@ -94,6 +94,7 @@ def _worker(rank: int, port: int, folder: Path) -> None:
         torch.save((weights, norm), folder / f"{name}-{rank}.pt")
         dist.barrier()
         trainer.close()
+    _watch_division(rank, folder)
     for bucket_mb in (1, 128):
         backend = DeepSpeedBackend(kind="deepspeed", zero_stage=3, gather_bucket_mb=bucket_mb)
         trainer, _ = _trained(rank, torch.bfloat16, backend=backend)
@@ -101,6 +102,25 @@ def _worker(rank: int, port: int, folder: Path) -> None:
         dist.barrier()
         trainer.close()
     dist.destroy_process_group()
+
+
+def _watch_division(rank: int, folder: Path) -> None:
+    """How many elements of the model are whole when DeepSpeed gets it, and how many it has."""
+    import deepspeed
+
+    seen, original = [], deepspeed.initialize
+
+    def initialize(**options):
+        large = [p for p in options["model"].parameters() if not p.ds_persist]
+        seen.extend([sum(p.numel() for p in large), sum(p.ds_numel for p in large)])
+        return original(**options)
+
+    deepspeed.initialize = initialize
+    trainer, _ = _trained(rank, torch.bfloat16, backend=DeepSpeedBackend(kind="deepspeed", zero_stage=3))
+    deepspeed.initialize = original
+    torch.save(seen, folder / f"whole-{rank}.pt")
+    dist.barrier()
+    trainer.close()
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +163,12 @@ def test_weights_are_gathered_a_bucket_at_a_time(results: Path, rank: int) -> No
 @pytest.mark.parametrize("bucket_mb", [1, 128])
 def test_every_replica_holds_the_masters(results: Path, rank: int, bucket_mb: int) -> None:
     assert Streamed(*torch.load(results / f"streamed{bucket_mb}-{rank}.pt")).wrong == []
+
+
+@pytest.mark.slow
+def test_weights_are_divided_before_deepspeed_moves_the_model(results: Path) -> None:
+    """It would put the whole model on the device at once."""
+    for rank in (0, 1):
+        whole, all_of_them = torch.load(results / f"whole-{rank}.pt")
+        assert all_of_them > 0
+        assert whole == 0

@@ -20,7 +20,7 @@ def test_the_table_has_a_line_and_a_reason_for_everything() -> None:
     rows = doctor.findings()
     named = {row.name for row in rows}
     assert {"CPU", "memory", "precision", "GPU", "ray", "deepspeed", "flash-attn"} <= named
-    assert {"vllm", "triton", "prefect", "mlflow"} <= named
+    assert {"triton", "prefect", "mlflow"} <= named
     assert all(row.found and row.reason and row.verdict in ("used", "skipped", "missing") for row in rows)
 
 

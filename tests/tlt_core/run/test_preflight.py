@@ -18,7 +18,7 @@ from tlt_core.items import store
 from tlt_core.machine.disk import FolderError, SpaceError, check_space
 from tlt_core.machine.processors import TooManyWorkers
 from tlt_core.model.config import DecoderConfig, ModelError
-from tlt_core.model.shapes import shape_of
+from tlt_core.model.shapes import KNOWN, shape_of
 from tlt_core.run import preflight, step_files
 
 
@@ -166,3 +166,12 @@ def test_a_drafter_folder_is_compared_with_a_model_folder(
     (drafter / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ModelError, match=r"config\.json lacks the key"):
         preflight.check_run(load("conf/smoke.yaml", [model, _uses(drafter)]))
+
+
+def test_a_model_that_vllm_cannot_divide_is_refused_with_what_would_do() -> None:
+    preflight.check_division(4, KNOWN["qwen2.5-32b"])
+    preflight.check_division(8, KNOWN["qwen2.5-32b"])
+    with pytest.raises(ModelError, match=r"tensor_parallel=2 .* 9 attention heads.*set it to one of \[1, 3\]"):
+        preflight.check_division(2, KNOWN["smollm2-135m-instruct"])
+    with pytest.raises(ModelError, match=r"tensor_parallel=8 .* 28 attention heads.*one of \[1, 2, 4\]"):
+        preflight.check_division(8, KNOWN["qwen2.5-7b"])

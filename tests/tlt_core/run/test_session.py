@@ -11,6 +11,7 @@ from torch import Tensor
 from conf.load import load
 from conf.run import RunConfig
 from tlt_core.cluster.dispatcher import Drained, OfferedPass
+from tlt_core.cluster.engines import Engines
 from tlt_core.cluster.group import Generated
 from tlt_core.cluster.messages import GenerateReport, UpdateReport
 from tlt_core.data.prompt_order import PromptOrder
@@ -39,6 +40,7 @@ class _Group:
     """Every response is two tokens: the sample's number, and 2, which ends it."""
 
     num_workers = 1
+    engines = Engines(1)
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.loaded: tuple[Path | None, int] | None = None

@@ -21,7 +21,7 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -75,6 +75,8 @@ class VllmRollout:
         leave_bytes: int = 0,
         eager: bool | None = None,
         sleeps: bool = False,
+        tensor_parallel: int = 1,
+        devices: Sequence[str] = (),
         speculative: Mapping[str, Any] | None = None,
         tlt: Mapping[str, Any] | None = None,
         seed: int = 0,
@@ -83,13 +85,15 @@ class VllmRollout:
         """python: of the environment with vLLM.  folder: this object's own, for the log.
         for_vllm: makes Hugging Face's tensors of weights under our names.  kv_cache_mb, eager: see `VllmConfig`.
         memory_fraction: of a GPU, where kv_cache_mb is None; less where it would not leave `leave_bytes` to others.
-        sleeps: `release_memory` is going to be called.  speculative: vLLM's speculative_config (`vllm_speculation`
-        makes one).  tlt: settings of `tlt_vllm`.  policy_version: of the weights in `model`.
+        sleeps: `release_memory` is going to be called.  tensor_parallel: processes that share the model.  devices: GPUs
+        for them, as CUDA_VISIBLE_DEVICES names them; none: those that this process sees.  speculative: vLLM's
+        speculative_config (`vllm_speculation` makes one).  tlt: settings of `tlt_vllm`.  policy_version: of the weights
+        in `model`.
 
         Raises VllmUnusable."""
         require_vllm(python)
         self._python, self._folder, self._for_vllm = python, folder, for_vllm
-        self._max_live, self._threads = max_live, threads
+        self._max_live, self._threads, self._devices = max_live, threads, devices
         self._version = policy_version
         self._settings = {
             "model": str(model),
@@ -101,6 +105,7 @@ class VllmRollout:
             "leave_bytes": leave_bytes,
             "eager": eager,
             "sleeps": sleeps,
+            "tensor_parallel": tensor_parallel,
             "speculative": None if speculative is None else dict(speculative),
             "tlt": dict(tlt or {}),
             "folder": str(folder),
@@ -120,7 +125,8 @@ class VllmRollout:
         with self._log_file.open("wb") as log:
             self._process = subprocess.Popen(
                 [str(self._python), "-P", str(_SCRIPT)],
-                env=environment(self._python, threads=self._threads) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+                env=environment(self._python, threads=self._threads, devices=self._devices)
+                | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

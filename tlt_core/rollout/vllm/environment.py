@@ -4,6 +4,8 @@ Nothing of vLLM is imported by this package: its pinned packages do not fit ours
 """
 
 import os
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -12,8 +14,15 @@ def vllm_python() -> Path:
     return Path(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
 
 
-def environment(python: Path, *, threads: int) -> dict[str, str]:
-    """Variables for a process that runs vLLM on `threads` threads.
+def installed_version(python: Path) -> str:
+    """Of vLLM beside this interpreter, without starting it; empty where there is none."""
+    found = sorted(python.parents[1].glob("lib/python3*/site-packages/vllm*.dist-info"))
+    named = [re.fullmatch(r"vllm(?:_cpu)?-(.+)\.dist-info", folder.name) for folder in found]
+    return next((match[1] for match in named if match), "")
+
+
+def environment(python: Path, *, threads: int, devices: Sequence[str] = ()) -> dict[str, str]:
+    """Variables for a process that runs vLLM on `threads` threads.  devices: GPUs that it sees; none: the caller's.
 
     It sees its own environment's packages alone, and uses the OpenMP runtime that vLLM recommends where there is one.
     """
@@ -25,5 +34,6 @@ def environment(python: Path, *, threads: int) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
+        **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),
         **({"LD_PRELOAD": str(openmp), "KMP_BLOCKTIME": "5"} if openmp.is_file() else {}),
     }

@@ -71,6 +71,7 @@ class Server:
             seed=settings["seed"],
             max_model_len=settings["max_len"],
             max_num_seqs=settings["max_live"],
+            tensor_parallel_size=settings["tensor_parallel"],
             **_memory(settings),
             enforce_eager=_on_cpu() if settings["eager"] is None else settings["eager"],
             enable_prefix_caching=True,  # the responses of a group share their prompt
@@ -181,14 +182,9 @@ class Server:
         """Write what was kept of a response; returns the file, None where nothing was."""
         if self._folder is None:
             return None
-        from safetensors.torch import save_file
-
-        kept = self._llm.collective_rpc("tlt_take", args=(name, first, length))[0]
-        if kept is None:
-            return None
         file = f"{self._folder}/states_{name}.safetensors"
-        save_file(kept._asdict(), file)
-        return file
+        written = self._llm.collective_rpc("tlt_write_states", args=(name, first, length, file))[0]
+        return file if written else None
 
     def counters(self):
         """Of speculation, since the start; preemptions; the tuner's figures; responses whose hidden states are lost."""

@@ -1,6 +1,6 @@
 """Starts vLLM as a worker's replica, as the configuration says."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,11 +38,12 @@ def start_vllm(
     policy_version: int,
     ends: PolicyEnds | None = None,
     sleeps: bool = False,
+    devices: Sequence[str] = (),
 ) -> VllmRollout:
     """A running engine with the weights of `model_dir`.
 
-    ends: kept up to date with the policy, and hidden states are kept; None: neither.  sleeps: see `VllmRollout`.
-    Raises VllmError, VllmUnusable.
+    ends: kept up to date with the policy, and hidden states are kept; None: neither.  sleeps, devices: see
+    `VllmRollout`.  Raises VllmError, VllmUnusable.
     """
     model, menu = load_config(model_dir), vllm_menu(cfg.speculation)
     max_len = max(max_len, min(max_len + _ROOM, model.max_position_embeddings))
@@ -65,6 +66,8 @@ def start_vllm(
         leave_bytes=spec.leave_bytes,
         eager=cfg.vllm.eager,
         sleeps=sleeps,
+        tensor_parallel=cfg.vllm.tensor_parallel,
+        devices=devices,
         speculative=vllm_speculation(cfg.speculation, menu),
         tlt=tlt_settings(cfg.speculation, menu, capture_mb=_capture_mb(cfg, model, max_len) if ends else 0),
         seed=seed,
