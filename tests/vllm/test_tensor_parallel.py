@@ -23,7 +23,8 @@ from tlt_core.model.config import DecoderConfig
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.ends import PolicyEnds
 from tlt_core.model.load import load_decoder, random_decoder, save_hf
-from tlt_core.rollout.vllm.client import VllmRollout
+from tlt_core.rollout.vllm import client
+from tlt_core.rollout.vllm.client import VllmError, VllmRollout
 from tlt_core.rollout.vllm.drafts import VllmDrafts
 from tlt_core.rollout.vllm.replica import VllmSpec, start_vllm
 
@@ -190,6 +191,16 @@ def test_a_new_drafter_reaches_every_part(said: dict[int, Said]):
     assert said[1].accepted == said[2].accepted
     assert min(said[1].accepted) > 0
     assert said[1].accepted[0] != said[1].accepted[1], "the two drafters differ"
+
+
+def test_the_weights_of_the_second_part_are_checked_too(vllm_python, small, tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "_SCRIPT", Path(__file__).with_name("crossed.py"))
+    engine, _ = start(vllm_python, small, tmp_path, parts=2)
+    try:
+        with pytest.raises(VllmError, match="does not compute with the weights that came"):
+            engine.load_weights(moved(small), policy_version=1)
+    finally:
+        engine.close()
 
 
 def test_a_run_in_which_two_workers_share_each_engine(vllm_python, embedded_model, tmp_path):
