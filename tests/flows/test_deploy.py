@@ -110,6 +110,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, embedded_model: Path) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.prefect
 def test_the_clock_retrains_once_and_then_finds_nothing_changed(deployed: Deployed) -> None:
     from conf.load import load
@@ -142,6 +143,7 @@ def test_the_clock_retrains_once_and_then_finds_nothing_changed(deployed: Deploy
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.prefect
 def test_kubernetes_deployments_make_the_job_that_is_meant(deployed: Deployed) -> None:
     """A dry run: the server takes pool and deployments, and their variables fill the job's template."""
@@ -169,6 +171,7 @@ def test_kubernetes_deployments_make_the_job_that_is_meant(deployed: Deployed) -
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.prefect
 def test_without_a_worker_the_deployments_are_made_and_nothing_is_started(deployed: Deployed) -> None:
     env = deployed.env | {"PREFECT_API_URL": deployed.url, "PREFECT_HOME": str(deployed.root / "elsewhere")}
@@ -180,6 +183,7 @@ def test_without_a_worker_the_deployments_are_made_and_nothing_is_started(deploy
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.prefect
 def test_a_failed_run_is_reported_to_the_webhook(deployed: Deployed) -> None:
     with webhook() as (url, received):
@@ -191,6 +195,7 @@ def test_a_failed_run_is_reported_to_the_webhook(deployed: Deployed) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.prefect
 @pytest.mark.parametrize("lost", ["worker and flow", "flow", "machine", "container"])
 def test_a_run_whose_processes_are_killed_ends_completed_with_every_step_once(deployed: Deployed, lost: str) -> None:
@@ -238,6 +243,7 @@ def test_a_run_whose_processes_are_killed_ends_completed_with_every_step_once(de
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.prefect
 def test_a_run_that_takes_too_long_is_cancelled(deployed: Deployed) -> None:
     from prefect.client.orchestration import get_client

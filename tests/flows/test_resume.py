@@ -74,7 +74,7 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("resume")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_killed_runs_end_where_the_uninterrupted_run_ends(root, workers):
     """fp32 on CPU, static dispatch: bitwise."""
     whole = finish(root, f"whole{workers}", workers=workers)

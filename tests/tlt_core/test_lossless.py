@@ -1,7 +1,7 @@
-"""Speculation on a real model in fp32 gives plain decoding's tokens: 200 prompts at each of three temperatures, every
-drafter, chains and trees, every tuner policy.  Where a token differs, it must be a proven near-tie: the two candidates'
-perturbed scores lie closer than two computations of the same logits do.  In bfloat16 on kernels whose results do not
-depend on the batch there are no near-ties: tokens and log-probabilities are equal to the bit."""
+"""Speculation on a real model in fp32 gives plain decoding's tokens: 50 prompts (200 in the long form) at each of three
+temperatures, every drafter, chains and trees, every tuner policy.  Where a token differs, it must be a proven near-tie:
+the two candidates' perturbed scores lie closer than two computations of the same logits do.  In bfloat16 on kernels
+whose results do not depend on the batch there are no near-ties: tokens and log-probabilities are equal to the bit."""
 
 import pytest
 import torch
@@ -37,11 +37,14 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(embedded_model, tmp_path_factory):
+@pytest.fixture(
+    scope="module", params=[50, pytest.param(200, marks=pytest.mark.long)], ids=lambda count: f"{count} prompts"
+)
+def model(request, embedded_model, tmp_path_factory):
+    questions = QUESTIONS[:: len(QUESTIONS) // request.param]
     decoder = load_decoder(embedded_model, dtype=torch.float32)
     tokenizer = load_tokenizer(embedded_model)
-    prompts = [torch.tensor(encode_prompt(tokenizer, q, system_prompt=None), dtype=torch.int32) for q in QUESTIONS]
+    prompts = [torch.tensor(encode_prompt(tokenizer, q, system_prompt=None), dtype=torch.int32) for q in questions]
     folder = tmp_path_factory.mktemp("drafter") / "drafter-eagle3"
     target = decoder, prompts, folder, stop_token_ids(embedded_model, tokenizer)
     save_eagle3(trained_drafter(target), folder, dtype=torch.float32)

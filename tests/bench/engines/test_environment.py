@@ -55,6 +55,7 @@ def test_a_folder_that_cannot_be_written_is_a_reason(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_package_that_does_not_exist_is_a_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     peer = Peer("engine", "", ("no-such-package-of-tlt==1",))

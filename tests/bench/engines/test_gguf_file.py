@@ -139,6 +139,7 @@ def decoded(name, file, python, weights, folder, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_llama_cpp_decodes_the_same(folder_of, tiny_config, tmp_path, family):
     folder = folder_of(replace(tiny_config, family=family, eos_token_ids=(2,)))
@@ -154,6 +155,7 @@ def test_llama_cpp_decodes_the_same(folder_of, tiny_config, tmp_path, family):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_openvino_decodes_the_same(folder_of, tiny_config, tmp_path):
     config = replace(tiny_config, hidden_size=64, head_dim=32, num_heads=2, num_kv_heads=1)
     folder, out = folder_of(config), tmp_path / "ir"

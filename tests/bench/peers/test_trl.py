@@ -10,6 +10,7 @@ from tlt_core.machine.precision import settle
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_both_train_on_the_same_prompts_and_rewards(
     prefect_engine: None, embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
