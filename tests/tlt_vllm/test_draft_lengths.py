@@ -22,6 +22,7 @@ class Engine:
         self.lengths = DraftLengths(lengths_settings, "eagle3", clock=lambda: self.now_s)
         self.drafted = 0  # of each request, to be verified in the next step
         self.chosen: list[int] = []
+        self.late_s = 0.0
 
     def step(self, names: list[str], *, prefills: bool = False) -> int:
         began_s, verified = self.now_s, self.drafted
@@ -34,10 +35,10 @@ class Engine:
             began_s=began_s,
         )
         draft_s = DRAFT_S * (1 + length)
-        self.now_s += PASS_S + TOKEN_S * len(names) * (1 + verified) + draft_s
+        self.now_s += PASS_S + TOKEN_S * len(names) * (1 + verified) + draft_s + self.late_s
         accepted = 0 if prefills else min(verified, self.survives)
         emitted = dict.fromkeys(names, 1 + accepted)
-        self.lengths.finish(emitted, draft_s=draft_s if self.measured else None)
+        self.lengths.finish(emitted, draft_s=draft_s if self.measured else None, late_s=self.late_s)
         self.drafted = length
         self.chosen.append(length)
         return 1 + accepted
@@ -101,6 +102,18 @@ def test_without_drafts_a_round_still_pays_for_the_drafters_keys() -> None:
     report = engine.lengths.trace[-1]["report"]
     assert (report.strategy, report.draft_s) == (OFF, 0.0)
     assert report.verify_s == pytest.approx(PASS_S + TOKEN_S + DRAFT_S)
+
+
+def test_work_that_earlier_steps_put_off_belongs_to_no_round() -> None:
+    """Or the first draft after a long rest would look dear."""
+    engine = Engine(settings(policy="fixed", menu=[3]))
+    engine.lengths.trace = []
+    engine.step(["a"], prefills=True)
+    engine.late_s = 0.5
+    engine.step(["a"])
+    report = engine.lengths.trace[-1]["report"]
+    assert report.draft_s == pytest.approx(4 * DRAFT_S)
+    assert report.verify_s == pytest.approx(PASS_S + 4 * TOKEN_S)
 
 
 def test_two_steps_under_way_are_told_apart() -> None:
