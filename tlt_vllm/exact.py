@@ -102,8 +102,10 @@ class ExactSampler:
         keys_N2 = row_keys(streams_B[row_N], positions_N)
         tokens_N, norms_N = torch.zeros_like(positions_N), torch.zeros_like(positions_N, dtype=torch.float32)
         for params, members in _by_params(rows).items():
-            here_N = torch.isin(row_N, torch.tensor(members, device=row_N.device))
-            part_NV = logits_NV if len(members) == len(rows) else logits_NV[here_N]
+            here_N: slice | Tensor = slice(None)  # a mask would make a GPU's host wait
+            if len(members) < len(rows):
+                here_N = torch.isin(row_N, torch.tensor(members, device=row_N.device))
+            part_NV = logits_NV[here_N]
             choice = choose(part_NV, keys_N2[here_N], params)
             tokens_N[here_N] = choice.tokens_N
             if self._tap is not None:
