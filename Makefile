@@ -3,6 +3,7 @@
 #   make demo      train SmolLM2-135M by reinforcement learning on this machine's CPU, a quarter of an hour
 #   make test      the test suite        make test-all  ... and the tests that take minutes
 #   make test-faults   every fault in many phases of a real run; writes docs/faults.md; half an hour on two idle cores
+#   make test-mutations   single changes of the code at random: which does no test notice?  an hour
 #   make test-gpu  tests and benchmarks that need a GPU, with torch, Triton, transformers and pytest alone, in 8 minutes;
 #                  make test-gpu PART=sizes-qwen2.5-7b: a part alone, with 8 minutes of its own
 #   make test-vllm drafter and plug-in in a real vLLM, in an environment of its own (make vllm-env)
@@ -17,6 +18,7 @@ CONFIG ?= conf/demo.yaml
 PORT ?= 5000
 GPU_OUT ?= reports/gpu
 PART ?=
+MUTATIONS ?=
 PREFECT_PORT ?= 4200
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
   $$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null \
@@ -30,8 +32,8 @@ TEST_PROCESSES ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SHARED := -n $(TEST_PROCESSES) --dist loadfile
 
-.PHONY: demo test test-all test-faults test-gpu test-vllm vllm-env check format ui doctor deploy deploy-stop install \
-  lock audit
+.PHONY: demo test test-all test-faults test-mutations test-gpu test-vllm vllm-env check format ui doctor deploy \
+  deploy-stop install lock audit
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -47,6 +49,10 @@ test-all: $(STAMP)
 test-faults: $(STAMP)
 	FAULTS_REPORT=reports/faults/matrix.json $(PYTEST) -m faults tests/faults; code=$$?; \
 	  $(BIN)/python -m tests.faults.table && exit $$code
+
+# The tool is in an environment of its own for the time being; the tests run in the project's.
+test-mutations: $(STAMP)
+	$(BIN)/uv run --no-project --with cosmic-ray==8.7.0 python tests/mutations.py --python $(BIN)/python $(MUTATIONS)
 
 # Installs nothing, since a GPU machine may have no package index.  Uses the environment's Python if there is one.
 test-gpu:
