@@ -208,3 +208,9 @@ def test_unreadable_state_names_the_folder(tmp_path):
     (folder / "state.json").write_text(json.dumps({"step": 1}))
     with pytest.raises(CheckpointError, match="step_000001"):
         checkpoint.load_state(folder)
+
+
+def test_a_skipped_checkpoint_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for problem in ("torn", "torn", "empty"):
+        checkpoint._say_skipped(tmp_path, problem)
+    assert [record.getMessage().rsplit(" ", 1)[1] for record in caplog.records] == ["torn", "empty"]

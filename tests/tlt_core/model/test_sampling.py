@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tlt_core.items.types import NoiseKey, SamplingParams
+from tlt_core.model import sampling
 from tlt_core.model.sampling import choose, choose_no_sync, lognorms, policy_scores, row_keys, stream_key
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 0.0, 3.0, -2.0, 1.5])
@@ -104,3 +105,12 @@ def test_log_normalisers_are_those_without_filters_at_temperature_one(params):
     choice = draw(params, count=5)
     found = lognorms(LOGITS.expand(5, -1), choice, params)
     torch.testing.assert_close(found, LOGITS.logsumexp(0).expand(5), atol=1e-5, rtol=0)
+
+
+def test_noise_keys_are_splitmix64() -> None:
+    """Its published first outputs; a position's key is the output that many steps after its stream."""
+    assert sampling._splitmix64(0) == 0xE220A8397B1DCDAF
+    assert sampling._splitmix64(1234567) == 6457827717110365317
+    expected = [sampling._splitmix64((1234567 + step * 0x9E3779B97F4A7C15) % 2**64) for step in range(3)]
+    keys = row_keys(torch.full((3,), 1234567), torch.arange(1, 4)).view(torch.int64).flatten()
+    assert [key % 2**64 for key in keys.tolist()] == expected

@@ -7,6 +7,7 @@ from statistics import fmean
 import pytest
 
 from tlt_core.items.speculation import OFF, RoundReport, Strategy
+from tlt_core.tuner import acceptance
 from tlt_core.tuner.acceptance import Acceptance
 
 SHORT, LONG = Strategy("eagle", 2, 1, 2), Strategy("eagle", 6, 1, 6)
@@ -139,3 +140,8 @@ def test_state_survives_json_and_a_smaller_menu_loads_it() -> None:
     smaller = Acceptance((SHORT,))
     smaller.load_state_dict(state)
     assert smaller.expected([0])[SHORT].accepted > smaller.expected([1])[SHORT].accepted
+
+
+def test_a_chain_asks_for_its_depth_and_a_tree_for_its_tokens() -> None:
+    assert acceptance._asked(Strategy("eagle3", depth=3, width=1, tokens=3)) == 3
+    assert acceptance._asked(Strategy("eagle3", depth=3, width=2, tokens=8)) == 8
