@@ -99,3 +99,13 @@ def test_a_lower_limit_of_the_system_stays() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(done.stdout) == 1.0
+
+
+def test_a_scoring_process_writes_to_neither_stream() -> None:
+    """What a reward function prints, in Python or below it, must not garble the terminal."""
+    code = (
+        "import os; from tlt_core.grpo import verifiers; verifiers.start([], 64.0, []); "
+        "print('one', flush=True); os.write(1, b'two'); os.write(2, b'three')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")

@@ -12,12 +12,13 @@ from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
 from tlt_core.drafter.eagle3.files import export_weights
 from tlt_core.drafter.eagle3.model import eagle3_from_target
 from tlt_core.drafter.eagle3.observe import draft_probs
+from tlt_core.drafter.eagle3.train import TrainMetrics
 from tlt_core.items.speculation import Strategy
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.run.drafter_release import decide
 from tlt_core.spot.comparison import Comparison, Group
-from tlt_core.spot.training import SpotResult, SpotTraining
+from tlt_core.spot.training import SpotResult, SpotTraining, _Phase
 from tlt_core.tuner.policies import make_tuner
 
 DEPTH, MAX_LEN = 3, 64
@@ -458,3 +459,14 @@ def test_a_trial_beside_a_drafter_that_is_replaced_is_dropped(decoder, tmp_path)
     assert not spot.candidate.in_trial
     assert spot.candidate.compare(others).starts == 0, "nothing was measured beside this one"
     spot.close()
+
+
+def test_a_phase_without_training_says_so() -> None:
+    assert set(SpotResult()) == {0, None}
+
+
+def test_means_of_a_phase_are_of_its_rows_and_of_the_first_draft_token() -> None:
+    phase = _Phase()
+    phase.add(TrainMetrics(loss=2.0, overlaps=(0.5, 0.25), rows=4, top1=0.75))
+    phase.add(TrainMetrics(loss=1.0, overlaps=(1.0, 0.25), rows=2, top1=0.0))
+    assert (phase.rows, phase.loss, phase.overlap, phase.top1) == (6, 10.0, 4.0, 3.0)

@@ -145,3 +145,13 @@ def test_state_survives_json_and_a_smaller_menu_loads_it() -> None:
 def test_a_chain_asks_for_its_depth_and_a_tree_for_its_tokens() -> None:
     assert acceptance._asked(Strategy("eagle3", depth=3, width=1, tokens=3)) == 3
     assert acceptance._asked(Strategy("eagle3", depth=3, width=2, tokens=8)) == 8
+
+
+def test_what_is_known_of_a_request_fades_when_its_drafter_changes() -> None:
+    model = Acceptance(MENU)
+    play(model, SHORT, [0.9], 20)
+    before = model._requests["eagle"][0].trials
+    model.discount("eagle", change=0.001)
+    assert model._requests["eagle"][0].trials == before, "hardly a change"
+    model.discount("eagle", change=float("inf"))
+    assert model._requests["eagle"][0].trials == pytest.approx(0.05 * before)
