@@ -50,7 +50,7 @@ test-faults: $(STAMP)
 	FAULTS_REPORT=reports/faults/matrix.json $(PYTEST) -m faults tests/faults; code=$$?; \
 	  $(BIN)/python -m tests.faults.table && exit $$code
 
-# The tool is in an environment of its own for the time being; the tests run in the project's.
+# The tool runs in an environment of its own, which is not kept; the tests run in the project's.
 test-mutations: $(STAMP)
 	$(BIN)/uv run --no-project --with cosmic-ray==8.7.0 python tests/mutations.py --python $(BIN)/python $(MUTATIONS)
 

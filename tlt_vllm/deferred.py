@@ -41,6 +41,7 @@ class Deferred:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._steps: list[_Step] = []
+        self._count = 0  # tokens kept
         self.most_tokens = min(MOST_TOKENS, runner.max_num_tokens)
         self.passes = 0  # that make up for others
 
@@ -74,7 +75,8 @@ class Deferred:
                 states_BE=options["target_hidden_states"],
             )
         )
-        if sum(len(step.rows) for step in self._steps) + len(names) > self.most_tokens:
+        self._count += len(names)
+        if self._count + len(names) > self.most_tokens:
             self._pass(original, options)
         return torch.empty(len(names), 0, device=metadata.slot_mapping.device, dtype=torch.int64)
 
@@ -91,14 +93,17 @@ class Deferred:
         begins = self._runner.input_batch.num_computed_tokens_cpu
         ends = self._steps[-1].ends
         kept = {name for b, name in enumerate(names) if ends.get(name) == int(begins[b])}
+        if len(kept) == len(self._steps[-1].rows):  # the usual case, in every step
+            return
         steps = [
             step._replace(rows={name: row for name, row in step.rows.items() if name in kept}) for step in self._steps
         ]
         self._steps = [step for step in steps if step.rows]
+        self._count = sum(len(step.rows) for step in self._steps)
 
     def _pass(self, original: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
         """The drafter reads everything that was kept."""
-        steps, self._steps = self._steps, []
+        steps, self._steps, self._count = self._steps, [], 0
         metadata, device = options["common_attn_metadata"], options["target_token_ids"].device
         places_of: dict[str, list[int]] = {name: [] for name in steps[-1].rows}  # among all that was kept
         first = 0

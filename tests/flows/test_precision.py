@@ -104,14 +104,13 @@ def test_a_run_moves_to_a_machine_that_would_emulate_its_update(moved: Path, cap
     assert [rows[step]["training/resume_attempt"] for step in (1, 2, 3)] == [0, 1, 2]
     for step in (1, 2, 3):
         assert rows[step]["actor/grad_norm"] > 0
+        assert rows[step]["drafter/optimizer_steps"] > 0, f"idle time trains the drafter in step {step}"
         assert 0 <= rows[step]["drafter/acc_top1"] < 1  # 0 where a busy machine leaves time for a few tokens alone
         # float32 passes beside bfloat16 rollouts: rounding, not another policy
         assert rows[step]["training/rollout_probs_diff_mean"] < 1e-3
-    # Idle time trains the drafter; a busy machine may leave none in one of the steps.
-    trained = [rows[step]["drafter/optimizer_steps"] for step in (1, 2, 3)]
-    assert sum(trained) > 0
-    totals = [rows[step]["drafter/optimizer_steps_total"] for step in (1, 2, 3)]
-    assert totals == [sum(trained[:n]) for n in (1, 2, 3)], "each attempt goes on where the last one ended"
+    assert any(rows[step]["drafter/acc_top1"] > 0 for step in (1, 2, 3))
+    assert rows[3]["drafter/optimizer_steps_total"] > rows[2]["drafter/optimizer_steps_total"]
+    assert rows[3]["drafter/version"] >= 1
     # What rollouts load is in their type, what training goes on from in float32.
     assert _dtypes(run / "policy/model.safetensors") == {torch.bfloat16}
     assert _dtypes(run / "drafter-eagle3/model.safetensors") == {torch.bfloat16}
