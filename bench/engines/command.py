@@ -3,7 +3,7 @@
     plain, adaptive                    our engine, without and with speculation as configured
     transformers, transformers lookup  `generate`, and its prompt look-up (one request at a time)
     vllm, vllm eager, vllm ngram, ...  vLLM on CPU in its own environment (`make vllm-env`): compiled (its default),
-                                       uncompiled, with n-grams, and with the configured EAGLE-3 drafter
+                                       uncompiled, and, compiled, with n-grams and with the configured EAGLE-3 drafter
     vllm tlt                           the same vLLM and drafter with our plug-in: adaptive draft length, exact sampling
     llama.cpp, llama.cpp fp16          in an environment of its own, with the model converted to GGUF
     openvino                           OpenVINO GenAI in an environment of its own, with the model converted to IR
@@ -50,7 +50,7 @@ _NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2
 _EAGLE3_TOKENS = (3, 5)  # fixed drafts, beside which the plug-in's choice is judged
 _TLT_MENU = [1, 2, 3, 5, 7]
 _FILES = Path(__file__).with_name("processes")
-_PLUG_IN_BOUND = 0.97  # the plug-in over the best that vLLM does without it, uncompiled like it
+_PLUG_IN_BOUND = 0.97  # the plug-in over the best that vLLM does without it
 _BOUNDS = (
     ("vllm", ("vllm", "vllm eager"), 1.2),
     ("transformers", ("transformers",), 1.5),
@@ -90,15 +90,17 @@ def bench_engines(
     specs, missing = engines(
         cfg, model, max_live=max(lives), max_len=max(map(len, prompts)) + new_tokens + 32, peer_names=wanted
     )
-    contest = compete(
-        limited(specs, limits),
-        [Case(live, temperature) for temperature in _TEMPERATURES for live in lives],
-        prompts,
-        new_tokens=new_tokens,
-        repeats=repeats,
-        seed=cfg.seed,
-        log_dir=cfg.run_dir / "bench-engines",
-    )
+    with Terminal() as show:
+        contest = compete(
+            limited(specs, limits),
+            [Case(live, temperature) for temperature in _TEMPERATURES for live in lives],
+            prompts,
+            new_tokens=new_tokens,
+            repeats=repeats,
+            seed=cfg.seed,
+            log_dir=cfg.run_dir / "bench-engines",
+            on_progress=lambda phase, done, total: show.stage(phase, done, total, None),
+        )
     rows = [{"new_tokens": new_tokens, "model": model.name, **row} for row in rows_of(contest)]
     failed = [{"configuration": name, "reason": f"left out: {reason}"} for name, reason in contest.failed.items()]
     tokenizer = load_tokenizer(model)
@@ -147,7 +149,7 @@ def engines(
     python = vllm_environment.vllm_python()
     kinds = _vllm_kinds(cfg.rollout.speculation)
     if not python.is_file():
-        reason = f"left out: {python} does not exist; 'make vllm-env' builds vLLM's environment"
+        reason = "left out: vLLM's environment is not there; 'make vllm-env' builds it"
         return specs, [*missing, *({"configuration": name, "reason": reason} for name in kinds)]
     # The scheduler in a process of its own would compete with the computing threads for the same cores.
     environment = vllm_environment.environment(python, threads=threads) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -186,15 +188,16 @@ def _vllm_kinds(speculation: SpeculationConfig) -> dict[str, dict[str, Any]]:
     kinds: dict[str, dict[str, Any]] = {
         "vllm": {"speculative": None, "eager": False},
         "vllm eager": {"speculative": None, "eager": True},
-        "vllm ngram": {"speculative": _NGRAM, "eager": True},
+        "vllm ngram": {"speculative": _NGRAM, "eager": False},
     }
     if speculation.drafter_path is not None:
         drafter = str(Path(speculation.drafter_path).absolute())
         eagle3 = {"method": "eagle3", "model": drafter}
         for tokens in _EAGLE3_TOKENS:
-            kinds[f"vllm eagle3 {tokens}"] = {"speculative": eagle3 | {"num_speculative_tokens": tokens}, "eager": True}
-        longest = {"num_speculative_tokens": max(_TLT_MENU)}
-        kinds["vllm tlt"] = {"speculative": eagle3 | longest, "eager": True, "tlt": {"menu": _TLT_MENU}}
+            chains = eagle3 | {"num_speculative_tokens": tokens}
+            kinds[f"vllm eagle3 {tokens}"] = {"speculative": chains, "eager": False}
+        longest = eagle3 | {"num_speculative_tokens": max(_TLT_MENU)}
+        kinds["vllm tlt"] = {"speculative": longest, "eager": False, "tlt": {"menu": _TLT_MENU}}
     return kinds
 
 
@@ -242,7 +245,7 @@ def verdicts_of(contest: Contest) -> list[dict[str, Any]]:
     verdicts = []
     for rival, variants, bound in _BOUNDS:
         verdicts += _against(contest, "plain", rival, variants, bound)
-    without = ("vllm eager", "vllm ngram", *(f"vllm eagle3 {tokens}" for tokens in _EAGLE3_TOKENS))
+    without = ("vllm", "vllm eager", "vllm ngram", *(f"vllm eagle3 {tokens}" for tokens in _EAGLE3_TOKENS))
     return verdicts + _against(contest, "vllm tlt", "the best of vllm without it", without, _PLUG_IN_BOUND)
 
 

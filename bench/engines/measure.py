@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -23,6 +23,9 @@ _WARM_UP_TOKENS = 8
 _LOG_LINES = 15
 
 _log = logging.getLogger(__name__)
+
+OnProgress = Callable[[str, int, int], None]
+"""Called with a phase, and with how much of it is done, of how much."""
 
 
 class EngineError(Exception):
@@ -138,6 +141,7 @@ def compete(
     repeats: int,
     seed: int,
     log_dir: Path,
+    on_progress: OnProgress = lambda phase, done, total: None,
 ) -> Contest:
     """Measure every engine on every case that it accepts, `repeats` times; another engine is first in each repeat.
 
@@ -145,9 +149,10 @@ def compete(
     """
     measured: dict[tuple[str, Case], list[Measured]] = {}
     warm_ups = [(case, _job(case, prompts, new_tokens=min(_WARM_UP_TOKENS, new_tokens), seed=seed)) for case in cases]
-    with _running(specs, warm_ups, log_dir) as (engines, failed):
+    with _running(specs, warm_ups, log_dir, on_progress) as (engines, failed):
         for repeat in range(repeats):
             for case in cases:
+                on_progress("measurements", repeat * len(cases) + cases.index(case), repeats * len(cases))
                 able = [engine for engine in engines if engine.takes(case)]
                 for engine in able[repeat % len(able) :] + able[: repeat % len(able)]:
                     reply = engine.decode(_job(case, prompts, new_tokens=new_tokens, seed=seed + repeat))
@@ -188,13 +193,17 @@ def cores(count: int) -> list[int]:
 
 @contextmanager
 def _running(
-    specs: Sequence[EngineSpec], warm_ups: Sequence[tuple[Case, Mapping[str, Any]]], log_dir: Path
+    specs: Sequence[EngineSpec],
+    warm_ups: Sequence[tuple[Case, Mapping[str, Any]]],
+    log_dir: Path,
+    on_progress: OnProgress,
 ) -> Iterator[tuple[list[_Engine], dict[str, str]]]:
     """All engines, started and warmed up, and the reasons of those that failed.  All are ended afterwards."""
     log_dir.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         engines, failed = [], {}
-        for spec in specs:
+        for done, spec in enumerate(specs):
+            on_progress(f"starting {spec.name}", done, len(specs))
             engine = _Engine(spec, log_dir / f"{spec.name.replace(' ', '-')}.log")
             stack.callback(engine.close)
             try:

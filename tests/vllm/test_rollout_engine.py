@@ -118,11 +118,12 @@ def other_policy(target, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def seen(vllm_python, target, drafter, other_policy, tmp_path_factory) -> Seen:
+@pytest.fixture(scope="module", params=[True, False], ids=["uncompiled", "compiled"])
+def seen(vllm_python, target, drafter, other_policy, tmp_path_factory, request) -> Seen:
     """Chains up to 6 requests, none above."""
     cfg = RolloutConfig(
         engine="vllm",
+        vllm={"eager": request.param},
         dtype="float32",
         max_live_requests=16,
         speculation=SpeculationConfig(

@@ -41,11 +41,11 @@ class RobustFilter:
 
     def __init__(self, theta: Sequence[float], spread: Sequence[float], *, one_sided: bool = False) -> None:
         """theta: the prior's mean; spread: its standard deviations.  one_sided: a y far below the prediction shows
-        that the model has learnt from stalls, and is believed like a first observation; for models without
-        calibration."""
+        that the model has learnt from stalls, and is believed like a first observation; as long as nothing was
+        calibrated."""
         self.theta = list(theta)
         self.noise = 0.1  # of y, relative
-        self._one_sided = one_sided
+        self.one_sided = one_sided
         self._fresh = True  # the first observation sets the scale
         self._least = 0.0  # y seen; 0: none yet
         self.ceiling = [s * s for s in spread]
@@ -65,7 +65,7 @@ class RobustFilter:
             raise ValueError(f"{len(phi)} features for {len(self.theta)} coefficients: give one each")
         expected = max(self.predict(phi), 1e-7)
         self._least = min(self._least or y, max(y, 1e-7))
-        if self._one_sided and y < expected * (1.0 - 3 * self.noise):
+        if self.one_sided and y < expected * (1.0 - 3 * self.noise):
             self._widen()
         gain = [sum(map(mul, row, phi)) for row in self.covariance]
         own = (self.noise * expected) ** 2
@@ -128,7 +128,7 @@ class CostModel:
     """Estimates for any strategy, batch and context."""
 
     def __init__(self, drafters: Iterable[str]) -> None:
-        self._pass = RobustFilter(_PASS_PRIOR, [2 * t for t in _PASS_PRIOR])
+        self._pass = RobustFilter(_PASS_PRIOR, [2 * t for t in _PASS_PRIOR], one_sided=True)
         self._drafts: dict[str, RobustFilter | None] = dict.fromkeys(drafters)
         self._round = 0
         self._used_at: dict[str, int] = {}  # round of each drafter's last use
@@ -215,7 +215,7 @@ class CostModel:
                     break
                 times.append(measure(*point))
                 spent += times[-1]
-        self._pass.noise = 0.05  # medians vary less than single rounds
+        self._pass.noise, self._pass.one_sided = 0.05, False  # medians vary less than single rounds
         for _ in range(2):
             for (live, tokens, context), times in taken.items():
                 self._pass.update(_pass_features(live, tokens, context, float(tokens > live)), median(times))

@@ -76,6 +76,29 @@ def test_it_learns_without_calibration() -> None:
     assert model.plain_seconds(10, 1000) == pytest.approx(pass_seconds(10, 10, 1000), rel=0.05)
 
 
+def test_without_calibration_slow_first_rounds_are_soon_forgotten() -> None:
+    """A new engine's first passes are slow.  These are rounds of vLLM with 16 requests: two slow plain ones, then plain
+    ones and one-token drafts as they stay.  Drafts look better than plain decoding as long as the first two are
+    believed: 16 (1 + 0.45) / 0.075 s > 16 / s."""
+    model = CostModel(["eagle3"])
+    for seconds in (0.092, 0.087, 0.049, 0.051, 0.047):
+        model.observe(plain_report(16, 16 * 60, seconds))
+    for _ in range(20):
+        model.observe(
+            RoundReport(
+                EAGLE,
+                live=16,
+                context=16 * 60,
+                drafted=(1,) * 16,
+                offered=(1,) * 16,
+                accepted=(0,) * 16,
+                draft_s=0.015,
+                verify_s=0.060,
+            )
+        )
+    assert model.plain_seconds(16, 16 * 60) < 0.056
+
+
 def test_a_plain_round_never_costs_nothing() -> None:
     """Wide passes that cost in proportion to their tokens explain all of it without a base; one row is asked then."""
     model = CostModel(["eagle"])
