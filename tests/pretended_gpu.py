@@ -6,11 +6,13 @@
         float(x.sum())              is counted in gpu.waits: a GPU's queue runs empty meanwhile
 
 Values are real, so whole stations of the pipeline run as they would, branches and losses included.  Not checked:
-kernels for GPUs, which are replaced by their torch references, backward passes, and the order of streams.
+kernels for GPUs, which are replaced by their torch references, captured graphs, which are called instead, backward
+passes, and the order of streams.
 """
 
 import collections
 import contextlib
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,6 +25,8 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from kernels import dispatch
 from kernels.attention.packed_attention import packed_causal_attention_reference
+from tlt_core.rollout import static_rounds
+from tlt_core.rollout.graphs import EagerPool
 
 _GPU = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
@@ -201,6 +205,24 @@ def pretended_gpu() -> Iterator[PretendedGpu]:
         torch.__future__.set_swap_module_params_on_conversion(before)
 
 
+class HostEvent:
+    """A mark in the queue of a GPU that has none: the time at which it was made."""
+
+    def __init__(self, *, enable_timing: bool = False) -> None:
+        self._at_s = 0.0
+
+    def record(self) -> None:
+        """Here."""
+        self._at_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def elapsed_time(self, end: "HostEvent") -> float:
+        """Milliseconds from here to there."""
+        return 1e3 * (end._at_s - self._at_s)
+
+
 _torch_tensor = torch.tensor
 
 
@@ -212,10 +234,20 @@ def _tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _patched() -> Iterator[PretendedGpu]:
-    with (
-        mock.patch.object(torch.cuda, "_lazy_init", return_value=None),
-        mock.patch.object(dispatch, "_auto", return_value=False),
-        mock.patch.object(torch, "tensor", _tensor),
-        PretendedGpu() as gpu,
-    ):
-        yield gpu
+    memory = 1 << 34
+    with contextlib.ExitStack() as stack:
+        for target, name, substitute in (
+            (torch.cuda, "_lazy_init", lambda: None),
+            (torch.cuda, "synchronize", lambda device=None: None),
+            (torch.cuda, "empty_cache", lambda: None),
+            (torch.cuda, "memory_reserved", lambda device=None: 0),
+            (torch.cuda, "memory_allocated", lambda device=None: 0),
+            (torch.cuda, "max_memory_allocated", lambda device=None: 0),
+            (torch.cuda, "mem_get_info", lambda device=None: (memory, memory)),
+            (torch.cuda, "Event", HostEvent),
+            (static_rounds, "make_pool", lambda device: EagerPool()),
+            (dispatch, "_auto", lambda *_, **__: False),
+            (torch, "tensor", _tensor),
+        ):
+            stack.enter_context(mock.patch.object(target, name, substitute))
+        yield stack.enter_context(PretendedGpu())

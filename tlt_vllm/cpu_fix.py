@@ -50,7 +50,7 @@ def register() -> None:
         _log.info("tlt_cpu_fix: top-k without draft rows ended the engine on this build; repaired")
     ops: Any = importlib.import_module("vllm._custom_ops")
     if hasattr(ops, "CPUDNNLGEMMHandler") and calls_torch_when_collected(ops.CPUDNNLGEMMHandler):
-        _release_with_next(ops)
+        release_with_next(ops)
         _log.info("tlt_cpu_fix: compiling with a drafter could end this build; repaired")
 
 
@@ -95,7 +95,7 @@ def calls_torch_when_collected(handler_class: Any) -> bool:
     return bool(found)
 
 
-def _release_with_next(ops: Any) -> None:
+def release_with_next(ops: Any) -> None:
     """Collected handles wait until the next one is made: weights are never loaded while a model is traced."""
     waiting: list[tuple[Any, Tensor]] = []
 
