@@ -72,8 +72,8 @@ class VllmConfig(Section):
     """Megabytes for keys and values on each worker.  None: 512 on a CPU; on a GPU what weights and graphs leave of
     vLLM's share of its memory (`rollout.kv_memory_fraction`)."""
     eager: bool | None = None
-    """true: run the model without compiling it; false: compile it first, which takes minutes, and from torch's cache
-    half a minute.  None: true on CPUs."""
+    """true: run the model without compiling it; false: compile it first, which takes minutes, or half a minute from
+    torch's cache.  None: true on CPUs."""
     max_probs_diff: float = Field(0.05, gt=0, le=1)
     """The run ends when the probabilities of sampled tokens in vLLM and in the update differ by more than this, as a
     mean over a step (`training/rollout_probs_diff_mean`).  Not checked with top_p or top_k, which the update does not

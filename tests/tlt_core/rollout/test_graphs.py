@@ -10,13 +10,13 @@ from tlt_core.rollout.graphs import GraphKey, GraphPool, Sampling
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+def streams(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     """Streams that were made."""
-    made: list[object] = []
+    made: list[SimpleNamespace] = []
 
     def stream(device: torch.device) -> SimpleNamespace:
         made.append(SimpleNamespace(wait_stream=lambda other: None))
-        return made[-1]  # type: ignore[return-value]
+        return made[-1]
 
     default = SimpleNamespace(wait_stream=lambda other: None)
     for name, substitute in {
@@ -34,7 +34,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return made
 
 
-def test_all_graphs_are_captured_beside_one_stream(streams: list[object]) -> None:
+def test_all_graphs_are_captured_beside_one_stream(streams: list[SimpleNamespace]) -> None:
     """Libraries keep a workspace for each stream: 32 MB in cuBLAS, for each of tens of graphs."""
     pool = GraphPool(torch.device("cuda"))
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=0)

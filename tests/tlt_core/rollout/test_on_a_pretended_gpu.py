@@ -27,6 +27,7 @@ from tlt_core.items.types import SamplingParams
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import save_hf
 from tlt_core.rollout.engine import RolloutEngine, Speculation
+from tlt_core.rollout.own import OwnReplica
 from tlt_core.rollout.vllm.replica import VllmSpec
 from tlt_core.tuner.policies import make_tuner
 
@@ -87,7 +88,8 @@ def worked(spec: WorkerSpec) -> tuple[list[list[int]], ...]:
     """What a worker says before and after an update."""
     worker = Worker(0, 1, spec)
     worker.load(None, 0)
-    engine = worker._replica._engine  # type: ignore[attr-defined]  # our engine's replica has one
+    assert isinstance(worker._replica, OwnReplica)
+    engine = worker._replica._engine
     before = said(engine, PLAIN)
     assert spec.trainer is not None
     batch = make_train_batches(

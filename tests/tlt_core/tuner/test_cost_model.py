@@ -77,9 +77,9 @@ def test_it_learns_without_calibration() -> None:
 
 
 def test_without_calibration_slow_first_rounds_are_soon_forgotten() -> None:
-    """A new engine's first passes are slow.  These are rounds of vLLM with 16 requests: two slow plain ones, then plain
-    ones and one-token drafts as they stay.  Drafts look better than plain decoding as long as the first two are
-    believed: 16 (1 + 0.45) / 0.075 s > 16 / s."""
+    """A new engine's first passes are slow.  These are rounds of vLLM with 16 requests: two slow plain rounds, ordinary
+    ones, then rounds that draft one token in 75 ms.  With 1.45 tokens a round, such drafts look better than plain
+    rounds that are believed to take more than 52 ms."""
     model = CostModel(["eagle3"])
     for seconds in (0.092, 0.087, 0.049, 0.051, 0.047):
         model.observe(plain_report(16, 16 * 60, seconds))
@@ -96,7 +96,7 @@ def test_without_calibration_slow_first_rounds_are_soon_forgotten() -> None:
                 verify_s=0.060,
             )
         )
-    assert model.plain_seconds(16, 16 * 60) < 0.056
+    assert model.plain_seconds(16, 16 * 60) < 0.075 / 1.45
 
 
 def test_a_plain_round_never_costs_nothing() -> None:
