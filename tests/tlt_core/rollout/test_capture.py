@@ -1,5 +1,6 @@
 """Captured hidden states and distributions are those that a plain transformers forward gives, position by position."""
 
+import gc
 import json
 
 import pytest
@@ -197,3 +198,20 @@ def test_a_phase_that_is_not_kept_records_nothing_and_spoils_nothing(folders):
         torch.testing.assert_close(item.taps_LE, after[key].taps_LE)
         torch.testing.assert_close(item.last_PD, after[key].last_PD)
         torch.testing.assert_close(item.lognorms_P, after[key].lognorms_P)
+
+
+def test_drafter_and_capture_share_one_buffer_of_taps(folders):
+    """9.5 GB at 7B: a second one would not fit beside the trainer.  The engine gives it back with the rest."""
+    decoder = load_decoder(folders / "model", dtype=torch.float32)
+    cfg = SpeculationConfig(drafter_path=str(folders / "d-eagle3"), menu=[CHAIN])
+    engine = build.make_engine(decoder, cfg, max_live=4, max_len=MAX_LEN, seed=0, capture=True)
+    width = 3 * decoder.config.hidden_size
+
+    def buffers() -> int:
+        tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.shape[-1:] == (width,)]
+        return len({x.data_ptr() for x in tensors if x.numel() >= 4 * MAX_LEN * width})
+
+    gc.collect()
+    assert buffers() == 1
+    engine.release_memory()
+    assert buffers() == 0
