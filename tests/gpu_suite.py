@@ -1,18 +1,21 @@
 """Everything that needs a GPU, in one command, on a machine that has only torch, Triton, transformers and pytest:
 
-    python tests/gpu_suite.py OUT [--only PART] [--device cpu] [--seconds 460] [--repeats 3]
+    python tests/gpu_suite.py OUT [--only PART] [--device cpu] [--seconds 480] [--repeats 3]
 
+run-...   does a run train, stop, go on: our engine, DeepSpeed,     OUT/run-....json
+          LoRA, vLLM, two GPUs (needs all packages of TLT)
 tests     all tests that are marked gpu and can be imported here    OUT/tests.json
 kernels   bytes and operations a second of every op                 OUT/kernels.json
 sizes     plain beside adaptive decoding at the shapes of           OUT/sizes-SHAPE.json
           SmolLM2-135M, Qwen2.5-7B, Llama-3-8B
           (random weights, planted acceptance)
 
-Each part is a process of its own: one that crashes the device does not take the others with it.  A part that no time is
-left for is not started, and OUT/summary.json says so; `--only` runs it by itself, and adds it to the summary.
+Each part is a process of its own: one that crashes the device does not take the others with it.  It is ended after
+`--seconds`.  A part whose packages or GPUs are missing here is left out, and OUT/summary.json says why.  `--only` runs
+one part by itself, and adds it to the summary.
 
-Exit code: 0 if every test passed and every part ran; verdicts of benchmarks are reported, not enforced.  `--device cpu`
-runs the same parts at small sizes: it proves this script.
+Exit code: 0 if all runs did what they have to, every test passed and no part failed; verdicts of benchmarks are
+reported, not enforced.  `--device cpu` runs the same parts at small sizes: it proves this script.
 """
 
 import argparse
@@ -31,15 +34,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # a script, and the machine may not have this project installed
+
+from tests import gpu_runs  # noqa: E402
+
 SHAPES = {"cuda": ("smollm2-135m", "qwen2.5-7b", "llama-3-8b"), "cpu": ("tiny",)}
 ACCEPTANCE = 4.0
+LEFT_OUT = "left out: "
 NEEDS = {"prefect": ("tests/flows", "tests/bench"), "pydantic": ("tests/tlt_core/test_devices",)}  # what tests import
 
 
 def main() -> int:
     """Run the parts in turn, or the one that was named."""
     args = _arguments()
-    sys.path.insert(0, str(ROOT))
     args.out.mkdir(parents=True, exist_ok=True)
     if args.part is not None:
         return _part(args)
@@ -47,7 +54,7 @@ def main() -> int:
     if missing:
         print(f"gpu_suite: {missing}", file=sys.stderr)
         return 2
-    parts = ["tests", "kernels", *(f"sizes-{shape}" for shape in SHAPES[args.device])]
+    parts = [*gpu_runs.RUNS, "tests", "kernels", *(f"sizes-{shape}" for shape in SHAPES[args.device])]
     if args.only is not None and args.only not in parts:
         print(f"gpu_suite: --only {args.only}: there is no such part; choose from {', '.join(parts)}", file=sys.stderr)
         return 2
@@ -56,13 +63,12 @@ def main() -> int:
     if args.only is not None and summary_file.is_file():
         results = json.loads(summary_file.read_text())["parts"]
     for part in parts if args.only is None else [args.only]:
-        left_s = args.seconds - (time.perf_counter() - began_s)
-        results[part] = _in_process(part, args, left_s)
-        print(f"{part:20} {results[part]['outcome']:12} {results[part]['seconds']:6.1f} s", flush=True)
+        results[part] = _in_process(part, args)
+        print(f"{part:20} {results[part]['seconds']:6.1f} s  {results[part]['outcome']}", flush=True)
     summary = {"machine": machine(), "seconds": time.perf_counter() - began_s, "parts": results}
     summary_file.write_text(json.dumps(summary, indent=1) + "\n")
     _print_verdicts(args.out)
-    return 0 if all(result["outcome"] == "done" for result in results.values()) else 1
+    return 0 if all(result["outcome"].startswith(("done", LEFT_OUT)) for result in results.values()) else 1
 
 
 def machine() -> dict[str, Any]:
@@ -84,8 +90,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, metavar="OUT", help="folder for the reports")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--seconds", type=float, default=460, help="in all: what does not fit is not started")
-    parser.add_argument("--only", metavar="PART", help="this part alone: tests, kernels, sizes-SHAPE")
+    parser.add_argument("--seconds", type=float, default=480, help="of each part, at most")
+    parser.add_argument("--only", metavar="PART", help="this part alone: run-own, ..., tests, kernels, sizes-SHAPE")
     parser.add_argument("--repeats", type=int, default=3, help="of every measurement")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -103,16 +109,16 @@ def _missing(device: str) -> str:
     return ""
 
 
-def _in_process(part: str, args: argparse.Namespace, left_s: float) -> dict[str, Any]:
-    if left_s <= 0:
-        return {"outcome": "no time left", "seconds": 0.0}
+def _in_process(part: str, args: argparse.Namespace) -> dict[str, Any]:
+    if part in gpu_runs.RUNS and (why := gpu_runs.left_out(part, args.device)):
+        return {"outcome": f"{LEFT_OUT}{why}", "seconds": 0.0}
     own = ["--device", args.device, "--repeats", str(args.repeats), "--part", part]
     began_s = time.perf_counter()
     with (args.out / f"{part}.log").open("w") as log:
         command = [sys.executable, __file__, str(args.out), *own]
         running = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True)
         try:
-            code = running.wait(timeout=left_s)
+            code = running.wait(timeout=args.seconds)
             outcome = "done" if code == 0 else f"failed ({code})"
         except subprocess.TimeoutExpired:
             outcome = "out of time"
@@ -129,6 +135,10 @@ def _part(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.part == "tests":
         return _tests(args.out, args.device)
+    if args.part in gpu_runs.RUNS:
+        rows, verdicts = gpu_runs.run(args.part, args.device, args.out / f"{args.part}-files")
+        _write(args.out / f"{args.part}.json", args, rows, verdicts)
+        return int(not all(verdict["holds"] for verdict in verdicts))
     import torch
 
     from bench.kernels import ops as bench_kernels
@@ -180,7 +190,7 @@ def _write(
     report = {
         "name": path.stem,
         "commit": _commit(),
-        "command": f"python tests/gpu_suite.py OUT --device {args.device} --repeats {args.repeats}",
+        "command": f"python tests/gpu_suite.py OUT --only {path.stem} --device {args.device} --repeats {args.repeats}",
         "machine": machine(),
         "repeats": args.repeats,
         "rows": list(rows),
@@ -190,10 +200,10 @@ def _write(
 
 
 def _print_verdicts(out: Path) -> None:
-    for path in sorted(out.glob("sizes-*.json")):
+    for path in sorted([*out.glob("run-*.json"), *out.glob("sizes-*.json")]):
         for verdict in json.loads(path.read_text())["verdicts"]:
             held = "holds" if verdict["holds"] else "FAILS"
-            print(f"{held}: {verdict['claim']}: {verdict['value']:.3f} (bound {verdict['bound']})")
+            print(f"{held}: {path.stem}: {verdict['claim']}: {verdict['value']:.3f} (bound {verdict['bound']})")
 
 
 def _commit() -> str:

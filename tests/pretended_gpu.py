@@ -80,6 +80,18 @@ class GpuTensor(Tensor):
         """No."""
         return False
 
+    @property
+    def data(self) -> "GpuTensor":  # type: ignore[override]
+        """Without its gradient."""
+        return self.detach()
+
+    @data.setter
+    def data(self, other: "GpuTensor") -> None:
+        """Share the other's memory from now on.  torch would change what it sees itself, and leave `values`."""
+        if not isinstance(other, GpuTensor):
+            raise MixedDevices("tensor.data: a tensor on the GPU cannot share memory on the CPU")
+        self.values = other.values
+
     def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
         """A copy on the CPU."""
         return self._fetched("cpu").clone(memory_format=memory_format)
@@ -131,7 +143,8 @@ class PretendedGpu(TorchDispatchMode):
         asked = kwargs.get("device") or next((x for x in args if isinstance(x, torch.device)), None)
         target = _of(asked) if asked is not None else (_GPU if on_gpu else _CPU)
         if on_gpu and name not in _CROSSES:
-            strangers = [x for x in tensors if not isinstance(x, GpuTensor) and x.dim() > 0]
+            written = _written(func, args)
+            strangers = [x for x in tensors if not isinstance(x, GpuTensor) and (x.dim() > 0 or x is written)]
             if name in _INDEX:
                 strangers = [] if isinstance(args[0], GpuTensor) else strangers
             if strangers and not _in_backward():
@@ -156,9 +169,15 @@ class PretendedGpu(TorchDispatchMode):
         if not on_gpu:
             return wrapped
         if name in _CROSSES or torch.is_inference_mode_enabled():
-            alias = func._schema.arguments[0].alias_info
-            return given.get("out", args[0] if alias is not None and alias.is_write else wrapped)
+            written = _written(func, args)
+            return given.get("out", wrapped if written is None else written)
         return return_and_correct_aliasing(func, args, kwargs, wrapped)
+
+
+def _written(func: Any, args: Any) -> Any:
+    """The first argument where the operation changes it in place."""
+    alias = func._schema.arguments[0].alias_info if args else None
+    return args[0] if alias is not None and alias.is_write else None
 
 
 def _in_backward() -> bool:
@@ -244,6 +263,7 @@ def _patched() -> Iterator[PretendedGpu]:
             (torch.cuda, "memory_allocated", lambda device=None: 0),
             (torch.cuda, "max_memory_allocated", lambda device=None: 0),
             (torch.cuda, "mem_get_info", lambda device=None: (memory, memory)),
+            (torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
             (torch.cuda, "Event", HostEvent),
             (static_rounds, "make_pool", lambda device: EagerPool()),
             (dispatch, "_auto", lambda *_, **__: False),

@@ -6,19 +6,22 @@ CPU's: by at most 1e-5 in trained drafters, 2e-6 in weights, 4e-8 in gradients (
 
 import dataclasses
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from conf.drafter import DrafterConfig, SpotConfig
 from conf.load import load
+from conf.optimizer import AdamWConfig
 from conf.rollout import SpeculationConfig
 from conf.system import ClusterConfig
 from conf.update import AlgorithmConfig, UpdateConfig
 from kernels.attention.packed_attention import packed_causal_attention
 from tests.pretended_gpu import GpuTensor, MixedDevices, pretended_gpu
 from tests.tlt_core.drafter.eagle3.training_texts import lively_decoder, texts
-from tests.tlt_core.grpo.rollouts import tiny_decoder, tiny_scored
+from tests.tlt_core.grpo.rollouts import make_trainer, tiny_decoder, tiny_scored
 from tlt_core.cluster.drafting import Drafting
 from tlt_core.cluster.messages import TrainerSpec
 from tlt_core.cluster.policy_shard import PolicyShard
@@ -28,7 +31,6 @@ from tlt_core.drafter.eagle3.observe import observe
 from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
 from tlt_core.drafter.eagle3.weights import flat
 from tlt_core.grpo.batch import TrainBatch, make_train_batches
-from tlt_core.grpo.update import PolicyTrainer
 from tlt_core.items.types import FinishReason, NoiseKey, Prompt, Rollout, ScoredBatch
 from tlt_core.machine.driver import driver_device
 from tlt_core.model.ends import PolicyEnds
@@ -45,6 +47,8 @@ def test_the_pretended_gpu_refuses_mixed_devices_and_counts_waits() -> None:
         x = torch.zeros(3, device=GPU)
         with pytest.raises(MixedDevices, match="aten::add: a tensor of shape"):
             x + torch.ones(3)
+        with pytest.raises(MixedDevices, match="aten::add_"):
+            torch.zeros(()).add_(x.sum())  # a number may come from the CPU, but not go there
         assert isinstance(x + torch.ones(3).to(GPU), GpuTensor)
         assert not gpu.waits
         assert float((x + 1).sum()) == 3
@@ -112,6 +116,7 @@ def published(device: torch.device, folder: Path, kept: Path, sequences) -> list
         spot.end()
         spot.save()
         drafting.close()
+        assert (kept / "worker_0" / "training.safetensors").is_file(), "a failed save is only a warning"
         sent.append(spot.candidate.contribution(1.0).clone())
     assert drafting.publish([1.0], measured=spot.result().trial).accepted
     drafting.export(kept / "export", dtype=torch.float32)
@@ -127,18 +132,30 @@ def test_idle_time_training_beside_vllm(folder, sequences, tmp_path) -> None:
             torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_both_ends_of_the_policy_are_on_the_gpu(tied: bool, tiny_config, tmp_path) -> None:
+    config = dataclasses.replace(tiny_config, tie_word_embeddings=tied)
+    weights = [(name, w.detach()) for name, w in lively_decoder(config).named_parameters()]
+    save_hf(weights, config, tmp_path / "policy", tokenizer_from=tmp_path, dtype=torch.float32)
+    with pretended_gpu():
+        ends = PolicyEnds.load(tmp_path / "policy", dtype=torch.float32, device=GPU)
+        assert isinstance(ends.embed_tokens.weight, GpuTensor)
+        assert isinstance(ends.head_weight, GpuTensor)
+
+
 def train_batch_of(scored: ScoredBatch, cfg: UpdateConfig, algorithm: AlgorithmConfig) -> TrainBatch:
     return make_train_batches(scored, cfg, algorithm, num_workers=1, seed=0, step=1)[0][0]
 
 
+MOVE = 5e-3  # of a weight, in a step, at most
 ALGORITHM = AlgorithmConfig(kl={"coef": 0.1, "place": "loss"})
 
 
 def updated(device: torch.device, folder: Path, saved: Path) -> tuple[dict[str, float], list[torch.Tensor]]:
-    """Two updates with a KL term, one of them streamed in part, and one of a trainer that resumed; their metrics and
-    the weights that are published."""
+    """Two updates of two optimizer steps with a KL term, the second of a trainer that resumed; its metrics and the
+    weights that are published."""
     saved.mkdir()
-    cfg = UpdateConfig(tokens_per_micro_batch=64, dtype="float32")
+    cfg = UpdateConfig(tokens_per_micro_batch=64, dtype="float32", optimizer=AdamWConfig(learning_rate=MOVE, eps=1e-3))
     for resumed in (False, True):
         shard = PolicyShard(
             TrainerSpec(cfg, ALGORITHM, total_steps=4, max_new_tokens=30, temperature=0.9),
@@ -150,38 +167,46 @@ def updated(device: torch.device, folder: Path, saved: Path) -> tuple[dict[str, 
         )
         batch = train_batch_of(tiny_scored(seed=int(resumed), num_groups=4), cfg, ALGORITHM)
         batch = dataclasses.replace(batch, ref_logprobs_C=shard.reference_logprobs(batch))
-        report = shard.update([batch])
+        report = shard.update([batch, batch])  # the second step needs the log-probabilities before the first
         shard.save(saved)
         shard.close()
     return report.metrics, [w.clone() for _, w in shard.weights()]
 
 
-def test_policy_update_with_a_reference_and_a_checkpoint(folder, tmp_path) -> None:
+def test_policy_update_with_a_reference_and_a_checkpoint(decoder, folder, tmp_path) -> None:
     expected, weights = updated(CPU, folder, tmp_path / "cpu")
     with pretended_gpu():
         found, theirs = updated(GPU, folder, tmp_path / "gpu")
         assert found == pytest.approx(expected, rel=1e-3, abs=1e-6)
-        for a, b in zip(weights, theirs, strict=True):
+        for a, b, start in zip(weights, theirs, decoder.parameters(), strict=True):
             assert isinstance(b, GpuTensor)
+            assert (a - start).abs().max() > MOVE / 2
             torch.testing.assert_close(b.cpu(), a, rtol=1e-3, atol=1e-5)
+
+
+def test_what_workers_add_up_is_on_their_gpus(monkeypatch) -> None:
+    """NCCL takes nothing else."""
+    summed = []
+    monkeypatch.setattr(dist, "all_reduce", lambda values, **_: summed.append(values) or mock.Mock())
+    cfg = UpdateConfig(tokens_per_micro_batch=64, dtype="float32")
+    with pretended_gpu():
+        decoder = tiny_decoder(torch.float32).to(GPU)
+        trainer = make_trainer(decoder, cfg, algorithm=AlgorithmConfig(), world_size=2, device=GPU)
+        batch = train_batch_of(tiny_scored(seed=0, num_groups=2), cfg, AlgorithmConfig())
+        trainer.step(batch)
+        trainer.supervised_step(batch)
+        trainer._backend.needs_equal_passes = True  # as DeepSpeed's
+        trainer.logprobs(batch)
+        assert len(summed) >= 5
+        assert all(isinstance(values, GpuTensor) for values in summed)
 
 
 def streamed(device: torch.device) -> torch.Tensor:
     """A pass that is given up, and one that counts."""
-    algorithm = AlgorithmConfig()
     cfg = UpdateConfig(tokens_per_micro_batch=4096, dtype="float32")
-    trainer = PolicyTrainer(
-        tiny_decoder(torch.float32).to(device),
-        cfg,
-        algorithm=algorithm,
-        total_steps=4,
-        max_new_tokens=30,
-        temperature=1.0,
-        rank=0,
-        world_size=1,
-        device=device,
-    )
-    batch = train_batch_of(tiny_scored(seed=0, num_groups=1), cfg, algorithm)
+    decoder = tiny_decoder(torch.float32).to(device)
+    trainer = make_trainer(decoder, cfg, algorithm=AlgorithmConfig(), device=device)
+    batch = train_batch_of(tiny_scored(seed=0, num_groups=1), cfg, AlgorithmConfig())
     asked = iter([False, True])
     assert not trainer.stream(batch, lambda: next(asked, True))
     assert trainer.stream(batch, lambda: False)

@@ -117,16 +117,11 @@ def load_decoder(folder: Path, *, dtype: torch.dtype, device: str | torch.device
     return decoder
 
 
-def _blank(config: DecoderConfig, *, dtype: torch.dtype, device: str | torch.device) -> Decoder:
-    """A decoder with uninitialised weights: torch's own initialisation would take minutes for a large one."""
-    with torch.device("meta"):
-        decoder = Decoder(config)
-    return decoder.to(dtype).to_empty(device=device)
-
-
 def random_decoder(config: DecoderConfig, *, seed: int, dtype: torch.dtype) -> Decoder:
     """Normally distributed weights (std 0.02, as these families initialise them) that depend on the seed alone."""
-    decoder = _blank(config, dtype=torch.float32, device="cpu")
+    with torch.device("meta"):  # torch's own initialisation would take minutes for a large one
+        decoder = Decoder(config)
+    decoder = decoder.float().to_empty(device="cpu")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():

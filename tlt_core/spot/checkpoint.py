@@ -83,7 +83,11 @@ def async_checkpoint(
     """
     metadata = {"values": json.dumps(values)}  # now: what the values are made of may change
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    return writer.submit(path, lambda partial: save_file(contiguous, partial, metadata=metadata))
+
+    def write(partial: Path) -> None:
+        save_file({name: tensor.cpu() for name, tensor in contiguous.items()}, partial, metadata=metadata)
+
+    return writer.submit(path, write)
 
 
 def load_checkpoint(path: Path) -> SpotCheckpoint:

@@ -46,8 +46,9 @@ def make_trainer(
     total_steps: int = 4,
     rank: int = 0,
     world_size: int = 1,
+    device: torch.device = torch.device("cpu"),
 ) -> PolicyTrainer:
-    """A trainer on the CPU, for responses of at most 30 tokens."""
+    """A trainer for responses of at most 30 tokens."""
     return PolicyTrainer(
         decoder,
         cfg,
@@ -57,7 +58,7 @@ def make_trainer(
         temperature=temperature,
         rank=rank,
         world_size=world_size,
-        device=torch.device("cpu"),
+        device=device,
     )
 
 

@@ -18,7 +18,9 @@ import torch.multiprocessing as mp
 
 from conf.optimizer import AdamWConfig
 from conf.update import AlgorithmConfig, DeepSpeedBackend, KLConfig, TorchBackend, UpdateConfig
+from tests.pretended_gpu import GpuTensor, pretended_gpu
 from tests.tlt_core.grpo.rollouts import make_trainer, tiny_decoder, tiny_scored
+from tlt_core.grpo import deepspeed_backend
 from tlt_core.grpo.batch import make_train_batches
 from tlt_core.grpo.trainer_files import SavedState
 from tlt_core.grpo.update import PolicyTrainer
@@ -51,7 +53,9 @@ def _train(backend, rank: int, world_size: int, resumed: Path | None = None) -> 
             trainer.close()
             trainer = make()
             held_by_load = _most_held(trainer, lambda trainer: trainer.load(resumed))
-            torch.save((held, held_by_load, len(SavedState(resumed))), resumed.parent / f"held-{resumed.name}-{rank}.pt")
+            torch.save(
+                (held, held_by_load, len(SavedState(resumed))), resumed.parent / f"held-{resumed.name}-{rank}.pt"
+            )
         scored = tiny_scored(seed=step, num_groups=3)
         reference = scored.rollouts.logprobs_T - 0.1
         batches = make_train_batches(
@@ -158,3 +162,18 @@ def test_each_worker_writes_half_of_the_state(results: Path, name: str) -> None:
     assert trainer.completed_steps == 2
     masters = SavedState(results / name)
     assert all(torch.equal(w, masters[f"master/decoder.{n}"]) for n, w in decoder.named_parameters())
+
+
+def test_deepspeed_gets_the_workers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what ZeRO-3 leaves to us, the buffers, goes there."""
+    given = []
+    monkeypatch.setattr(deepspeed_backend, "DeepSpeedBackend", lambda *_, **options: given.append(options["device"]))
+    cfg = UpdateConfig(backend=BACKENDS["zero3"])
+    gpu = torch.device("cuda:0")
+    with pretended_gpu():
+        make_trainer(tiny_decoder(torch.float32), cfg, algorithm=ALGORITHM, temperature=1.0, total_steps=3, device=gpu)
+        module = torch.nn.Module()
+        module.inner = torch.nn.BatchNorm1d(3)
+        deepspeed_backend._move_buffers(module, gpu)
+        assert all(isinstance(buffer, GpuTensor) for buffer in module.buffers())
+    assert given == [gpu]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from conf.optimizer import AdamWConfig
 from conf.rollout import RolloutConfig, SpeculationConfig
 from conf.update import AlgorithmConfig, UpdateConfig
 from tests.pretended_gpu import GpuTensor, pretended_gpu
@@ -23,7 +24,7 @@ from tlt_core.drafter.eagle3.static import room_for
 from tlt_core.drafter.ngram.drafter import NgramDrafter
 from tlt_core.grpo.batch import make_train_batches
 from tlt_core.items.speculation import OFF, Strategy
-from tlt_core.items.types import SamplingParams
+from tlt_core.items.types import NoiseKey, Rollout, SamplingParams
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import save_hf
 from tlt_core.rollout.engine import RolloutEngine, Speculation
@@ -39,10 +40,14 @@ FILTERED = SamplingParams(temperature=0.7, top_p=0.9, top_k=9, max_new_tokens=24
 
 def said(engine: RolloutEngine, params: SamplingParams) -> list[list[int]]:
     finished, _ = play(engine, requests(5), params)
+    return tokens_of(finished)
+
+
+def tokens_of(finished: dict[NoiseKey, Rollout]) -> list[list[int]]:
     return [rollout.tokens.tolist() for _, rollout in sorted(finished.items())]
 
 
-def decoded(decoder: Decoder, strategy: Strategy, params: SamplingParams) -> list[list[int]]:
+def engine_of(decoder: Decoder, strategy: Strategy) -> RolloutEngine:
     drafters: dict[str, Any] = {}
     if strategy.drafter == "eagle3":
         model = eagle3_from_target(decoder, torch.arange(0, 64, 2), scales=(1.0, 1.0, 1.0), seed=0)
@@ -50,16 +55,20 @@ def decoded(decoder: Decoder, strategy: Strategy, params: SamplingParams) -> lis
     elif strategy.drafter == "ngram":
         drafters["ngram"] = NgramDrafter()
     speculation = Speculation(drafters, make_tuner("fixed", [strategy]), [strategy]) if drafters else None
-    return said(RolloutEngine(decoder, max_live=3, max_len=96, speculation=speculation, static=True), params)
+    return RolloutEngine(decoder, max_live=3, max_len=96, speculation=speculation, static=True)
 
 
 @pytest.mark.parametrize("params", [PLAIN, FILTERED], ids=["plain", "filtered"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 def test_rounds(tiny_decoder: Decoder, strategy: Strategy, params: SamplingParams) -> None:
-    expected = decoded(tiny_decoder, strategy, params)
+    expected = said(engine_of(tiny_decoder, strategy), params)
     with pretended_gpu() as gpu:
-        assert decoded(copy.deepcopy(tiny_decoder).to(GPU), strategy, params) == expected
+        engine = engine_of(copy.deepcopy(tiny_decoder).to(GPU), strategy)
+        gpu.waits.clear()
+        finished, rounds = play(engine, requests(5), params)
+        assert tokens_of(finished) == expected
         assert gpu.calls["aten::mm"] + gpu.calls["aten::linear"] > 100
+        assert gpu.waits["aten::copy_"] == len(rounds), "tokens and counts come to the host once a round"
 
 
 @pytest.fixture
@@ -73,7 +82,7 @@ def spec(tiny_decoder: Decoder, tmp_path: Path) -> WorkerSpec:
     speculation = SpeculationConfig(
         policy="fixed", menu=[{"drafter": "eagle3", "depth": 3, "tokens": 3}], drafter_path=str(tmp_path / "drafter")
     )
-    update = UpdateConfig(tokens_per_micro_batch=64, dtype="float32")
+    update = UpdateConfig(tokens_per_micro_batch=64, dtype="float32", optimizer=AdamWConfig(learning_rate=0.01))
     return WorkerSpec(
         model_dir=policy,
         rollout=RolloutConfig(engine="own", dtype="float32", max_live_requests=3, speculation=speculation),
@@ -99,7 +108,9 @@ def worked(spec: WorkerSpec) -> tuple[list[list[int]], ...]:
     worker.publish(1)
     weights = [*engine.decoder.parameters(), *(w for _, w in worker._policy.weights())]
     assert {isinstance(w, GpuTensor) for w in weights} == {spec.device != "cpu"}
-    return before, said(engine, PLAIN)
+    after = said(engine, PLAIN)
+    assert after != before, "a publish that changes nothing proves nothing"
+    return before, after
 
 
 def test_a_worker(spec: WorkerSpec, monkeypatch: pytest.MonkeyPatch) -> None:
