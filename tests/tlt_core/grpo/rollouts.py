@@ -9,6 +9,7 @@ from tlt_core.model.config import DecoderConfig
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import random_decoder
 
+CPU = torch.device("cpu")
 TINY = DecoderConfig(
     family="llama",
     vocab_size=64,
@@ -46,7 +47,7 @@ def make_trainer(
     total_steps: int = 4,
     rank: int = 0,
     world_size: int = 1,
-    device: torch.device = torch.device("cpu"),
+    device: torch.device = CPU,
 ) -> PolicyTrainer:
     """A trainer for responses of at most 30 tokens."""
     return PolicyTrainer(
