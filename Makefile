@@ -4,8 +4,8 @@
 #   make test      the test suite        make test-all  ... and the tests that take minutes
 #   make test-faults   every fault in many phases of a real run; writes docs/faults.md; half an hour on two idle cores
 #   make test-mutations   single changes of the code at random: which does no test notice?  an hour
-#   make test-gpu  tests and benchmarks that need a GPU, with torch, Triton, transformers and pytest alone, in 8 minutes;
-#                  make test-gpu PART=sizes-qwen2.5-7b: a part alone, with 8 minutes of its own
+#   make test-gpu  runs, tests and benchmarks that need a GPU, in parts of at most 8 minutes; make test-gpu PART=run-own:
+#                  a part alone (docs/gpu.md lists them)
 #   make test-vllm drafter and plug-in in a real vLLM, in an environment of its own (make vllm-env)
 #   make check     lint, format, types, layers
 #   make ui        show the runs         make doctor    what this machine has and uses, and how long the demo takes here
