@@ -144,7 +144,8 @@ class PretendedGpu(TorchDispatchMode):
         target = _of(asked) if asked is not None else (_GPU if on_gpu else _CPU)
         if on_gpu and name not in _CROSSES:
             written = _written(func, args)
-            strangers = [x for x in tensors if not isinstance(x, GpuTensor) and (x.dim() > 0 or x is written)]
+            strict = name == "aten::_fused_adamw_"  # counts its steps on the device
+            strangers = [x for x in tensors if not isinstance(x, GpuTensor) and (x.dim() > 0 or x is written or strict)]
             if name in _INDEX:
                 strangers = [] if isinstance(args[0], GpuTensor) else strangers
             if strangers and not _in_backward():

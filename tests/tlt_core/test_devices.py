@@ -113,6 +113,9 @@ def published(device: torch.device, folder: Path, kept: Path, sequences) -> list
                 break
             spot.micro_step()
         assert spot.result().trial is not None
+        while not any(name.startswith("grad.") for name in spot._trainer.state_dict()):
+            spot.micro_step()  # a gradient that is not applied yet is saved, too
+        assert {head.device for head in spot._heads.values()} == {device}, "the teacher's products take place there"
         spot.end()
         spot.save()
         drafting.close()
