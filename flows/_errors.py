@@ -32,10 +32,8 @@ def explain(error: BaseException, *, run_dir: Path | None) -> Report | None:
     for problem, numbers, remedy in _OF_THE_SYSTEM:
         if _has(error, numbers):
             where = f" under {run_dir}" if run_dir else ""
-            text = (
-                f"{problem} ({error}).  {remedy.format(where=where)} and start the same command again: it goes on from"
-            )
-            return Report(f"{text} the newest checkpoint.{see_log}", 1)
+            text = f"{problem} ({_last_line(error)}).  {remedy.format(where=where)} and start the same command again:"
+            return Report(f"{text} it goes on from the newest checkpoint.{see_log}", 1)
     module = type(error).__module__
     if isinstance(error, ValueError) and module.startswith(("tlt_core.", "flows.")):
         return Report(str(error), 2)
@@ -75,10 +73,24 @@ _OF_THE_SYSTEM = (
     ),
     ("The disk fails", (errno.EIO,), "See dmesg; set output_dir or TLT_HOME to another disk"),
     ("Too many files are open", (errno.EMFILE, errno.ENFILE), "Raise the limit (ulimit -n)"),
+    (
+        "Memory is short",
+        (errno.ENOMEM,),
+        "Lower rollout.max_live_requests, update.tokens_per_micro_batch or cluster.num_workers, or set "
+        "cluster.release_rollout_memory=true or update.activation_checkpointing=true ('tlt doctor CONFIG' says what "
+        "takes the memory; a run that goes on may change all of these)",
+    ),
 )
+_IN_OTHER_WORDS = {errno.ENOMEM: "CUDA out of memory"}
+
+
+def _last_line(error: BaseException) -> str:
+    """Of a worker's traceback: the error."""
+    return str(error).strip().rpartition("\n")[2]
 
 
 def _has(error: BaseException, numbers: Collection[int]) -> bool:
     """safetensors, and workers, report what the system refuses only in words."""
     is_one = isinstance(error, OSError) and error.errno in numbers
-    return is_one or any(os.strerror(number) in str(error) for number in numbers)
+    words = [os.strerror(number) for number in numbers] + [_IN_OTHER_WORDS[n] for n in numbers if n in _IN_OTHER_WORDS]
+    return is_one or any(word in str(error) for word in words)

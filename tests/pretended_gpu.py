@@ -191,8 +191,8 @@ def _attention(name: str, *args: Any) -> tuple[Tensor, ...]:
     backward = name.endswith("backward")
     gradient, (q, k, v) = (args[0], args[1:4]) if backward else (None, args[:3])
     offsets, key_offsets = args[6:8] if backward else args[3:5]
-    with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    with torch.set_grad_enabled(backward):
+        inputs = [x.detach().requires_grad_() if backward else x for x in (q, k, v)]
         out = packed_causal_attention_reference(*inputs, offsets.long(), key_offsets.long())
         if backward:
             return torch.autograd.grad(out, inputs, gradient)

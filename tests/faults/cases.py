@@ -40,6 +40,7 @@ class Kind(NamedTuple):
     lasts_s: float = 0.0  # of a fault that the run survives
     always: tuple[str, ...] = ()  # phases beside those that are drawn
     may_miss: bool = False  # it may find nothing to break: then the run ends by itself, as in peace
+    rounds: bool = False  # results may differ in their last bits from then on
 
 
 class Damage(NamedTuple):
@@ -73,8 +74,9 @@ KINDS = {
         ("rollout", "update"),
         1,
         1,
-        "worker",
+        "Memory is short",
         may_miss=True,  # the steps that are left may need no new memory
+        rounds=True,  # where MKL gets no memory, it takes another kernel
     ),
     "dispatcher killed": Kind(faults.killed("ray::Dispatcher"), STEP, 1, 1, "the dispatcher of requests"),
     "raylet killed": Kind(faults.killed("raylet/raylet"), STEP, 1, 1, "Ray's process raylet on this machine has ended"),

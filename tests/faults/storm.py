@@ -82,6 +82,8 @@ class Storm:
         if isinstance(case.kind, Damage):
             self._spoil(case.kind, record)
             return
+        if case.kind.rounds:
+            self.settle()
         self.reach(case.phase)
         run, step, family = self.run, len(self.run.rows()), self.run.family()
         place = Place(run, self.mlflow, self.disk)
@@ -93,13 +95,26 @@ class Storm:
             self._go_on()
         if case.kind.code is None:
             self._goes_on(case, step)
-        self.check()
         record |= {**found, "step": step, "lap": run.name}
+        if case.kind.rounds:
+            self._leave(record, step)
+            return
+        self.check()
         if found["code"] == 0:
             self.finish()
         elif case.kind.code is not None:
             record["resumed"] = False
             self.unproven.append(record)
+
+    def _leave(self, record: dict[str, Any], step: int) -> None:
+        """The same command goes on; nothing can be said about bits, so a new lap follows."""
+        if record["code"]:
+            self.run.start()
+            self._until(lambda: len(self.run.rows()) > step + 1 or not self.run.is_running, "two steps")
+            record["resumed"] = True
+        assert self.run.is_running or self.run.has_finished, self.run.said()[-3000:]
+        self.run.kill()
+        self.run, self._finished = self._new_lap(fresh=False), False
 
     def _spoil(self, damage: Damage, record: dict[str, Any]) -> None:
         """Damage a file while no run is at work; then start it."""

@@ -33,7 +33,8 @@ stopped in it, the fault strikes, and the driver goes on. Phases are drawn from 
   {left_s:.0f} s; the same command goes on.
 
 After each case the run is compared with one that nothing happened to: every step is recorded once, in order, with the
-same rewards, and the weights in every checkpoint are the same to the bit. So is the policy at the end.
+same rewards, and the weights in every checkpoint are the same to the bit. So is the policy at the end. Only a limit of
+a worker's address space is not compared: MKL rounds otherwise without memory (docs/architecture.md).
 
 - Command: `{command}`
 - Commit: `{commit}`

@@ -220,6 +220,8 @@ def test_failures_and_their_exit_codes(tmp_path: Path) -> None:
         (OSError(errno.EROFS, "Read-only file system", "runs/x"), 1, "The disk is read-only"),
         (WorkerDied("SafetensorError: I/O error: Read-only file system (os error 30)"), 1, "The disk is read-only"),
         (OSError(errno.EMFILE, "Too many open files"), 1, "ulimit -n"),
+        (WorkerDied("A worker failed with:\n  File x\nRuntimeError: Cannot allocate memory"), 1, "is short (Runtime"),
+        (WorkerDied("OutOfMemoryError: CUDA out of memory. Tried to allocate 9 GiB"), 1, "max_live_requests"),
         (PermissionError(errno.EACCES, "Permission denied", "runs"), 1, "set output_dir"),
         (KeyboardInterrupt(), 130, "goes on from the newest checkpoint"),
     ]

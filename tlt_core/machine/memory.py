@@ -1,10 +1,14 @@
 """How much memory there is, and how much this process has taken."""
 
+import logging
 import re
+import resource
 from pathlib import Path
 
 import psutil
 import torch
+
+log = logging.getLogger(__name__)
 
 _STATUS = Path("/proc/self/status")
 USABLE = 0.95  # of a GPU: torch's allocator keeps pieces that fit nothing
@@ -24,6 +28,21 @@ GPUS_GB = {
 
 class GpuError(RuntimeError):
     """A process has no GPU, or one that is too small."""
+
+
+def warn_of_limits() -> None:
+    """MKL, which multiplies torch's float32 matrices, takes another kernel where it gets no memory, without a word."""
+    for name, kind, option in (("address space", resource.RLIMIT_AS, "-v"), ("data", resource.RLIMIT_DATA, "-d")):
+        limit = resource.getrlimit(kind)[0]
+        if limit != resource.RLIM_INFINITY:
+            log.warning(
+                "the %s of a process is limited to %.1f GB (ulimit %s): where torch gets no memory, results may differ "
+                "in their last bits without a word; say 'ulimit %s unlimited', and limit memory by a container",
+                name,
+                limit / 1e9,
+                option,
+                option,
+            )
 
 
 def peak_bytes(device: torch.device) -> int:

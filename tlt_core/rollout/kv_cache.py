@@ -82,7 +82,8 @@ class SlotCache:
             cache[:, target, :, :length] = cache[:, source, :, :length]
 
     def prefill_attend(self, slots: list[int], offsets_S1: Tensor) -> PlacedAttend:
-        """Attention for packed prompts that start at position 0: prompt i goes to slot slots[i]."""
+        """Attention for packed prompts that start at position 0: prompt i goes to slot slots[i].  offsets_S1: on the
+        CPU, so that nobody waits for them."""
         bounds = offsets_S1.tolist()
 
         def attend(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
@@ -92,9 +93,9 @@ class SlotCache:
             return packed_causal_attention(q_THd, k_TKd, v_TKd, offsets_S1)
 
         counts_S = offsets_S1.diff()
-        rows_T = torch.tensor(slots, device=counts_S.device).repeat_interleave(counts_S)
-        places_T = torch.cat([torch.arange(count, device=counts_S.device) for count in counts_S.tolist()])
-        return self._placed(attend, prompt_layout(rows_T, places_T))
+        rows_T = torch.tensor(slots).repeat_interleave(counts_S)
+        places_T = torch.cat([torch.arange(count) for count in counts_S.tolist()])
+        return self._placed(attend, prompt_layout(rows_T.to(self._device), places_T.to(self._device)))
 
     def decode_attend(self, positions_B: Tensor, longest: int) -> PlacedAttend:
         """Attention of one new token per live slot, at `positions_B`; `longest` is their maximum plus one."""

@@ -51,7 +51,7 @@ class Prefill:
         offsets_S1 = torch.tensor([0, *(len(p) for p in prefixes)]).cumsum(0)
         starts = offsets_S1.tolist()
         positions_T = torch.cat([torch.arange(len(p)) for p in prefixes]).to(device)
-        attend = self._cache.prefill_attend([rows[0] for rows in groups], offsets_S1.to(device))
+        attend = self._cache.prefill_attend([rows[0] for rows in groups], offsets_S1)
         tokens_T = torch.cat(prefixes).to(device, torch.int64)
         hidden = self._decoder(tokens_T, positions_T, attend, taps=self._hidden.taps)
         for index, (first, *siblings) in enumerate(groups):

@@ -17,7 +17,7 @@ from tlt_core.drafter.eagle3.files import check_eagle3
 from tlt_core.grpo.reward import check_reward_functions
 from tlt_core.machine import precision
 from tlt_core.machine.disk import check_space, check_writable
-from tlt_core.machine.memory import gpu_bytes
+from tlt_core.machine.memory import gpu_bytes, warn_of_limits
 from tlt_core.machine.processors import check_workers
 from tlt_core.model.config import DecoderConfig, ModelError
 from tlt_core.model.embedded import EMBEDDED_NAME
@@ -39,6 +39,7 @@ def check_run(cfg: RunConfig) -> None:
     """
     check_writable(cfg.run_dir)
     check_workers(cfg.cluster)
+    warn_of_limits()
     if isinstance(cfg.data, FileData):
         file_questions.check(cfg.data)
     if isinstance(cfg.model, RandomModel) or cfg.model.path == EMBEDDED_NAME:

@@ -16,8 +16,12 @@ log = logging.getLogger(__name__)
 
 _FIXED = {"seed", "model", "data", "coldstart", "rollout", "algorithm", "update"}  # sections of the fingerprint
 _FREE: dict[str, Any] = {  # what a resumed run may change within them
-    "rollout": {"speculation", "vllm", "kv_memory_fraction"},
-    "update": {"backend": {"gather_bucket_mb"}},
+    "rollout": {"speculation", "vllm", "kv_memory_fraction", "max_live_requests"},
+    "update": {
+        "tokens_per_micro_batch": True,
+        "activation_checkpointing": True,
+        "backend": {"gather_bucket_mb", "offload_optimizer"},
+    },
 }
 
 
@@ -40,7 +44,8 @@ def _check(cfg: RunConfig, found: Found) -> None:
     if before is None or found.state.fingerprint != fingerprint(cfg.with_dtypes(**before._asdict())):
         raise CheckpointError(
             f"{found.folder} belongs to a run with another model, data set, rollout, algorithm or optimizer "
-            f"configuration; choose another name (name={cfg.name!r} now) or remove {cfg.run_dir}"
+            f"configuration, or to an earlier release of TLT; choose another name (name={cfg.name!r} now) or remove "
+            f"{cfg.run_dir}"
         )
     log.warning(
         "resuming in another precision, as configured (%s; before: %s): results are no longer those of the "
@@ -53,8 +58,8 @@ def _check(cfg: RunConfig, found: Found) -> None:
 def fingerprint(cfg: RunConfig) -> str:
     """Digest of the settings that a resumed run must not change.
 
-    More steps, other workers, another tracker and other speculation (it changes no token of our engine) are allowed,
-    and so is the size of ZeRO's buckets.
+    More steps, other workers, another tracker and other speculation (it changes no token of our engine) are allowed.
+    So are settings that make a run fit into memory: they change how results are rounded, at most.
     """
     fixed = cfg.model_dump(mode="json", include=_FIXED, exclude=_FREE)
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()

@@ -33,3 +33,16 @@ def test_second_use_of_memory_is_free() -> None:
     }
     assert faults["keep"] < 1000
     assert faults["default"] > 10 * max(1, faults["keep"])
+
+
+def test_a_limit_of_the_address_space_is_named() -> None:
+    """MKL without memory takes another kernel silently, and sums are rounded otherwise."""
+    script = "import logging; logging.basicConfig(); from tlt_core.machine import memory; memory.warn_of_limits()"
+
+    def said(limit: str) -> str:
+        command = ["sh", "-c", f'ulimit {limit}; exec "$0" -c "$1"', sys.executable, script]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+    assert "address space of a process is limited to 51.2 GB (ulimit -v)" in said("-v 50000000")
+    assert "data of a process is limited to 51.2 GB (ulimit -d)" in said("-d 50000000")
+    assert said("-n 512") == ""

@@ -71,6 +71,16 @@ def test_rounds(tiny_decoder: Decoder, strategy: Strategy, params: SamplingParam
         assert gpu.waits["aten::copy_"] == len(rounds), "tokens and counts come to the host once a round"
 
 
+def test_prompts_in_bfloat16_take_the_kernel_of_the_update(tiny_decoder: Decoder) -> None:
+    """And no layer waits for their bounds."""
+    with pretended_gpu() as gpu:
+        engine = engine_of(copy.deepcopy(tiny_decoder).to(GPU, torch.bfloat16), STRATEGIES[1])
+        gpu.waits.clear()
+        said(engine, PLAIN)
+        assert not gpu.waits["tolist"]
+        assert gpu.calls["torch_attn::_varlen_attn"] >= engine.decoder.config.num_layers
+
+
 @pytest.fixture
 def spec(tiny_decoder: Decoder, tmp_path: Path) -> WorkerSpec:
     """A worker with a drafter, on the CPU."""

@@ -378,7 +378,14 @@ def test_another_algorithm_is_refused_on_resume(begin: Callable[..., Session], c
         begin(change)
 
 
-@pytest.mark.parametrize("change", ["num_steps=9", "cluster.num_workers=3", "rollout.speculation.policy=off"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *("num_steps=9", "cluster.num_workers=3", "rollout.speculation.policy=off", "rollout.max_live_requests=3"),
+        *("update.tokens_per_micro_batch=99", "update.activation_checkpointing=true"),
+        "cluster.release_rollout_memory=true",
+    ],
+)
 def test_what_changes_no_result_may_change_on_resume(begin: Callable[..., Session], change: str) -> None:
     session = begin()
     _step(session, 1)
