@@ -143,11 +143,11 @@ def test_bf16_instructions_are_read_from_the_flags_of_the_first_core(tmp_path: P
     assert precision.bf16_instructions(tmp_path / "absent") == ()
 
 
-def test_a_smaller_machine_can_be_rehearsed() -> None:
-    """In a process of its own: torch reads these once."""
+def test_a_smaller_machine_can_be_rehearsed(tmp_path: Path) -> None:
+    """In a process of its own: torch reads these once.  A run called demo may be there already."""
     code = (
         "import json\nfrom conf.load import load\nfrom tlt_core.machine import doctor, precision\n"
-        "cfg = precision.settle(load('conf/demo.yaml', []))\n"
+        f"cfg = precision.settle(load('conf/demo.yaml', ['output_dir={tmp_path}']))\n"
         "print(json.dumps([precision.Precision.of(cfg), doctor._precision('precision', 'cpu')]))"
     )
     env = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
