@@ -50,7 +50,7 @@ def main() -> int:
     if not (_install_torch(settings) and _run("3/4 this project", project)):
         return _failed()
     # Otherwise the first run would wait for both.  Where the kernels cannot be compiled, `tlt doctor` says why.
-    first_use = "from kernels import native; native.library(); import flows._announcement, flows.train"
+    first_use = "from kernels import native; native.library(); import flows._announcement, flows.train, reasoning_gym"
     _run("4/4 the CPU's kernels and Python's own byte code are compiled", [sys.executable, "-c", first_use])
     print(f"installed in {time.monotonic() - began_s:.0f} s", flush=True)
     return 0

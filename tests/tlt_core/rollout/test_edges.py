@@ -148,3 +148,11 @@ def test_eos_inside_a_draft(decoder, arm):
     dropped = [t.report.live + sum(t.report.accepted) - t.tokens for t in traces]
     assert sum(dropped) > 0, "no response ended before its draft did"
     assert sum(t.tokens for t in traces) == sum(len(r.completion) for r in reference.values())
+
+
+def test_decoding_keeps_nothing_for_gradients(decoder):
+    """A policy that is trained has weights with gradients; what they computed would fill the memory."""
+    engine = RolloutEngine(decoder.requires_grad_(True), max_live=MAX_LIVE, max_len=MAX_LEN)
+    play(engine, requests(4), SamplingParams(max_new_tokens=4))
+    assert not engine._cache.keys_YSKCd.requires_grad
+    assert not engine._cache.values_YSKCd.requires_grad

@@ -1,0 +1,31 @@
+"""Figures by which a drafter is promoted."""
+
+import pytest
+
+from conf.rollout import SpeculationConfig
+from tests.tlt_core.rollout.playing import requests
+from tlt_core.items.types import SamplingParams
+from tlt_core.model.decoder import Decoder
+from tlt_core.rollout.side_by_side import Workload, run
+
+
+@pytest.fixture
+def workload(tiny_decoder: Decoder) -> Workload:
+    """Greedy decoding of a random model soon repeats itself, which n-grams foresee."""
+    return Workload("w", tiny_decoder, requests(8), SamplingParams(temperature=0.0, max_new_tokens=80), 4)
+
+
+def test_without_drafts_a_round_gives_a_token_to_each_request(workload: Workload) -> None:
+    figures = run(workload, SpeculationConfig(policy="off"), seed=0).figures
+    assert (figures["accept_length"], figures["tokens_per_request_round"], figures["active_frac"]) == (1.0, 1.0, 0.0)
+
+
+def test_the_accepted_length_is_that_of_rounds_with_drafts(workload: Workload) -> None:
+    menu = [{"drafter": "ngram", "depth": 3, "tokens": 3}]
+    measured = run(workload, SpeculationConfig(policy="fixed", menu=menu), seed=0)
+    figures, requested = measured.figures, sum(len(r.completion) for r in measured.rollouts.values())
+    assert figures["tokens"] == requested == 8 * 80
+    assert figures["active_frac"] == 1.0
+    # Every round drafts, so the two differ by drafts that a request's end cuts off.
+    assert 1.3 < figures["tokens_per_request_round"] <= figures["accept_length"] < 4
+    assert figures["accept_length"] == pytest.approx(figures["tokens_per_request_round"], rel=0.05)
