@@ -151,6 +151,14 @@ def test_a_hanging_function_does_not_hold_up_the_others():
         assert time.perf_counter() - started < 25  # the hang has its full 30 s
 
 
+def test_imports_do_not_count_against_the_time_of_a_sample():
+    function = RewardFunction(kind="python", path="tests.tlt_core.grpo.slow_to_import_rewards:one")
+    with Scorer(config(function, timeout_s=1.0)) as scorer:
+        scorer.submit("one", PROMPT, "any")
+        (scored,) = scorer.collect(["one"])
+    assert (scored.status, scored.total) == (ScoreStatus.OK, 1.0)
+
+
 def test_a_failing_term_is_worse_than_an_unparseable_one():
     functions = (("exact", ""), ("python", f"{HOSTILE}:hostile"))
     outcome = score_response(functions, item("raise", "5"))
