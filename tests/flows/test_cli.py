@@ -208,6 +208,14 @@ def test_the_server_listens_on_this_machine_only_and_keeps_files_beside_the_data
     assert "--artifacts-destination" not in ui.server_command(uri="postgresql://db/x", host="127.0.0.1", port=5001)
 
 
+def test_a_folder_s_name_that_is_too_long_is_refused_in_words() -> None:
+    command = [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", f"output_dir={'n' * 300}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "can be neither made nor written (File name too long); set output_dir" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_failures_and_their_exit_codes(tmp_path: Path) -> None:
     cases = [
         (ConfigError("Override 'x' is not of the form ..."), 2, "Override 'x'"),
