@@ -144,7 +144,10 @@ def run_log(run_dir: Path) -> Iterator[None]:
 
 def log_file(run_dir: Path) -> Path | None:
     """The run's log: the newer one where both formats were used; None: there is none."""
-    found = [file for name in ("log.txt", "log.jsonl") if os.path.isfile(file := run_dir / name)]
+    try:
+        found = [file for name in ("log.txt", "log.jsonl") if (file := run_dir / name).is_file()]
+    except OSError:  # the name is too long
+        return None
     return max(found, key=lambda file: file.stat().st_mtime, default=None)
 
 
