@@ -2,6 +2,7 @@
 come out."""
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,28 @@ def test_rounds(tiny_decoder: Decoder, strategy: Strategy, params: SamplingParam
         assert tokens_of(finished) == expected
         assert gpu.calls["aten::mm"] + gpu.calls["aten::linear"] > 100
         assert gpu.waits["aten::copy_"] == len(rounds), "tokens and counts come to the host once a round"
+
+
+def tensors_of(name: str, value: Any) -> Iterator[tuple[str, bool]]:
+    """Every tensor below an object of ours, and whether it is on the GPU."""
+    if isinstance(value, torch.Tensor):
+        yield name, isinstance(value, GpuTensor)
+    elif isinstance(value, list | tuple):
+        for index, part in enumerate(value):
+            yield from tensors_of(f"{name}[{index}]", part)
+    elif type(value).__module__.startswith("tlt_core.rollout"):
+        for attribute, part in vars(value).items():
+            yield from tensors_of(f"{name}.{attribute}", part)
+
+
+def test_what_a_captured_round_reads_is_on_the_gpu(tiny_decoder: Decoder) -> None:
+    """A graph reads the memory that it was captured with: a number from the CPU would never change again."""
+    with pretended_gpu():
+        engine = engine_of(copy.deepcopy(tiny_decoder).to(GPU), STRATEGIES[2])
+        said(engine, FILTERED)
+        found = dict(tensors_of("", [engine._batch, engine._rounds]))
+        assert sum(found.values()) > 20
+        assert {name for name, on_gpu in found.items() if not on_gpu} == {n for n in found if "_host" in n}
 
 
 def test_prompts_in_bfloat16_take_the_kernel_of_the_update(tiny_decoder: Decoder) -> None:

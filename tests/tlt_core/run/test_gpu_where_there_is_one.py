@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from conf.load import load
 from conf.rollout import SpeculationConfig
 from tests.pretended_gpu import GpuTensor, pretended_gpu
+from tlt_core.export import drafter_folder, drafter_trial
 from tlt_core.items.types import SamplingParams
 from tlt_core.machine.precision import settle
 from tlt_core.run import coldstart, drafter_warmup, generate
@@ -36,6 +38,22 @@ def test_the_first_drafter(gpus: int, device: str, tmp_path: Path, monkeypatch: 
     cfg = load("conf/smoke.yaml", [f"cluster.gpus_per_worker={gpus}"])
     drafter_warmup.run(cfg, policy=tmp_path, data_dir=tmp_path, out_dir=tmp_path, on_progress=lambda *_: None)
     assert given["device"] == given["released"] == device
+
+
+@pytest.mark.usefixtures("has_gpu")
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cuda:0")])
+def test_a_drafter_is_measured(gpus: int, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = load("conf/smoke.yaml", [f"cluster.gpus_per_worker={gpus}", "rollout.dtype=float32"])
+    given = []
+    for module in (drafter_trial, drafter_folder):
+        monkeypatch.setattr(module.dataset, "load", lambda *_: [])
+        monkeypatch.setattr(module, "load_tokenizer", lambda _: None)
+        monkeypatch.setattr(module, "stop_token_ids", lambda *_: (2,))
+        monkeypatch.setattr(module, "load_decoder", lambda *_, device, dtype: given.append(device))
+    monkeypatch.setattr(drafter_folder, "measure", lambda *_, **__: None)
+    drafter_trial._workload(cfg, tmp_path, tmp_path, dtype=torch.float32)
+    drafter_folder._measure(cfg, mock.Mock(policy=tmp_path, data_dir=tmp_path), mock.Mock(), num_prompts=1)
+    assert given == [device, device]
 
 
 def test_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
