@@ -95,7 +95,7 @@ class SlotCache:
         counts_S = offsets_S1.diff()
         rows_T = torch.tensor(slots).repeat_interleave(counts_S)
         places_T = torch.cat([torch.arange(count) for count in counts_S.tolist()])
-        return self._placed(attend, prompt_layout(rows_T.to(self._device), places_T.to(self._device)))
+        return self._placed(attend, prompt_layout(rows_T, places_T))
 
     def decode_attend(self, positions_B: Tensor, longest: int) -> PlacedAttend:
         """Attention of one new token per live slot, at `positions_B`; `longest` is their maximum plus one."""
