@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # a script, and the machine may not have this project installed
+sys.path.insert(0, str(ROOT))  # for the import below: this is a script, and TLT need not be installed here
 
 from tests import gpu_runs  # noqa: E402
 

@@ -44,7 +44,7 @@ class MixedDevices(AssertionError):
 class GpuTensor(Tensor):
     """Says that it is on the GPU.
 
-    torch's stubs declare `device`, `is_cuda` and `is_cpu` as attributes, hence the type: ignore at the properties.
+    torch's stubs declare `device`, `is_cuda`, `is_cpu` and `data` as attributes, hence the type: ignore there.
     """
 
     values: Tensor  # on the CPU

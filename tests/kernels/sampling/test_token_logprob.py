@@ -103,14 +103,15 @@ def test_nan_is_not_hidden_by_c(at: int) -> None:
 
 
 def test_a_real_vocabulary_is_summed_as_exactly_in_c() -> None:
-    """Against float64: 49,152 summands in float32 lose at most a millionth."""
+    """Against float64.  Measured: 1.6e-6 in log-probabilities, where a logit's own rounding is up to 1.4e-6, and 4e-7 in
+    entropies, with AVX2 and AVX-512."""
     generator = torch.Generator().manual_seed(0)
     hidden_TD, weight_VD = torch.randn(3, 8, generator=generator), torch.randn(49152, 8, generator=generator)
     ids_T = torch.tensor([0, 49151, 20000])
     got = linear_token_logprob(hidden_TD, weight_VD, ids_T, impl="native")
     logp_TV = (hidden_TD.double() @ weight_VD.double().T).log_softmax(-1)  # the reference computes in float32
     want_T, entropy_T = logp_TV.gather(1, ids_T[:, None]).squeeze(1), -(logp_TV.exp() * logp_TV).sum(1)
-    torch.testing.assert_close(got.logprob_T.double(), want_T, rtol=0, atol=3e-6)  # of logits up to 19
+    torch.testing.assert_close(got.logprob_T.double(), want_T, rtol=0, atol=3e-6)
     torch.testing.assert_close(got.entropy_T.double(), entropy_T, rtol=0, atol=2e-6)
 
 

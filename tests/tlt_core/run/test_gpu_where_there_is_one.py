@@ -82,6 +82,7 @@ def test_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         )
         return [json.loads(line)["token_ids"] for line in out.read_text().splitlines()]
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     expected = generated(tmp_path / "cpu.jsonl")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pretended_gpu():
