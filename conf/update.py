@@ -112,7 +112,7 @@ class AlgorithmConfig(Section):
     """token_mean: mean over all tokens of the minibatch (DAPO); sequence_mean: mean per sequence, then over sequences
     (GRPO); constant: sum / (sequences * max_new_tokens) (Dr. GRPO)."""
     dynamic_sampling: bool = False
-    """Drop groups whose rewards are all equal, and sample more prompts until the step is full (DAPO)."""
+    """Drop groups whose scores (before shaping) are all equal; sample more prompts until the step is full (DAPO)."""
     max_resample_rounds: int = Field(2, ge=0, le=1000)
     """Most additional rollouts of one step for dynamic sampling."""
     overlong_buffer_tokens: int = Field(0, ge=0, le=MOST_TOKENS)

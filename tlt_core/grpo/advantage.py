@@ -49,9 +49,9 @@ def advantages(rewards_R: Tensor, prompt_ids_R: Tensor, *, kind: Estimator) -> T
     return result.float()
 
 
-def informative(rewards_R: Tensor, prompt_ids_R: Tensor) -> Tensor:
-    """True where the group's rewards differ: what DAPO's dynamic sampling keeps.  [R] bool."""
-    return _group(rewards_R, prompt_ids_R).varied_R
+def informative(scores_R: Tensor, prompt_ids_R: Tensor) -> Tensor:
+    """True where the group's scores differ: what DAPO's dynamic sampling keeps.  [R] bool."""
+    return _group(scores_R, prompt_ids_R).varied_R
 
 
 def overlong_penalty(response_lens_R: Tensor, *, max_new_tokens: int, buffer_tokens: int, penalty: float) -> Tensor:

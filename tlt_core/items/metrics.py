@@ -26,7 +26,7 @@ reward/num_ok | responses | count | scored
 reward/num_unparseable | responses | count | no answer was found in the response
 reward/num_timeout | responses | count | scoring exceeded `reward.timeout_s`; the score is 0
 reward/num_error | responses | count | a reward function raised; its score is 0
-training/frac_reward_zero_std | share | over groups | groups whose rewards are all equal
+training/frac_reward_zero_std | share | over groups | groups whose scores are all equal, before shaping
 training/resample_rounds | rounds | count | extra rounds of sampling | dynamic sampling
 training/informative_groups | groups | count | groups with different rewards kept | dynamic sampling
 

@@ -40,11 +40,13 @@ class RolloutPhase:
         self._group, self._scoring, self._drafter = group, scoring, drafter
         self._dispatch, self._metrics, self._reporter = dispatch, metrics, reporter
         self._phases: list[PhaseReport] = []  # of the step: its rollouts, and waiting for their rewards
+        self._batches: list[RolloutBatch] = []  # of the step's rollouts
+        self._seconds = 0.0  # that they took
         self.rounds: list[Sequence[RoundTrace]] = []  # of the latest `sample`, by worker
 
     def begin_step(self) -> None:
         """Phases of a new step."""
-        self._phases = []
+        self._phases, self._batches, self._seconds = [], [], 0.0
 
     def sample(
         self,
@@ -68,8 +70,10 @@ class RolloutPhase:
             self._metrics.log(collapse_metrics([report.canary for report in done.reports]))
             self._drafter.observe(done.phase, self.rounds, results_of(done.reports))
             rollouts = RolloutBatch.pack(finished)
-        seconds = time.perf_counter() - started_s
-        self._metrics.log(rollout_metrics(rollouts, seconds=seconds, num_workers=self._group.num_workers))
+        self._batches.append(rollouts)
+        self._seconds += time.perf_counter() - started_s
+        sampled = RolloutBatch.join(self._batches)
+        self._metrics.log(rollout_metrics(sampled, seconds=self._seconds, num_workers=self._group.num_workers))
         self._add(done.phase)
         return rollouts
 

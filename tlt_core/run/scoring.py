@@ -15,33 +15,32 @@ class Scoring:
     def __init__(self, scorer: Scorer, prompts: Prompts) -> None:
         self._scorer, self._prompts = scorer, prompts
         self._by_id = prompts.by_id
-        self._early: dict[tuple[int, int], Score] = {}  # asked for before `collect`
+        self._scores: dict[tuple[int, int], Score] = {}  # of this step, as far as somebody has asked for them
+
+    def begin_step(self) -> None:
+        """Forget the scores of the last step."""
+        self._scores.clear()
 
     def submit(self, rollout: Rollout) -> None:
         """Start scoring.  A response with the same prompt and sample replaces the earlier one."""
         prompt = self._by_id[rollout.key.prompt_id]
-        self._early.pop((prompt.id, rollout.key.sample), None)
+        self._scores.pop((prompt.id, rollout.key.sample), None)
         self._scorer.submit((prompt.id, rollout.key.sample), prompt, self._prompts.text(rollout.completion))
 
     def is_ready(self, rollouts: RolloutBatch, *, within_s: float = 0.0) -> bool:
         """Would `collect` return at once?  Waits up to `within_s` for it."""
-        return self._scorer.is_ready([k for k in _keys(rollouts) if k not in self._early], within_s=within_s)
+        return self._scorer.is_ready([k for k in _keys(rollouts) if k not in self._scores], within_s=within_s)
 
     def collect(self, rollouts: RolloutBatch) -> list[Score]:
-        """Scores in the order of the responses; waits for them.  Forgets them."""
-        self._fetch(keys := _keys(rollouts))
-        return [self._early.pop(key) for key in keys]
+        """Scores in the order of the responses; waits for them.  They can be asked for again until the step ends."""
+        keys = _keys(rollouts)
+        wanted = [key for key in keys if key not in self._scores]
+        self._scores |= zip(wanted, self._scorer.collect(wanted), strict=True)
+        return [self._scores[key] for key in keys]
 
     def if_ready(self, rollouts: RolloutBatch) -> list[Score] | None:
-        """Scores in the order of the responses, which `collect` returns again; None while some are outstanding."""
-        if not self.is_ready(rollouts):
-            return None
-        self._fetch(keys := _keys(rollouts))
-        return [self._early[key] for key in keys]
-
-    def _fetch(self, keys: list[tuple[int, int]]) -> None:
-        wanted = [key for key in keys if key not in self._early]
-        self._early |= zip(wanted, self._scorer.collect(wanted), strict=True)
+        """What `collect` returns; None while some scores are outstanding."""
+        return self.collect(rollouts) if self.is_ready(rollouts) else None
 
     def sample_texts(self, scored: ScoredBatch, count: int) -> list[dict[str, Any]]:
         """`count` responses spread evenly over the batch, as rows for people to read."""

@@ -16,6 +16,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -81,6 +82,7 @@ class Session:
         )
         self._scorer, self._reporter = scorer, reporter
         self._resample_rounds = 0
+        self._sampled: list[ScoredBatch] = []  # of the step
         self._saving_s = _FIRST_SAVING_S
         self._num_train = len(prompts.train)
         self.scoring = Scoring(scorer, prompts)
@@ -145,8 +147,9 @@ class Session:
             shutil.rmtree(folder, ignore_errors=True)
         self.metrics.clear()
         self.rollout.begin_step()
+        self.scoring.begin_step()
         self._stream.begin_step()
-        self._resample_rounds = 0
+        self._resample_rounds, self._sampled = 0, []
         self._reporter.step = step or None
         self.metrics.log({"training/global_step": step, "training/epoch": self.order.epoch})
 
@@ -168,8 +171,9 @@ class Session:
             self.rollout.train_until_scored(rollouts, step=step)
             scores = self.scoring.collect(rollouts)
         scored = self._with_advantages(rollouts, scores)
-        self.metrics.log(score_metrics(scored, [f.name for f in self.cfg.reward.functions]))
-        return scored
+        self._sampled.append(scored)
+        self.metrics.log(score_metrics(ScoredBatch.join(self._sampled), [f.name for f in self.cfg.reward.functions]))
+        return self._informative(scored) if self.cfg.algorithm.dynamic_sampling else scored
 
     def needs_more_groups(self, scored: ScoredBatch) -> bool:
         """Dynamic sampling: does the step lack informative groups, and may it sample once more?"""
@@ -178,22 +182,17 @@ class Session:
             return False
         if len(self._stream.pack_of) == self._num_train:  # every prompt has been sampled in this step
             return False
-        return len(_informative_groups(scored)) < self.cfg.rollout.num_prompts
+        return self._missing_groups(scored) > 0
 
     def resample(self, step: int, scored: ScoredBatch) -> ScoredBatch:
         """One more round of dynamic sampling (DAPO): keep informative groups, sample as many prompts as are missing."""
         self._resample_rounds += 1
-        kept, wanted = _informative_groups(scored), self.cfg.rollout.num_prompts
-        requests = self.next_requests(step, wanted - len(kept))
+        requests = self.next_requests(step, self._missing_groups(scored))
         rollouts = self.rollout.sample(requests, self.params, step=step, phase="resample", stream=self._stream)
-        more = self.score(step, rollouts)
-        groups = (kept + _informative_groups(more))[:wanted]
-        self.metrics.log(
-            {"training/resample_rounds": self._resample_rounds, "training/informative_groups": len(groups)}
-        )
-        joined, chosen = ScoredBatch.join([scored, more]), set(groups)
-        rows = [row for row, prompt_id in enumerate(joined.rollouts.prompt_ids_R.tolist()) if prompt_id in chosen]
-        return joined.take(rows) if rows else scored  # without any informative group all advantages are 0
+        joined = self._informative(ScoredBatch.join([scored, self.score(step, rollouts)]))
+        groups = self.cfg.rollout.num_prompts - self._missing_groups(joined)
+        self.metrics.log({"training/resample_rounds": self._resample_rounds, "training/informative_groups": groups})
+        return joined
 
     def update(self, step: int, scored: ScoredBatch) -> None:
         """One RL step's optimizer steps on the worker group.  Raises DisagreementError (vLLM only)."""
@@ -298,15 +297,34 @@ class Session:
             buffer_tokens=algorithm.overlong_buffer_tokens,
             penalty=algorithm.overlong_penalty,
         )
-        return ScoredBatch(
+        scored = ScoredBatch(
             rollouts=rollouts,
             rewards_R=rewards_R,
             scores_R=scores_R,
             components_RF=torch.tensor([s.components for s in scores], dtype=torch.float32),
             status_R=torch.tensor([int(s.status) for s in scores]),
             reward_s_R=torch.tensor([s.seconds for s in scores], dtype=torch.float32),
-            advantages_R=advantage.advantages(rewards_R, rollouts.prompt_ids_R, kind=algorithm.advantage),
+            advantages_R=torch.zeros(len(rollouts)),
         )
+        return self._compare(scored)
+
+    def _compare(self, scored: ScoredBatch) -> ScoredBatch:
+        """The same responses with their advantages over each other; 0 in groups that dynamic sampling drops."""
+        advantages_R = advantage.advantages(
+            scored.rewards_R, scored.rollouts.prompt_ids_R, kind=self.cfg.algorithm.advantage
+        )
+        if self.cfg.algorithm.dynamic_sampling:
+            advantages_R = advantages_R.where(_is_informative(scored), 0.0)
+        return replace(scored, advantages_R=advantages_R)
+
+    def _informative(self, scored: ScoredBatch) -> ScoredBatch:
+        """Groups whose scores differ, compared with each other alone.  If there are none: all, with advantages 0."""
+        rows = _is_informative(scored).nonzero().flatten().tolist()
+        return self._compare(scored.take(rows)) if rows else scored
+
+    def _missing_groups(self, scored: ScoredBatch) -> int:
+        groups_G = scored.rollouts.prompt_ids_R[_is_informative(scored)].unique()
+        return self.cfg.rollout.num_prompts - len(groups_G)
 
     def _reference_logprobs(self, rollouts: RolloutBatch) -> Tensor:
         """Log-probs under the model that RL started from, aligned with the rollouts' tokens, [T]."""
@@ -316,7 +334,7 @@ class Session:
             return batch.join_logprobs(shares, self.group.reference_logprobs(shares), rollouts)
 
 
-def _informative_groups(scored: ScoredBatch) -> list[int]:
-    """Ids of the prompts whose rewards differ, in data order."""
-    mask_R = advantage.informative(scored.rewards_R, scored.rollouts.prompt_ids_R)
-    return list(dict.fromkeys(scored.rollouts.prompt_ids_R[mask_R].tolist()))
+def _is_informative(scored: ScoredBatch) -> Tensor:
+    """Where the scores of a group differ, [R] bool.  Shaping does not count: wrong responses of different lengths teach
+    nothing but their length."""
+    return advantage.informative(scored.scores_R, scored.rollouts.prompt_ids_R)

@@ -87,7 +87,7 @@ def score_metrics(scored: ScoredBatch, names: Sequence[str]) -> dict[str, float]
         "critic/rewards/mean": scored.rewards_R.mean().item(),
         "critic/advantages/max": scored.advantages_R.max().item(),
         "critic/advantages/min": scored.advantages_R.min().item(),
-        "training/frac_reward_zero_std": _zero_spread_share(scored.rewards_R, scored.rollouts.prompt_ids_R),
+        "training/frac_reward_zero_std": _zero_spread_share(scored.scores_R, scored.rollouts.prompt_ids_R),
         "reward/sample_s_mean": scored.reward_s_R.mean().item(),
         "reward/sample_s_max": scored.reward_s_R.max().item(),
     }
@@ -95,9 +95,9 @@ def score_metrics(scored: ScoredBatch, names: Sequence[str]) -> dict[str, float]
     return metrics | {f"reward/num_{s.name.lower()}": (status == s).sum().item() for s in ScoreStatus}
 
 
-def _zero_spread_share(rewards_R: Tensor, prompt_ids_R: Tensor) -> float:
-    """Share of the groups whose rewards are all equal."""
-    groups, varied = len(prompt_ids_R.unique()), len(prompt_ids_R[informative(rewards_R, prompt_ids_R)].unique())
+def _zero_spread_share(scores_R: Tensor, prompt_ids_R: Tensor) -> float:
+    """Share of the groups whose scores are all equal."""
+    groups, varied = len(prompt_ids_R.unique()), len(prompt_ids_R[informative(scores_R, prompt_ids_R)].unique())
     return (groups - varied) / groups
 
 

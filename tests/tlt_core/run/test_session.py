@@ -97,16 +97,18 @@ class _Scorer:
     def __init__(self, plan: Scores) -> None:
         self._plan = plan
         self.submitted: dict[tuple[int, int], str] = {}
+        self.is_slow = False  # no score arrives before `collect` waits for it
 
     def submit(self, key: tuple[int, int], prompt: Prompt, response: str) -> None:
         assert key[0] == prompt.id
         self.submitted[key] = response
 
     def is_ready(self, keys: Sequence[tuple[int, int]], *, within_s: float = 0.0) -> bool:
-        return set(keys) <= self.submitted.keys()
+        return all([self.submitted[key] for key in keys]) and not (keys and self.is_slow)
 
     def collect(self, keys: Sequence[tuple[int, int]]) -> list[Score]:
-        assert set(keys) <= self.submitted.keys()
+        for key in keys:
+            del self.submitted[key]  # like the real one, which knows a response until it is collected
         values = [self._plan[prompt][sample] if prompt in self._plan else 0.0 for prompt, sample in keys]
         return [Score((value,), value, ScoreStatus.OK, 0.25) for value in values]
 
@@ -170,7 +172,7 @@ def test_advantages_compare_the_responses_of_one_prompt(begin: Callable[..., Ses
 
 
 def test_every_response_is_scored_as_text_under_its_prompt(begin: Callable[..., Session]) -> None:
-    session = begin()
+    session = begin("update.streamed=off")
     session.begin_step(1)
     session.sample_step(1)
     scorer: Any = session._scorer
@@ -259,6 +261,81 @@ def test_dynamic_sampling_streams_the_groups_that_it_keeps(begin: Callable[..., 
     session.update(1, scored)
     streamed, left = _trained(session)
     assert (streamed, left) == ([(first, 0), (first, 1)], [(third, 0), (third, 1)])
+
+
+def test_a_group_whose_scores_come_late_is_streamed_in_the_next_rollout(begin: Callable[..., Session]) -> None:
+    first, second, third = _next_ids(3)
+    session = begin(
+        "algorithm.dynamic_sampling=true",
+        scores={first: (1.0, 0.0), second: (1.0, 1.0), third: (0.0, 1.0)},
+    )
+    scorer: Any = session._scorer
+    group: Any = session.group
+    scorer.is_slow, group.computes = True, 1
+    session.begin_step(1)
+    rollouts = session.sample_step(1)
+    assert group.offered == []
+    scored = session.score(1, rollouts)
+    scored = session.resample(1, scored)
+    assert [int(offer.share.prompt_ids_S[0]) for offer in group.offered] == [first]
+    session.update(1, scored)
+    assert _trained(session) == ([(first, 0), (first, 1)], [(third, 0), (third, 1)])
+
+
+SHAPED = (
+    "algorithm.dynamic_sampling=true",
+    "algorithm.kl={coef: 0.5, place: reward, kind: k1}",
+    "rollout.max_new_tokens=3",
+    "algorithm.overlong_buffer_tokens=2",
+)
+
+
+@pytest.fixture
+def uneven_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Responses differ in their distance from the reference."""
+    reference = _Group.reference_logprobs
+    monkeypatch.setattr(
+        _Group, "reference_logprobs", lambda group, shares: [x * torch.arange(len(x)) for x in reference(group, shares)]
+    )
+
+
+@pytest.mark.usefixtures("uneven_reference")
+def test_dynamic_sampling_looks_at_scores_not_at_shaped_rewards(begin: Callable[..., Session]) -> None:
+    first, _, third = _next_ids(3)
+    session = begin(*SHAPED, scores={first: (1.0, 0.0), third: (0.0, 1.0)})
+    session.begin_step(1)
+    scored = session.score(1, session.sample_step(1))
+    assert session.metrics.values()["training/frac_reward_zero_std"] == 0.5
+    assert set(scored.rollouts.prompt_ids_R.tolist()) == {first}
+    scored = session.resample(1, scored)
+    assert set(scored.rollouts.prompt_ids_R.tolist()) == {first, third}
+    values = session.metrics.values()
+    assert values["critic/score/mean"] == pytest.approx(2 / 6)  # of all that were sampled
+    assert values["perf/total_num_tokens"] == 6 * 4
+
+
+@pytest.mark.usefixtures("uneven_reference")
+def test_a_step_without_informative_groups_trains_on_nothing(begin: Callable[..., Session]) -> None:
+    session = begin(*SHAPED, "algorithm.max_resample_rounds=1")
+    session.begin_step(1)
+    scored = session.resample(1, session.score(1, session.sample_step(1)))
+    assert scored.rewards_R.unique().numel() > 1
+    assert not scored.advantages_R.any()
+
+
+def test_a_deviation_of_the_batch_is_that_of_the_joined_batch(begin: Callable[..., Session]) -> None:
+    first, second, third = _next_ids(3)
+    session = begin(
+        "algorithm.dynamic_sampling=true",
+        "algorithm.advantage=reinforce_pp_baseline",
+        scores={first: (1.0, 0.0), second: (1.0, 1.0), third: (0.0, 4.0)},
+    )
+    session.begin_step(1)
+    scored = session.resample(1, session.score(1, session.sample_step(1)))
+    deviation = torch.tensor([0.5, -0.5, -2.0, 2.0]).std()
+    expected = {first: [0.5, -0.5], third: [-2.0, 2.0]}
+    for prompt, advantages in _by_prompt(scored).items():
+        assert advantages == pytest.approx([a / float(deviation) for a in expected[prompt]], rel=1e-5)
 
 
 @pytest.mark.parametrize(
