@@ -74,10 +74,6 @@ class VllmConfig(Section):
     eager: bool | None = None
     """true: run the model without compiling it; false: compile it first, which takes minutes, or half a minute from
     torch's cache.  None: true on CPUs."""
-    max_probs_diff: float = Field(0.05, gt=0, le=1)
-    """The run ends when the probabilities of sampled tokens in vLLM and in the update differ by more than this, as a
-    mean over a step (`training/rollout_probs_diff_mean`).  Not checked with top_p or top_k, which the update does not
-    apply."""
 
 
 class RolloutConfig(Section):
@@ -114,6 +110,10 @@ class RolloutConfig(Section):
     engine: Literal["auto", "own", "vllm"] = "auto"
     """own: the engine of this package; vllm: vLLM with the plug-in `tlt_vllm`, for rollouts and validation; auto: vllm
     where workers have GPUs, own on CPUs.  Responses are the same up to rounding.  vLLM drafts chains of one drafter."""
+    max_probs_diff: float = Field(0.05, gt=0, le=1)
+    """The run ends when the probabilities of sampled tokens in the engine and in the update differ by more than this,
+    as a mean over a step (`training/rollout_probs_diff_mean`).  Not checked with top_p or top_k, which the update does
+    not apply."""
     vllm: VllmConfig = VllmConfig()
     """Settings of engine vllm."""
 

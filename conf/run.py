@@ -82,6 +82,10 @@ class RunConfig(Section):
         """Responses sampled in one step (before dynamic sampling)."""
         return self.rollout.num_prompts * self.rollout.num_samples
 
+    def optimizer_steps(self, steps: int) -> int:
+        """Optimizer steps that so many RL steps make."""
+        return steps * self.update.num_minibatches * self.update.num_epochs
+
     @property
     def needs_first_drafter(self) -> bool:
         """Whether `tlt train` makes the first drafter."""
@@ -118,8 +122,8 @@ class RunConfig(Section):
             return "update.num_minibatches or update.num_epochs is above 1, so most passes need a later policy"
         if algorithm.kl.coef > 0:
             return "algorithm.kl.coef is above 0, which needs the reference model's pass over all responses first"
-        if algorithm.advantage == "reinforce_pp_baseline":
-            return "algorithm.advantage is reinforce_pp_baseline, which needs the rewards of all responses"
+        if algorithm.needs_all_groups:
+            return f"algorithm.advantage is {algorithm.advantage}, which needs the rewards of all responses"
         if self.cluster.release_rollout_memory:
             return "cluster.release_rollout_memory is true, so there is no room for the update during the rollout"
         return ""

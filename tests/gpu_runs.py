@@ -27,7 +27,7 @@ COMMON = [
     'reward.functions=[{kind: python, path: "tests.flows.length_reward:slow_length_reward"}]',
 ]
 FIGURES = ("step", "perf/rollout_tokens_per_s", "perf/max_memory_gb", "timing_s/gen", "timing_s/update_actor")
-PROBS_DIFF = 0.05  # rollout.vllm.max_probs_diff
+PROBS_DIFF = 0.05  # rollout.max_probs_diff
 
 
 class Run(NamedTuple):

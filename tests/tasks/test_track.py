@@ -23,6 +23,7 @@ from tasks.mlflow_run import DatasetInput, MlflowRun, flatten
 from tasks.track import Tracker, step_line
 from tests.tasks.scored_batches import scored_batch
 from tlt_core.data.dataset import DataManifest
+from tlt_core.data.question import DataError
 from tlt_core.items.speculation import OFF, RoundReport, Strategy
 from tlt_core.items.store import Ref, StoreError
 from tlt_core.items.types import ScoredBatch, WorkerSpan, WorkerState
@@ -339,3 +340,23 @@ def test_the_columns_of_the_step_line_do_not_move() -> None:
     )
     assert len(few) == len(many)
     assert [i for i, c in enumerate(few) if c == "/"] == [i for i, c in enumerate(many) if c == "/"]
+
+
+def test_an_attempt_that_fails_before_it_begins_is_marked_so(cfg: RunConfig) -> None:
+    session: Any = _Session(cfg)
+    (Path(cfg.output_dir) / "data" / "manifest.json").write_text("{")
+    with pytest.raises(DataError):
+        _tracker(session, cfg)
+    assert MlflowClient(cfg.tracking.uri).get_run(session.tracker_run_id).info.status == "FAILED"
+
+
+def test_a_metric_that_nobody_declared_is_tracked_and_told_once(
+    cfg: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _tracker(_Session(cfg), cfg) as tracker:
+        for step in (1, 2):
+            tracker.record({"critic/rewards/mean": 0.5, "critic/rewards/median": 0.25}, step=step)
+    rows = [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["critic/rewards/median"] for row in rows] == [0.25, 0.25]
+    told = [r.getMessage() for r in caplog.records if "not declared" in r.getMessage()]
+    assert told == ["tracked, but not declared in tlt_core/items/metrics.py: critic/rewards/median"]

@@ -32,10 +32,9 @@ from tlt_core.machine.driver import driver_device, release
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
-from tlt_core.model.sampling import stream_key
+from tlt_core.model.sampling import NoiseStep, stream_key
 from tlt_core.rollout import build
 
-_NOISE_STEP = -(1 << 30)  # RL steps count from 1, validation below 0
 _OBSERVED_TOKENS = 2048  # in one pass of the target
 _HELD_OUT = 8  # one prompt in this many
 
@@ -133,7 +132,7 @@ def _sample(
         seed=cfg.seed,
     )
     waiting = [
-        GenerationRequest(NoiseKey(cfg.seed, _NOISE_STEP, p.id, s), p.tokens)
+        GenerationRequest(NoiseKey(cfg.seed, NoiseStep.WARM_UP, p.id, s), p.tokens)
         for p in prompts
         for s in range(own.num_samples)
     ]

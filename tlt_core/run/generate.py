@@ -26,9 +26,8 @@ from tlt_core.machine.disk import check_writable
 from tlt_core.machine.precision import as_torch, for_rollouts
 from tlt_core.machine.processors import check_workers
 from tlt_core.model.load import load_config, load_decoder, load_tokenizer, resolve, stop_token_ids
+from tlt_core.model.sampling import NoiseStep
 from tlt_core.rollout import build
-
-_OFFLINE_STEP = 0  # RL steps count from 1, validation below 0
 
 
 class Input(NamedTuple):
@@ -84,7 +83,7 @@ def generate_file(
         stop_token_ids=stop_token_ids(folder, tokenizer),
     )
     requests = [
-        GenerationRequest(NoiseKey(seed, _OFFLINE_STEP, index, 0), line.tokens) for index, line in enumerate(lines)
+        GenerationRequest(NoiseKey(seed, NoiseStep.OFFLINE, index, 0), line.tokens) for index, line in enumerate(lines)
     ]
     max_len = max(len(line.tokens) for line in lines) + params.max_new_tokens
     device = "cuda" if torch.cuda.is_available() else "cpu"

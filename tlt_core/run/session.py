@@ -15,7 +15,7 @@ It holds no model.  A session continues from the newest valid checkpoint: to sta
 import logging
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,12 +116,14 @@ class Session:
         with resumable.newest(cfg) if resume else nullcontext() as found:
             prompts = Prompts.load(data_dir, start_model, num_prompts=cfg.rollout.num_prompts)
             reporter = Reporter(on_progress, num_steps=cfg.num_steps, num_workers=cfg.cluster.num_workers)
-            scorer = Scorer(cfg.reward)
-            reporter.phase("starting workers")
-            spec = worker_spec(cfg, start_model, longest_prompt=prompts.longest)
-            group = WorkerGroup(cfg.cluster, spec, shared=cfg.run_dir)
-            session = cls(cfg, prompts, group, scorer, start_model=start_model, reporter=reporter)
-            session._load(found)
+            with ExitStack() as started:  # ends what has started when something that follows fails
+                scorer = started.enter_context(Scorer(cfg.reward))
+                reporter.phase("starting workers")
+                spec = worker_spec(cfg, start_model, longest_prompt=prompts.longest)
+                group = started.enter_context(WorkerGroup(cfg.cluster, spec, shared=cfg.run_dir))
+                session = cls(cfg, prompts, group, scorer, start_model=start_model, reporter=reporter)
+                session._load(found)
+                started.pop_all()
         return session
 
     def __enter__(self) -> "Session":
@@ -195,7 +197,7 @@ class Session:
         return joined
 
     def update(self, step: int, scored: ScoredBatch) -> None:
-        """One RL step's optimizer steps on the worker group.  Raises DisagreementError (vLLM only)."""
+        """One RL step's optimizer steps on the worker group.  Raises DisagreementError."""
         with self.metrics.timed("update_actor"):
             self._reporter.phase("update")
             kl = self.cfg.algorithm.kl
@@ -251,6 +253,7 @@ class Session:
                 best_metric=self.validation.take_score(),
                 precision=Precision.of(self.cfg)._asdict(),
                 metrics=self.metrics.values(),
+                num_steps=self.cfg.num_steps,
                 **self.drafter.state(),
             )
             folder = checkpoint.save(root, state, lambda partial: self.group.save(partial.resolve()))

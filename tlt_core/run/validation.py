@@ -9,6 +9,7 @@ from conf.reward import RewardConfig
 from conf.run import RunConfig
 from tlt_core.grpo.reward import Score
 from tlt_core.items.types import Prompt, SamplingParams
+from tlt_core.model.sampling import of_validation
 from tlt_core.run.rollout_phase import RolloutPhase, requests_for
 from tlt_core.run.scoring import Scoring
 from tlt_core.run.step_metrics import StepMetrics, greedy_metrics, sampled_metrics
@@ -61,7 +62,7 @@ class Validation:
 
     def _decode(self, step: int, samples: int, params: SamplingParams) -> list[Score]:
         """Scores by prompt and sample."""
-        requests = requests_for(self._prompts, samples, seed=self._cfg.seed, step=-1 - step)
+        requests = requests_for(self._prompts, samples, seed=self._cfg.seed, step=of_validation(step))
         return self._scoring.collect(self._rollout.decode(requests, params, phase="evaluate", step=step))
 
 

@@ -25,7 +25,7 @@ def worker_spec(cfg: RunConfig, start_model: Path, *, longest_prompt: int) -> Wo
         trainer=TrainerSpec(
             update=cfg.update,
             algorithm=cfg.algorithm,
-            total_steps=cfg.num_steps * cfg.update.num_minibatches * cfg.update.num_epochs,
+            total_steps=cfg.optimizer_steps(cfg.num_steps),
             max_new_tokens=cfg.rollout.max_new_tokens,
             temperature=cfg.rollout.temperature,
         ),

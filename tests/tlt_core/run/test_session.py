@@ -19,6 +19,7 @@ from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.reward import Score
 from tlt_core.items.checkpoint import CheckpointError
 from tlt_core.items.types import FinishReason, GenerationRequest, Prompt, Rollout, ScoredBatch, ScoreStatus
+from tlt_core.run import resumable
 from tlt_core.run import session as module
 from tlt_core.run.progress import Progress
 from tlt_core.run.prompts import Prompts
@@ -82,6 +83,9 @@ class _Group:
     def save(self, folder: Path) -> None:
         (folder / "rank_0").mkdir()
 
+    def __enter__(self) -> "_Group":
+        return self
+
     def __exit__(self, *_: object) -> None:
         pass
 
@@ -114,6 +118,12 @@ class _Scorer:
 
     def close(self) -> None:
         pass
+
+    def __enter__(self) -> "_Scorer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _config(folder: Path, *changes: str) -> RunConfig:
@@ -470,12 +480,50 @@ def test_what_changes_no_result_may_change_on_resume(begin: Callable[..., Sessio
     assert begin(change).completed_steps == 1
 
 
+def test_a_decaying_learning_rate_that_jumps_is_told_before_a_longer_run_goes_on(begin: Callable[..., Session]) -> None:
+    decay = "update.optimizer={learning_rate: 1e-3, schedule: {kind: linear}}"
+    session = begin(decay, "num_steps=2")
+    for step in (1, 2):
+        _step(session, step)
+        session.save_checkpoint(step)
+
+    def said(*changes: str) -> str:
+        return resumable.rate_jumps(session.cfg.model_copy(update={"num_steps": int(changes[0])}))
+
+    assert "num_steps is 4 now and was 2" in said("4")
+    assert "after step 2 it goes on at 0.0005, where it was to be 0." in said("4")
+    assert said("2") == ""
+    constant = begin("name=other", "num_steps=1")
+    _step(constant, 1)
+    constant.save_checkpoint(1)
+    assert resumable.rate_jumps(constant.cfg.model_copy(update={"num_steps": 9})) == ""
+
+
 def test_more_steps_remain_when_a_resumed_run_asks_for_more(begin: Callable[..., Session]) -> None:
     session = begin("num_steps=2")
     assert list(session.remaining_steps()) == [1, 2]
     _step(session, 1)
     session.save_checkpoint(1)
     assert list(begin("num_steps=4").remaining_steps()) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("failing", ["__init__", "load"])
+def test_what_was_started_ends_when_a_later_part_fails(
+    begin: Callable[..., Session], monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    ended: list[str] = []
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(_Scorer, "close", lambda _: ended.append("scorer"))
+    monkeypatch.setattr(_Group, "__exit__", lambda *_: ended.append("group"))
+    begin()
+    assert ended == []
+    monkeypatch.setattr(_Group, failing, fail)
+    with pytest.raises(RuntimeError, match="no room"):
+        begin()
+    assert ended == (["scorer"] if failing == "__init__" else ["group", "scorer"])
 
 
 def test_the_first_attempt_loads_no_checkpoint(begin: Callable[..., Session]) -> None:
