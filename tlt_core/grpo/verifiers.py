@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tlt_core.grpo import confinement
+from tlt_core.grpo import confinement, math_answer
 
 OK, UNPARSEABLE, ERROR = "ok", "unparseable", "error"
 LARGEST_REWARD = 1e6  # of one function, in absolute value
@@ -148,18 +148,20 @@ def exact_reward(item: Item) -> float:
 
 
 def math_verify_reward(item: Item) -> float:
-    """1 when the extracted answer (or else the whole response) is symbolically equal to the reference."""
-    from math_verify import parse, verify
+    """1 when the extracted answer (or else the end of the response) says what the reference says (`math_answer`).
 
+    Raises ValueError for a reference that cannot be read: its group would score 0 whatever the policy says.
+    """
     try:
         text = extract_answer(item.response)
     except Unparseable:
         text = item.response
-    # The pool has its own time limit; math-verify's uses signals, which only work in the main thread.
-    found = parse(text, parsing_timeout=None)
-    if not found:
+    same = math_answer.equal(item.answer, text)
+    if not same and not math_answer.readable(item.answer):
+        raise ValueError(f"math_verify cannot read the reference answer {item.answer!r}; mend its row or remove it")
+    if same is None:
         raise Unparseable("no mathematical expression in the response")
-    return float(verify(parse(item.answer, parsing_timeout=None), found, timeout_seconds=None))
+    return float(same)
 
 
 def format_reward(item: Item) -> float:
