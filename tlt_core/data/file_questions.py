@@ -5,6 +5,7 @@ import math
 import random
 import re
 from collections.abc import Iterator, Sequence
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -144,12 +145,19 @@ def _text(where: str, row: Any, key: str) -> str:
         raise DataError(f"{where}: no {key!r}; set data.prompt_key and data.answer_key to its columns")
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{where}: {key!r} is {value}; give a finite number or a text")
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise DataError(f"{where}: {key!r} is a {type(value).__name__}; give a text or a number")
-    text = str(value)
+    text = _plain(value) if isinstance(value, float | Decimal) else str(value)
     if not text.strip():
         raise DataError(f"{where}: {key!r} is blank; give it a text, or remove the row")
     return text
+
+
+def _plain(number: float | Decimal) -> str:
+    """In plain decimals, as people write it: 1e-05 is 0.00001, and 72.0 (an integer of a column with nulls) is 72."""
+    if isinstance(number, float) and number.is_integer():
+        return str(int(number))
+    return format(Decimal(str(number)), "f")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -180,6 +188,9 @@ def _values(column: Any, where: str) -> list[Any]:
     """As Python's own values.  Raises DataError for those that have none, such as a date in the year 10,000."""
     try:
         values: list[Any] = column.to_pylist()
+        if column.type in ("float", "halffloat"):  # the shortest number of that type: 0.1, not 0.10000000149011612
+            narrow = column.type.to_pandas_dtype()
+            values = [None if value is None else float(str(narrow(value))) for value in values]
     except (ValueError, ArithmeticError, LookupError) as error:
         raise DataError(f"{where}: a value cannot be read ({error}); leave the column out, or make it text") from None
     return values

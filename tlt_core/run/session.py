@@ -26,7 +26,7 @@ from conf.run import RunConfig
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.data.prompt_order import PromptOrder
 from tlt_core.grpo import advantage, batch
-from tlt_core.grpo.reward import Score, Scorer
+from tlt_core.grpo.reward import Score, Scorer, require_scores
 from tlt_core.items import checkpoint
 from tlt_core.items.checkpoint import DriverState, Found
 from tlt_core.items.types import GenerationRequest, RolloutBatch, SamplingParams, ScoredBatch
@@ -172,6 +172,7 @@ class Session:
         with self.metrics.timed("reward"):
             self.rollout.train_until_scored(rollouts, step=step)
             scores = self.scoring.collect(rollouts)
+        require_scores(scores)
         scored = self._with_advantages(rollouts, scores)
         self._sampled.append(scored)
         self.metrics.log(score_metrics(ScoredBatch.join(self._sampled), [f.name for f in self.cfg.reward.functions]))

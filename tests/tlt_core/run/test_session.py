@@ -16,7 +16,7 @@ from tlt_core.cluster.group import Generated
 from tlt_core.cluster.messages import GenerateReport, UpdateReport
 from tlt_core.data.prompt_order import PromptOrder
 from tlt_core.grpo.batch import TrainBatch
-from tlt_core.grpo.reward import Score
+from tlt_core.grpo.reward import RewardError, Score
 from tlt_core.items.checkpoint import CheckpointError
 from tlt_core.items.types import FinishReason, GenerationRequest, Prompt, Rollout, ScoredBatch, ScoreStatus
 from tlt_core.run import resumable
@@ -95,8 +95,11 @@ def _answer(request: GenerationRequest) -> Rollout:
     return Rollout(request.key, tokens, len(request.prompt_tokens), torch.zeros(2), FinishReason.STOP, 0)
 
 
+_FAILED = Score((0.0,), 0.0, ScoreStatus.ERROR, 0.25, "own:judge: the judge is away")
+
+
 class _Scorer:
-    """Gives the planned scores, 0 where nothing is planned."""
+    """Gives the planned scores, 0 where nothing is planned; a negative one is a failure."""
 
     def __init__(self, plan: Scores) -> None:
         self._plan = plan
@@ -114,7 +117,7 @@ class _Scorer:
         for key in keys:
             del self.submitted[key]  # like the real one, which knows a response until it is collected
         values = [self._plan[prompt][sample] if prompt in self._plan else 0.0 for prompt, sample in keys]
-        return [Score((value,), value, ScoreStatus.OK, 0.25) for value in values]
+        return [Score((value,), value, ScoreStatus.OK, 0.25) if value >= 0 else _FAILED for value in values]
 
     def close(self) -> None:
         pass
@@ -179,6 +182,18 @@ def test_advantages_compare_the_responses_of_one_prompt(begin: Callable[..., Ses
     assert _by_prompt(scored) == {first: [0.5, -0.5], second: [-1.0, 1.0]}
     metrics = session.metrics.values()
     assert (metrics["critic/rewards/mean"], metrics["training/frac_reward_zero_std"]) == (2.25, 0.0)
+
+
+def test_a_step_whose_every_score_is_an_error_ends_the_run(begin: Callable[..., Session]) -> None:
+    first, second = _next_ids(2)
+    session = begin(scores={first: (1.0, -1.0), second: (-1.0, -1.0)})
+    session.begin_step(1)
+    assert session.score(1, session.sample_step(1)).rewards_R.sum() == 1.0
+    session = begin(scores={first: (-1.0, -1.0), second: (-1.0, -1.0)})
+    session.begin_step(1)
+    rollouts = session.sample_step(1)
+    with pytest.raises(RewardError, match=r"failed for all 4 responses of this step .own:judge: the judge is away"):
+        session.score(1, rollouts)
 
 
 def test_every_response_is_scored_as_text_under_its_prompt(begin: Callable[..., Session]) -> None:
