@@ -25,7 +25,10 @@ def main(model, seed):
         params = [vllm.SamplingParams(temperature=0.5, max_tokens=8, logprobs=0, detokenize=False, **w) for w in wanted]
         answers = llm.generate([{"prompt_token_ids": [5, 6, 7, 8]}] * len(params), params, use_tqdm=False)
         return [
-            [[list(o.token_ids), [at[t].logprob for at, t in zip(o.logprobs, o.token_ids)]] for o in answer.outputs]
+            [
+                [list(o.token_ids), [at[token].logprob for at, token in zip(o.logprobs, o.token_ids, strict=True)]]
+                for o in answer.outputs
+            ]
             for answer in answers
         ]
 

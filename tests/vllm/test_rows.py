@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ Asked = tuple[dict[str, Any], str]
 
 
 @pytest.fixture(scope="module")
-def asked(vllm_python: Path, tiny_folder: Path) -> Iterator[list[Asked]]:
+def asked(vllm_python: Path, tiny_folder: Path) -> list[Asked]:
     """Answers and log of engines with the seeds 1, 1 and 2."""
 
     def run(seed: int) -> Asked:
@@ -26,7 +25,7 @@ def asked(vllm_python: Path, tiny_folder: Path) -> Iterator[list[Asked]]:
         (line,) = (line for line in done.stdout.splitlines() if line.startswith("RESULT"))
         return json.loads(line.removeprefix("RESULT")), done.stdout + done.stderr
 
-    yield [run(seed) for seed in (1, 1, 2)]
+    return [run(seed) for seed in (1, 1, 2)]
 
 
 def test_the_engine_s_seed_repeats_requests_without_one(asked: list[Asked]) -> None:
