@@ -1,4 +1,4 @@
-"""Tasks before training: the start model and the data set."""
+"""Tasks before training: the start model, the data set, and a trial of the rewards."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from conf.run import RunConfig
 from tlt_core.data import dataset
 from tlt_core.items.store import Ref
 from tlt_core.model.load import load_tokenizer
-from tlt_core.run import inputs, preflight
+from tlt_core.run import inputs, preflight, reward_probe
 
 
 @task(task_run_name="prepare-model", cache_policy=NO_CACHE)
@@ -32,3 +32,9 @@ def prepare_data(cfg: RunConfig, model_dir: Path) -> Ref:
         alone=inputs.making(folder),
     )
     return Ref(str(folder), manifest.counts["train"], manifest.digest)
+
+
+@task(task_run_name="probe-rewards", cache_policy=NO_CACHE)
+def probe_rewards(cfg: RunConfig, model_dir: Path, data: Ref) -> None:
+    """Warns of rewards that do not tell right from wrong on this data."""
+    reward_probe.probe(cfg, data_dir=Path(data.path), model_dir=model_dir, digest=data.sha256)

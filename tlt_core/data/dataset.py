@@ -20,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from conf.data import DataConfig, FileData, GymData
 from tlt_core.data import file_questions, gym_questions
 from tlt_core.data.question import DataError, Item
+from tlt_core.data.response_text import opening
 from tlt_core.items.store import StoreError, read_json, sha256_of, write_folder_atomically
 from tlt_core.items.types import Prompt
 
@@ -99,6 +100,7 @@ def load(out_dir: Path, split: Literal["train", "validation"], tokenizer: Any) -
                 answer=row["answer"],
                 task=row["task"],
                 metadata=row["metadata"],
+                opening=opening(tokenizer, tokens),
             )
         )
     return prompts

@@ -4,7 +4,7 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from decimal import Decimal
 from itertools import islice
 from pathlib import Path
@@ -45,6 +45,16 @@ def splits(cfg: FileData) -> tuple[list[Item], list[Item]]:
     random.Random(cfg.seed).shuffle(questions)
     held = set(questions[: max(1, round(len(questions) * cfg.validation_fraction))])
     return [i for i in train if i.question not in held], [i for i in train if i.question in held]
+
+
+def places(cfg: FileData, wanted: Collection[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """File and line of the first row with each of these prompts and answers."""
+    found: dict[tuple[str, str], str] = {}
+    for path, setting in ((cfg.train_path, "data.train_path"), (cfg.validation_path, "data.validation_path")):
+        for where, item in _located(Path(path), cfg, setting=setting) if path else ():
+            if (item.question, item.answer) in wanted:
+                found.setdefault((item.question, item.answer), where)
+    return found
 
 
 def source(cfg: FileData) -> str:
@@ -124,6 +134,11 @@ def _read(path: Path, cfg: FileData, *, setting: str) -> list[Item]:
 
 
 def _items(path: Path, cfg: FileData, *, setting: str) -> Iterator[Item]:
+    return (item for _, item in _located(path, cfg, setting=setting))
+
+
+def _located(path: Path, cfg: FileData, *, setting: str) -> Iterator[tuple[str, Item]]:
+    """Each row, and its file and line."""
     if not path.is_file():
         raise DataError(f"data file {path} does not exist; {setting} wants a .jsonl or .parquet file")
     if path.suffix == ".jsonl":
@@ -135,7 +150,7 @@ def _items(path: Path, cfg: FileData, *, setting: str) -> Iterator[Item]:
     for where, row in rows:
         prompt, answer = (_text(where, row, key) for key in (cfg.prompt_key, cfg.answer_key))
         metadata = {k: v for k, v in row.items() if k not in (cfg.prompt_key, cfg.answer_key)}
-        yield Item("file", prompt, answer, metadata)
+        yield where, Item("file", prompt, answer, metadata)
 
 
 def _text(where: str, row: Any, key: str) -> str:

@@ -24,6 +24,7 @@ from conf.data import GymData
 from tlt_core.data.dataset import encode_prompt
 from tlt_core.data.gym_questions import gym_items
 from tlt_core.data.question import DataError
+from tlt_core.data.response_text import continued, opening
 
 
 def version() -> str:
@@ -57,7 +58,7 @@ def examples(
     pairs = []
     for item in gym_items(cfg, count=num_examples, first_index=_FIRST_INDEX, exclude=exclude):
         prompt = encode_prompt(tokenizer, item.question + cfg.instruction, system_prompt=cfg.system_prompt)
-        text = worked_solution(item.task, item.metadata, item.answer)
+        text = continued(opening(tokenizer, prompt), worked_solution(item.task, item.metadata, item.answer))
         completion = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         pairs.append((torch.tensor(prompt, dtype=torch.int32), torch.tensor(completion, dtype=torch.int32)))
     random.Random(seed).shuffle(pairs)

@@ -105,8 +105,9 @@ def equal(reference: str, answer: str) -> bool | None:
     return None if wanted.maths and not any(found.maths for found in readings) else False
 
 
+@lru_cache(maxsize=256)  # a group of responses has one reference
 def readable(reference: str) -> bool:
-    """Words, or mathematics that math-verify reads and finds equal to itself?  Only the same text equals all else."""
+    """Words, or mathematics that math-verify reads and finds equal to itself?"""
     found = read(final(reference))
     expressions = [one for one in _parsed(found.maths) if not isinstance(one, str)] if found.maths else []
     return _verified(expressions, expressions, decimals=6) if found.maths else bool(found.text)

@@ -147,7 +147,7 @@ class Scorer:
 
     def submit(self, key: Hashable, prompt: Prompt, response: str) -> None:
         """Start scoring one response; `key` names it in `collect`."""
-        self._items[key] = Item(prompt.text, response, prompt.answer, prompt.task, prompt.metadata)
+        self._items[key] = Item(prompt.text, response, prompt.answer, prompt.task, prompt.metadata, prompt.opening)
         self._calls[key] = {}
         if self._alone:
             self._start(self._alone, [key])

@@ -39,6 +39,7 @@ class Item(NamedTuple):
     answer: str
     task: str
     metadata: Mapping[str, Any]
+    opening: str = ""  # what the prompt's end has of the response already
 
 
 class Outcome(NamedTuple):
@@ -233,17 +234,18 @@ def math_verify_reward(item: Item) -> float:
         text = extract_answer(item.response)
     except Unparseable:
         text = item.response
-    same = math_answer.equal(item.answer, text)
-    if not same and not math_answer.readable(item.answer):
+    if not math_answer.readable(item.answer):
         raise ValueError(f"math_verify cannot read the reference answer {item.answer!r}; mend its row or remove it")
+    same = math_answer.equal(item.answer, text)
     if same is None:
         raise Unparseable("no mathematical expression in the response")
     return float(same)
 
 
 def format_reward(item: Item) -> float:
-    """1 when the response is exactly one <think> block followed by one <answer> block."""
-    return float(_FORMAT.match(item.response) is not None)
+    """1 when the response is exactly one <think> block followed by one <answer> block.  Where the chat template has
+    opened the first, or closed it too, the response goes on from there."""
+    return float(_FORMAT.match(item.opening + item.response) is not None)
 
 
 _BUILT_IN: dict[str, Callable[[Item], float]] = {

@@ -19,6 +19,7 @@ from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.messages import WorkerSpec
 from tlt_core.data.dataset import DataError, encode_prompt
 from tlt_core.data.file_questions import jsonl_rows
+from tlt_core.data.response_text import response_text
 from tlt_core.drafter.eagle3.files import check_eagle3
 from tlt_core.items.store import write_atomically
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
@@ -100,7 +101,8 @@ def generate_file(
         rollouts = _generate_here(spec, requests, params, on_progress=on_progress)
     else:
         rollouts = _generate_on_group(spec, requests, params, num_workers=num_workers, on_progress=on_progress)
-    rows = [_row(lines[r.key.prompt_id], r, tokenizer) for r in sorted(rollouts, key=lambda r: r.key.prompt_id)]
+    in_order = sorted(rollouts, key=lambda r: r.key.prompt_id)
+    rows = [_row(lines[r.key.prompt_id], r, tokenizer, params.stop_token_ids) for r in in_order]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(out, lambda partial: partial.write_text(text, encoding="utf-8"))
     return len(rows)
@@ -211,11 +213,11 @@ def _generate_on_group(
     return finished
 
 
-def _row(line: Line, rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
+def _row(line: Line, rollout: Rollout, tokenizer: Any, stop_token_ids: Sequence[int]) -> dict[str, Any]:
     tokens = rollout.completion.tolist()
     return {
         "id": line.id,
-        "text": tokenizer.decode(tokens, skip_special_tokens=True),
+        "text": response_text(tokenizer, tokens, stop_token_ids=stop_token_ids),
         "token_ids": tokens,
         "logprobs": [round(x, 6) for x in rollout.logprobs.tolist()],
         "finish_reason": rollout.finish.name.lower(),

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tlt_core.data import dataset
+from tlt_core.data.response_text import response_text
 from tlt_core.items.types import Prompt
 from tlt_core.model.load import load_tokenizer, stop_token_ids
 
@@ -45,5 +46,5 @@ class Prompts:
         return max(len(p.tokens) for p in self.by_id.values())
 
     def text(self, tokens: Tensor) -> str:
-        """A response as text, without special tokens."""
-        return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+        """A response as rewards see it."""
+        return response_text(self.tokenizer, tokens.tolist(), stop_token_ids=self.stop_token_ids)

@@ -240,7 +240,7 @@ def test_the_table_is_of_the_version_that_is_installed() -> None:
 def test_a_reference_that_cannot_be_read_is_an_error_and_no_silent_nothing(reference: str) -> None:
     assert not readable(reference)
     with pytest.raises(ValueError, match="cannot read the reference answer"):
-        math_verify_reward(Item("q", "<answer>3</answer>", reference, "file", {}))
+        math_verify_reward(Item("q", f"<answer>{reference}</answer>", reference, "file", {}))
 
 
 def test_a_response_without_tags_is_read_at_its_end() -> None:

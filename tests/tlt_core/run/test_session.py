@@ -33,6 +33,8 @@ VALIDATION = [Prompt(8, torch.tensor([1], dtype=torch.int32), "held out", "7", "
 
 
 class _Tokenizer:
+    bos_token_id = eos_token_id = pad_token_id = None
+
     def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         return " ".join(map(str, tokens))
 
@@ -201,7 +203,7 @@ def test_every_response_is_scored_as_text_under_its_prompt(begin: Callable[..., 
     session.begin_step(1)
     session.sample_step(1)
     scorer: Any = session._scorer
-    assert scorer.submitted == {(prompt, sample): f"{sample} 2" for prompt in _next_ids(2) for sample in (0, 1)}
+    assert scorer.submitted == {(prompt, sample): f"{sample}" for prompt in _next_ids(2) for sample in (0, 1)}
 
 
 def test_sampled_texts_are_spread_over_the_batch(begin: Callable[..., Session]) -> None:
@@ -210,8 +212,8 @@ def test_sampled_texts_are_spread_over_the_batch(begin: Callable[..., Session]) 
     session.begin_step(1)
     rows = session.scoring.sample_texts(session.score(1, session.sample_step(1)), 2)
     assert [(row["prompt_id"], row["sample"], row["response"]) for row in rows] == [
-        (first, 0, "0 2"),
-        (second, 1, "1 2"),
+        (first, 0, "0"),
+        (second, 1, "1"),
     ]
     assert rows[0] | {"reward": 1.0, "advantage": 0.5, "num_tokens": 2, "finish": "STOP", "status": "OK"} == rows[0]
     assert len(session.scoring.sample_texts(session.score(1, session.sample_step(1)), 99)) == 4
