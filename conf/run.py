@@ -31,7 +31,8 @@ class EvaluationConfig(Section):
     num_samples: int = Field(0, ge=0, le=100_000)
     """Sampled responses per prompt for mean@k and pass@k, besides one greedy response.  0: only the greedy one."""
     max_new_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
-    """Longest validation response, in tokens.  Lower it when a few long ones delay the run.  None: as in rollout."""
+    """Longest validation response, in tokens.  Lower it when a few long ones delay the run.  A higher limit than the
+    rollout's makes the workers' slots for keys and values as long.  None: as in rollout."""
 
 
 class RunConfig(Section):
@@ -85,6 +86,11 @@ class RunConfig(Section):
     def optimizer_steps(self, steps: int) -> int:
         """Optimizer steps that so many RL steps make."""
         return steps * self.update.num_minibatches * self.update.num_epochs
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens of the longest response that a worker decodes, in rollouts or in validation."""
+        return max(self.rollout.max_new_tokens, self.evaluation.max_new_tokens or 0)
 
     @property
     def needs_first_drafter(self) -> bool:

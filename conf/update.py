@@ -39,7 +39,7 @@ class LoraConfig(Section):
     """Rank of the update."""
     alpha: float = Field(32.0, gt=0)
     """The low-rank update is multiplied by alpha / rank."""
-    target_modules: tuple[str, ...] = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    target_modules: tuple[str, ...] = Field(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), min_length=1)
     """Modules of the decoder that get an adapter."""
 
 

@@ -14,6 +14,7 @@ from conf.data import FileData
 from tlt_core.data.question import DataError, Item
 from tlt_core.items.store import sha256_of
 
+TASK = "file"  # of all rows
 _ROWS_AT_ONCE = 10_000  # that are checked before a run begins: a fraction of a second
 DEEPEST = 64  # brackets around a value, far from where Python's own readers and writers give up
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -150,7 +151,7 @@ def _located(path: Path, cfg: FileData, *, setting: str) -> Iterator[tuple[str, 
     for where, row in rows:
         prompt, answer = (_text(where, row, key) for key in (cfg.prompt_key, cfg.answer_key))
         metadata = {k: v for k, v in row.items() if k not in (cfg.prompt_key, cfg.answer_key)}
-        yield where, Item("file", prompt, answer, metadata)
+        yield where, Item(TASK, prompt, answer, metadata)
 
 
 def _text(where: str, row: Any, key: str) -> str:

@@ -79,8 +79,8 @@ def _workload(cfg: RunConfig, policy: Path, data_dir: Path, *, dtype: torch.dtyp
         temperature=cfg.rollout.temperature,
         top_p=cfg.rollout.top_p,
         top_k=cfg.rollout.top_k,
-        max_new_tokens=min(own.max_new_tokens or cfg.rollout.max_new_tokens, cfg.rollout.max_new_tokens),
-        stop_token_ids=stop_token_ids(policy, tokenizer),
+        max_new_tokens=own.max_new_tokens or cfg.rollout.max_new_tokens,
+        stop_token_ids=stop_token_ids(policy, tokenizer, also=cfg.rollout.stop_token_ids),
     )
     decoder = load_decoder(policy, dtype=dtype, device=driver_device(cfg.cluster))
     return Workload("held-out", decoder, requests, params, own.max_live_requests)

@@ -6,7 +6,9 @@ the same tokens whatever the batch size and the number of workers.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +19,9 @@ from conf.system import ClusterConfig
 from tlt_core.cluster.dispatcher import Drained
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.messages import WorkerSpec
-from tlt_core.data.dataset import DataError, encode_prompt
+from tlt_core.data.chat import check_variables, encode_prompt, require_embedded
 from tlt_core.data.file_questions import jsonl_rows
+from tlt_core.data.question import DataError
 from tlt_core.data.response_text import response_text
 from tlt_core.drafter.eagle3.files import check_eagle3
 from tlt_core.items.store import write_atomically
@@ -29,6 +32,8 @@ from tlt_core.machine.processors import check_workers
 from tlt_core.model.load import load_config, load_decoder, load_tokenizer, resolve, stop_token_ids
 from tlt_core.model.sampling import NoiseStep
 from tlt_core.rollout import build
+
+_NO_VARIABLES: Mapping[str, Any] = {}
 
 
 class Input(NamedTuple):
@@ -58,6 +63,7 @@ def generate_file(
     num_workers: int,
     speculation: SpeculationConfig,
     system_prompt: str | None = None,
+    template_kwargs: Mapping[str, Any] = _NO_VARIABLES,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
     """Generate one response per input line; returns their number.
@@ -75,14 +81,12 @@ def generate_file(
     given = read_inputs(prompts, vocab_size=config.vocab_size)
     tokenizer = load_tokenizer(folder)  # takes seconds to import: what needs none is checked before
     room = config.max_position_embeddings - params.max_new_tokens
-    lines = [_line(one, tokenizer, system_prompt=system_prompt, room=room) for one in given]
-    params = SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        max_new_tokens=params.max_new_tokens,
-        stop_token_ids=stop_token_ids(folder, tokenizer),
-    )
+    check_variables(tokenizer, template_kwargs, setting="--chat-template-kwargs")
+    encode = partial(encode_prompt, tokenizer, system_prompt=system_prompt, template_kwargs=template_kwargs)
+    lines = [_line(one, encode, room=room) for one in given]
+    for one, line in zip(given, lines, strict=True):
+        require_embedded(line.tokens.tolist(), tokenizer, vocab_size=config.vocab_size, where=one.where)
+    params = replace(params, stop_token_ids=stop_token_ids(folder, tokenizer))
     requests = [
         GenerationRequest(NoiseKey(seed, NoiseStep.OFFLINE, index, 0), line.tokens) for index, line in enumerate(lines)
     ]
@@ -126,11 +130,9 @@ def read_inputs(path: Path, *, vocab_size: int) -> list[Input]:
     return given
 
 
-def _line(given: Input, tokenizer: Any, *, system_prompt: str | None, room: int) -> Line:
+def _line(given: Input, encode: Callable[[str], list[int]], *, room: int) -> Line:
     """room: most tokens of a prompt.  Raises DataError."""
-    tokens = given.prompt
-    if isinstance(tokens, str):
-        tokens = encode_prompt(tokenizer, tokens, system_prompt=system_prompt)
+    tokens = encode(given.prompt) if isinstance(given.prompt, str) else given.prompt
     if len(tokens) > room:
         raise DataError(
             f"{given.where}: a prompt of {len(tokens)} tokens; beside the response the model's context has room for "

@@ -23,8 +23,11 @@ class Prompts:
     stop_token_ids: tuple[int, ...]
 
     @classmethod
-    def load(cls, data_dir: Path, model_dir: Path, *, num_prompts: int) -> "Prompts":
-        """num_prompts: of one step.  Raises DataError when the data set has fewer."""
+    def load(cls, data_dir: Path, model_dir: Path, *, num_prompts: int, stops: Sequence[int] = ()) -> "Prompts":
+        """num_prompts: of one step.  stops: tokens that end a response besides the model's own.
+
+        Raises DataError when the data set has fewer prompts.
+        """
         tokenizer = load_tokenizer(model_dir)
         train = dataset.load(data_dir, "train", tokenizer)
         if len(train) < num_prompts:
@@ -33,7 +36,7 @@ class Prompts:
                 "lower it or provide more data"
             )
         validation = dataset.load(data_dir, "validation", tokenizer)
-        return cls(train, validation, tokenizer, stop_token_ids(model_dir, tokenizer))
+        return cls(train, validation, tokenizer, stop_token_ids(model_dir, tokenizer, also=stops))
 
     @property
     def by_id(self) -> Mapping[int, Prompt]:

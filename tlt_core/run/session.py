@@ -31,6 +31,7 @@ from tlt_core.items import checkpoint
 from tlt_core.items.checkpoint import DriverState, Found
 from tlt_core.items.types import GenerationRequest, RolloutBatch, SamplingParams, ScoredBatch
 from tlt_core.machine.precision import Precision
+from tlt_core.model.load import save_stop_token_ids
 from tlt_core.run import resumable, step_files
 from tlt_core.run.drafter_publisher import DrafterPublisher
 from tlt_core.run.drafter_release import published_dir
@@ -114,7 +115,8 @@ class Session:
         """
         assert "auto" not in Precision.of(cfg), "settle() comes first"
         with resumable.newest(cfg) if resume else nullcontext() as found:
-            prompts = Prompts.load(data_dir, start_model, num_prompts=cfg.rollout.num_prompts)
+            own = cfg.rollout
+            prompts = Prompts.load(data_dir, start_model, num_prompts=own.num_prompts, stops=own.stop_token_ids)
             reporter = Reporter(on_progress, num_steps=cfg.num_steps, num_workers=cfg.cluster.num_workers)
             with ExitStack() as started:  # ends what has started when something that follows fails
                 scorer = started.enter_context(Scorer(cfg.reward))
@@ -268,6 +270,7 @@ class Session:
         """The policy as a plain Hugging Face folder."""
         self._reporter.phase("export")
         self.group.export(out_dir.resolve(), tokenizer_from=self.start_model, dtype=self.cfg.rollout.dtype)
+        save_stop_token_ids(out_dir, self.params.stop_token_ids)
         return out_dir
 
     # ------------------------------------------------------------------------------------------ inside

@@ -30,8 +30,7 @@ class Validation:
         self._cfg, own = cfg, cfg.evaluation
         self._prompts = prompts[: own.num_prompts]
         self._rollout, self._scoring, self._metrics = rollout, scoring, metrics
-        limit = min(own.max_new_tokens or params.max_new_tokens, params.max_new_tokens)
-        self._params = replace(params, max_new_tokens=limit)
+        self.params = replace(params, max_new_tokens=own.max_new_tokens or params.max_new_tokens)
         self._score: float | None = None
 
     def is_due(self, step: int) -> bool:
@@ -44,10 +43,10 @@ class Validation:
         samples = self._cfg.evaluation.num_samples
         tasks = [p.task for p in sorted(self._prompts, key=lambda p: p.id)]  # the order of `RolloutBatch`
         with self._metrics.timed("testing"):
-            scores = self._decode(step, 1, replace(self._params, temperature=0.0))
+            scores = self._decode(step, 1, replace(self.params, temperature=0.0))
             metrics = greedy_metrics(torch.tensor([s.total for s in scores]), tasks)
             if samples:
-                scores = self._decode(step, samples, self._params)
+                scores = self._decode(step, samples, self.params)
                 totals_PS = torch.tensor([s.total for s in scores]).view(-1, samples)
                 passed_PS = torch.tensor(passes(scores, self._cfg.reward)).view(-1, samples)
                 metrics |= sampled_metrics(totals_PS, passed_PS, tasks)

@@ -21,7 +21,7 @@ def worker_spec(cfg: RunConfig, start_model: Path, *, longest_prompt: int) -> Wo
     return WorkerSpec(
         model_dir=start_model.resolve(),
         rollout=_with_absolute_path(cfg.rollout),
-        max_len=longest_prompt + cfg.rollout.max_new_tokens,
+        max_len=longest_prompt + cfg.longest_response,
         trainer=TrainerSpec(
             update=cfg.update,
             algorithm=cfg.algorithm,

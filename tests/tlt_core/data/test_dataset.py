@@ -28,7 +28,9 @@ def gym(**changes) -> GymData:
 
 
 def prepare(cfg, tokenizer, out_dir, *, max_prompt_tokens=512):
-    return dataset.prepare(cfg, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens, out_dir=out_dir)
+    return dataset.prepare(
+        cfg, tokenizer=tokenizer, vocab_size=49_152, max_prompt_tokens=max_prompt_tokens, out_dir=out_dir
+    )
 
 
 def test_same_section_same_bytes(tokenizer, tmp_path):
