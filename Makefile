@@ -4,8 +4,7 @@
 #   make test      the test suite        make test-all  ... and the tests that take minutes
 #   make test-faults   every fault in many phases of a real run; writes docs/faults.md; half an hour on two idle cores
 #   make test-mutations   single changes of the code at random: which does no test notice?  an hour
-#   make test-gpu  runs, tests and benchmarks that need a GPU, in parts of at most 8 minutes; make test-gpu PART=run-own:
-#                  a part alone (docs/gpu.md lists them)
+#   make test-gpu  all that needs a GPU, in stages, at most 8 minutes; make test-gpu STAGES=a,b: some of them (docs/gpu.md)
 #   make test-vllm drafter and plug-in in a real vLLM, in an environment of its own (make vllm-env)
 #   make check     lint, format, types, layers
 #   make ui        show the runs         make doctor    what this machine has and uses, and how long the demo takes here
@@ -17,7 +16,7 @@ VLLM_VENV ?= .venv-vllm
 CONFIG ?= conf/demo.yaml
 PORT ?= 5000
 GPU_OUT ?= reports/gpu
-PART ?=
+STAGES ?=
 MUTATIONS ?=
 PREFECT_PORT ?= 4200
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
@@ -56,7 +55,7 @@ test-mutations: $(STAMP)
 
 # Installs nothing, since a GPU machine may have no package index.  Uses the environment's Python if there is one.
 test-gpu:
-	$(or $(wildcard $(BIN)/python),python3) tests/gpu_suite.py $(GPU_OUT) $(if $(PART),--only $(PART))
+	$(or $(wildcard $(BIN)/python),python3) tests/gpu_suite.py --out $(GPU_OUT) $(if $(STAGES),--only $(STAGES))
 
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(PYTEST) -m vllm tests/vllm
