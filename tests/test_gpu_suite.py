@@ -121,7 +121,15 @@ def test_a_crash_stops_nothing_and_all_is_kept(tmp_path: Path, probes) -> None:
     assert "SystemError: the device is gone" in done.stdout
     with tarfile.open(tmp_path / "out/logs.tar.gz") as archive:
         names = set(archive.getnames())
-        assert {"crash.json", "crash.log", "kill.log", "flood.log", "flood.json", "missing.json", "summary.txt"} <= names
+        assert {
+            "crash.json",
+            "crash.log",
+            "kill.log",
+            "flood.log",
+            "flood.json",
+            "missing.json",
+            "summary.txt",
+        } <= names
         assert archive.extractfile("summary.txt").read().decode() in done.stdout
 
 
@@ -235,6 +243,14 @@ def test_each_failure_of_a_run_is_seen(codes: list[int], wrong: dict[str, float]
     assert _failing([0, 0], dict.fromkeys((1, 2, 3), GOOD)) == 0
     assert _failing(codes, dict.fromkeys((1, 2, 3), GOOD | wrong)) == 1
     assert _failing([0, 0], {1: GOOD, 2: GOOD}) >= 2, "the third step is missing"
+
+
+def test_what_the_large_stage_plans() -> None:
+    """64 requests of 608 tokens and their drafts, 57 kB a token, beside 7.6 billion weights."""
+    owners = gpu_stages.planned_owners(gpu_stages._LARGE)
+    assert owners["rollout weights"] == pytest.approx(15.2e9, rel=0.01)
+    assert owners["keys and values"] == pytest.approx(64 * (608 + 8) * 57_344, rel=0.01)
+    assert 0.6e9 < owners["drafter"] < 1.5e9  # 0.4 billion weights
 
 
 def test_files_are_those_with_tests_for_a_gpu() -> None:
