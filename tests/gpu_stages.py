@@ -42,11 +42,13 @@ from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.rollout.graphs import EagerPool
 
 NEEDS = {"prefect": ("tests/flows", "tests/bench"), "pydantic": ("tests/tlt_core/test_devices",)}  # what tests import
+_SMOLLM2 = EMBEDDED_NAME.removesuffix("-instruct")
 _PROCESSES = 12  # of pytest: most of a test's time is compiling
 _ACCEPTANCE = 4.0
 _SMOL = measure.Sizes((1, 4, 16, 64, 256), 512, 192, 16_000)
 _LARGE = measure.Sizes((1, 4, 16, 64), 512, 96, 32_000)
 _ARMS = [Strategy("eagle3", 4, 1, 4), OFF, Strategy("eagle3", 3, 2, 6), Strategy("knows", 3, 2, 5)]
+_TOKENS = {"cuda": 128, "cpu": 24}  # of a response
 _WATCHED = 10  # rounds in which waits are counted
 _LONGEST = 40 + 128  # tokens of prompt and response
 
@@ -69,7 +71,7 @@ def kernels(stage: Stage) -> None:
 def rounds(stage: Stage) -> None:
     """Stage b."""
     on_gpu = stage.device == "cuda"
-    config, count = (planted.SHAPES[EMBEDDED_NAME.removesuffix("-instruct")], 128) if on_gpu else (_tiny(), 24)
+    config, count = planted.SHAPES[_SMOLLM2] if on_gpu else _tiny(), _TOKENS[stage.device]
     folder = Path(os.environ.get("TLT_HOME", ROOT / "artifacts")) / "models" / EMBEDDED_NAME
     is_real = on_gpu and (folder / "model.safetensors").is_file()
 
@@ -83,7 +85,7 @@ def rounds(stage: Stage) -> None:
     exact, narrow = made(torch.float32, "cpu"), torch.bfloat16 if on_gpu else torch.float32
     params = SamplingParams(max_new_tokens=count)
     for dtype in dict.fromkeys((torch.float32, narrow)):
-        name, decoder = str(dtype).removeprefix("torch."), made(dtype, stage.device)
+        name, decoder = str(dtype).removeprefix("torch."), made(dtype, "cuda:0" if on_gpu else "cpu")
         plain = _engine(decoder)
         responses = _decode(plain, params)
         engines = {"captured, again": lambda d=decoder: _engine(d), "called": lambda d=decoder: _eager(d)}
@@ -103,7 +105,7 @@ def rounds(stage: Stage) -> None:
 
 def decoding(stage: Stage) -> None:
     """Stage c."""
-    _sizes(stage, EMBEDDED_NAME.removesuffix("-instruct"), _SMOL)
+    _sizes(stage, _SMOLLM2, _SMOL)
     _peer(stage)
 
 
@@ -245,7 +247,7 @@ def _sizes(stage: Stage, shape: str, sizes: measure.Sizes) -> None:
     on_gpu = stage.device == "cuda"
     measure.run(
         shape if on_gpu else "tiny",
-        torch.device(stage.device),
+        torch.device("cuda:0" if on_gpu else "cpu"),
         acceptance=_ACCEPTANCE,
         repeats=1,
         sizes=sizes if on_gpu else None,
@@ -279,7 +281,7 @@ def _peer(stage: Stage) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     on_gpu = stage.device == "cuda"
-    shape = planted.SHAPES[EMBEDDED_NAME.removesuffix("-instruct")] if on_gpu else _tiny()
+    shape = planted.SHAPES[_SMOLLM2] if on_gpu else _tiny()
     config = LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
@@ -313,7 +315,7 @@ def _memory(stage: Stage, sizes: measure.Sizes) -> None:
     if stage.device != "cuda" or importlib.util.find_spec("pydantic") is None:
         stage.report.add({"says": "memory plan: left out, it needs a GPU, and pydantic"})
         return
-    device, config, live = torch.device("cuda"), planted.SHAPES["qwen2.5-7b"], max(sizes.live)
+    device, config, live = torch.device("cuda:0"), planted.SHAPES["qwen2.5-7b"], max(sizes.live)
     free, total = torch.cuda.mem_get_info()
     others = total - free - torch.cuda.memory_reserved()  # with this process' own context
     decoder = planted.planted_target(config, dtype=torch.bfloat16, device=device)
