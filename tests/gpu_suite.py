@@ -60,9 +60,9 @@ PARTS = (
     Part("a", "kernels", 60, "tests.gpu_stages:kernels"),
     Part("b", "rounds", 60, "tests.gpu_stages:rounds"),
     Part("c", "decoding", 60, "tests.gpu_stages:decoding"),
-    Part("d", "train", 75, "tests.gpu_runs:train", _TLT),
-    Part("e", "steps", 180, "tests.gpu_steps:steps", _TLT),
-    Part("f", "shared", 75, "tests.gpu_steps:shared", _TLT),
+    Part("d", "train", 90, "tests.gpu_runs:train", _TLT),
+    Part("e", "steps", 180, "tests.gpu_runs:steps", _TLT),
+    Part("f", "shared", 100, "tests.gpu_runs:shared", _TLT),
     Part("g", "large", 60, "tests.gpu_stages:large"),
     *(Part("", name, 480, "tests.gpu_runs:train", (*_TLT, *run.needs)) for name, run in gpu_runs.LATER.items()),
 )

@@ -25,7 +25,7 @@ from tlt_core.run.memory_plan import MemoryPlanError, check, memory_plan, vllm_r
 from tlt_core.run.worker_spec import worker_spec
 
 GPU_GB = {"single_gpu": 24, "multi_gpu": 80, "multi_node": 80, "gpu_7b_lora": 80, "gpu_7b_offload": 80}
-GPU_GB |= {"gpu_14b": 80, "gpu_32b": 80}
+GPU_GB |= {"gpu_14b": 80, "gpu_32b": 80, "longtail_gpu": 80}
 SEVEN_B = KNOWN["qwen2.5-7b"]
 
 
