@@ -5,22 +5,32 @@
 #   make test-faults   every fault in many phases of a real run; writes docs/faults.md; half an hour on two idle cores
 #   make test-options  every two values of options meet in a run of two steps (tests/options); some minutes
 #   make test-mutations   single changes of the code at random: which does no test notice?  an hour
-#   make test-gpu  runs, tests and benchmarks that need a GPU, in parts of at most 8 minutes; make test-gpu PART=run-own:
-#                  a part alone (docs/gpu.md lists them)
+#   make test-gpu  all that needs a GPU, in stages, at most 8 minutes; make test-gpu STAGES=a,b: some of them (docs/gpu.md)
+#   make test-older   the core's tests with the oldest torch, Triton and transformers that it runs with, on a CPU;
+#                  OTHER_PYTHON=/path/to/python3.12 if that is not python3.12
 #   make test-vllm drafter and plug-in in a real vLLM, in an environment of its own (make vllm-env)
 #   make check     lint, format, types, layers
 #   make ui        show the runs         make doctor    what this machine has and uses, and how long the demo takes here
+#   make wheelhouse     a kit of packages for a machine without an index, in OUT (docs/gpu.md); PRESENT=FILE: what is
+#                  there, PYTHON_VERSION=3.12, MODEL=tokenizer or whole
+#   make wheelhouse-trace   which packages such a kit needs, anew, by runs; five minutes
 #   make lock      hashes of all pinned packages, anew      make audit   known weaknesses of those versions
 #   make deploy    Prefect server and worker in the background, all deployments      make deploy-stop    end them
 
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+OLDER_VENV ?= .venv-older
 CONFIG ?= conf/demo.yaml
 PORT ?= 5000
 GPU_OUT ?= reports/gpu
-PART ?=
+STAGES ?=
 MUTATIONS ?=
 PREFECT_PORT ?= 4200
+PYTHON_VERSION ?= 3.12
+OTHER_PYTHON ?= python$(PYTHON_VERSION)
+PRESENT ?= deploy/present-cuda-image.txt
+MODEL ?= tokenizer
+OUT ?= dist/wheelhouse
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
   $$p -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null \
   && { command -v $$p; break; }; done)
@@ -28,13 +38,14 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM_STAMP := $(VLLM_VENV)/.installed
+OLDER_STAMP := $(OLDER_VENV)/.installed
 # Tests use tiny tensors, which threads only slow down; two processes share the test files.
 TEST_PROCESSES ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SHARED := -n $(TEST_PROCESSES) --dist loadfile
 
-.PHONY: demo test test-all test-faults test-options test-mutations test-gpu test-vllm vllm-env check format ui doctor \
-  deploy deploy-stop install lock audit
+.PHONY: demo test test-all test-faults test-options test-mutations test-gpu test-older test-vllm vllm-env check format \
+  ui doctor deploy deploy-stop install lock audit wheelhouse wheelhouse-trace
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -61,7 +72,11 @@ test-mutations: $(STAMP)
 
 # Installs nothing, since a GPU machine may have no package index.  Uses the environment's Python if there is one.
 test-gpu:
-	$(or $(wildcard $(BIN)/python),python3) tests/gpu_suite.py $(GPU_OUT) $(if $(PART),--only $(PART))
+	$(or $(wildcard $(BIN)/python),python3) tests/gpu_suite.py --out $(GPU_OUT) $(if $(STAGES),--only $(STAGES))
+
+test-older: $(OLDER_STAMP)
+	OMP_NUM_THREADS=1 $(OLDER_VENV)/bin/python -m pytest $(SHARED) -m "not slow and not faults and not gpu and not vllm" \
+	  tests/kernels tests/tlt_core
 
 test-vllm: $(STAMP) $(VLLM_STAMP)
 	VLLM_PYTHON=$(abspath $(VLLM_VENV))/bin/python $(PYTEST) -m vllm tests/vllm
@@ -95,6 +110,12 @@ install: $(STAMP)
 lock: $(STAMP)
 	$(BIN)/python deploy/lock.py
 
+wheelhouse: $(STAMP)
+	$(BIN)/python deploy/wheelhouse.py --python $(OTHER_PYTHON) --present $(PRESENT) --model $(MODEL) --out $(OUT)
+
+wheelhouse-trace: $(OLDER_STAMP)
+	$(OLDER_VENV)/bin/python deploy/wheelhouse.py --trace
+
 # Asks PyPI's advisory database, so it needs the internet.  --strict: a package that it does not know is a failure.
 audit: $(STAMP)
 	$(BIN)/uv tool run pip-audit@2.10.1 --strict --no-deps --disable-pip --requirement constraints.txt \
@@ -115,4 +136,14 @@ $(VLLM_STAMP): constraints-vllm.txt pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+# As deploy/install.py does it, with other versions of a few packages.  PyPI's torch of that version brings CUDA.
+$(OLDER_STAMP): constraints-older.txt pyproject.toml $(wildcard deploy/requirements*.txt)
+	test -x $(OLDER_VENV)/bin/python || "$(OTHER_PYTHON)" -m venv $(OLDER_VENV)
+	$(OLDER_VENV)/bin/python -m pip install --quiet --require-hashes -r deploy/requirements-build.txt
+	$(OLDER_VENV)/bin/uv pip install --quiet --python $(OLDER_VENV)/bin/python --require-hashes --no-deps \
+	  --no-build-isolation -r deploy/requirements.txt -r deploy/requirements-dev.txt
+	$(OLDER_VENV)/bin/python -m pip install --quiet -r constraints-older.txt
+	$(OLDER_VENV)/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .
 	touch $@

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from conf.section import MANY, MOST_SEED, Section
 
@@ -35,6 +35,8 @@ class GymData(Section):
     some templates have a message of their own, which an empty one replaces."""
     instruction: str = ""
     """Text after each question, for example the required answer format."""
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Variables of the model's chat template, for example {enable_thinking: false} for Qwen3."""
 
 
 class FileData(Section):
@@ -58,6 +60,8 @@ class FileData(Section):
     some templates have a message of their own, which an empty one replaces."""
     instruction: str = ""
     """Text after each question, for example the required answer format."""
+    chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    """Variables of the model's chat template, for example {enable_thinking: false} for Qwen3."""
 
 
 DataConfig = Annotated[GymData | FileData, Field(discriminator="kind")]

@@ -16,7 +16,11 @@ class RewardFunction(Section):
     weight: float = 1.0
     """Factor in the sum.  Negative: a penalty."""
     path: str = ""
-    """For kind=python: `package.module:function`, called as f(prompt=, response=, answer=, metadata=) -> float."""
+    """For kind=python: `package.module:function`, called as f(prompt=, response=, answer=, metadata=) -> float.  It may
+    be async."""
+    batch: bool = False
+    """For kind=python: the function takes many responses at once, f(prompts=, responses=, answers=, metadata=) -> list
+    of floats, each argument a list (a reward model, a judge).  It gets `reward.timeout_s` for each of them."""
 
     @property
     def name(self) -> str:
@@ -32,6 +36,8 @@ class RewardFunction(Section):
             )
         if self.path and self.path.count(":") != 1:
             raise ValueError(f"path={self.path!r}: write it as 'package.module:function'")
+        if self.batch and self.kind != "python":
+            raise ValueError(f"batch=true with kind={self.kind!r}: only functions of kind 'python' take whole batches")
         return self
 
 

@@ -74,10 +74,6 @@ class VllmConfig(Section):
     eager: bool | None = None
     """true: run the model without compiling it; false: compile it first, which takes minutes, or half a minute from
     torch's cache.  None: true on CPUs."""
-    max_probs_diff: float = Field(0.05, gt=0, le=1)
-    """The run ends when the probabilities of sampled tokens in vLLM and in the update differ by more than this, as a
-    mean over a step (`training/rollout_probs_diff_mean`).  Not checked with top_p or top_k, which the update does not
-    apply."""
 
 
 class RolloutConfig(Section):
@@ -90,13 +86,16 @@ class RolloutConfig(Section):
     max_new_tokens: int = Field(512, ge=1, le=MOST_TOKENS)
     """Longest response, in tokens.  A longer one is cut, with finish reason `length`."""
     max_prompt_tokens: int = Field(1024, ge=1, le=MOST_TOKENS)
-    """Longest prompt, in tokens.  `tlt prepare` drops longer prompts and counts them."""
+    """Longest prompt, in tokens.  Longer prompts are dropped, and `tlt prepare` says how many."""
     temperature: float = Field(1.0, ge=0, le=10)
     """Sampling temperature; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling: keep the smallest set of tokens with this total probability.  1: off."""
     top_k: int = Field(0, ge=0, le=MANY)
     """Keep the k most probable tokens.  0: off."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further tokens that end a response, besides the model's and the tokenizer's ends of sequence and the token with
+    which the chat template ends a turn."""
     max_live_requests: int = Field(32, ge=1, le=MOST_LIVE)
     """Responses decoded at once on one worker.  Each takes a slot of the KV cache."""
     kv_memory_fraction: float = Field(0.9, gt=0, le=1)
@@ -114,6 +113,10 @@ class RolloutConfig(Section):
     engine: Literal["auto", "own", "vllm"] = "auto"
     """own: the engine of this package; vllm: vLLM with the plug-in `tlt_vllm`, for rollouts and validation; auto: vllm
     where workers have GPUs, own on CPUs.  Responses are the same up to rounding.  vLLM drafts chains of one drafter."""
+    max_probs_diff: float = Field(0.05, gt=0, le=1)
+    """The run ends when the probabilities of sampled tokens in the engine and in the update differ by more than this,
+    as a mean over a step (`training/rollout_probs_diff_mean`).  Not checked with top_p or top_k, which the update does
+    not apply."""
     vllm: VllmConfig = VllmConfig()
     """Settings of engine vllm."""
 

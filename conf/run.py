@@ -31,7 +31,8 @@ class EvaluationConfig(Section):
     num_samples: int = Field(0, ge=0, le=100_000)
     """Sampled responses per prompt for mean@k and pass@k, besides one greedy response.  0: only the greedy one."""
     max_new_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
-    """Longest validation response, in tokens.  Lower it when a few long ones delay the run.  None: as in rollout."""
+    """Longest validation response, in tokens.  Lower it when a few long ones delay the run.  A higher limit than the
+    rollout's makes the workers' slots for keys and values as long.  None: as in rollout."""
 
 
 class RunConfig(Section):
@@ -82,6 +83,15 @@ class RunConfig(Section):
         """Responses sampled in one step (before dynamic sampling)."""
         return self.rollout.num_prompts * self.rollout.num_samples
 
+    def optimizer_steps(self, steps: int) -> int:
+        """Optimizer steps that so many RL steps make."""
+        return steps * self.update.num_minibatches * self.update.num_epochs
+
+    @property
+    def longest_response(self) -> int:
+        """Tokens of the longest response that a worker decodes, in rollouts or in validation."""
+        return max(self.rollout.max_new_tokens, self.evaluation.max_new_tokens or 0)
+
     @property
     def needs_first_drafter(self) -> bool:
         """Whether `tlt train` makes the first drafter."""
@@ -118,8 +128,8 @@ class RunConfig(Section):
             return "update.num_minibatches or update.num_epochs is above 1, so most passes need a later policy"
         if algorithm.kl.coef > 0:
             return "algorithm.kl.coef is above 0, which needs the reference model's pass over all responses first"
-        if algorithm.advantage == "reinforce_pp_baseline":
-            return "algorithm.advantage is reinforce_pp_baseline, which needs the rewards of all responses"
+        if algorithm.needs_all_groups:
+            return f"algorithm.advantage is {algorithm.advantage}, which needs the rewards of all responses"
         if self.cluster.release_rollout_memory:
             return "cluster.release_rollout_memory is true, so there is no room for the update during the rollout"
         return ""

@@ -39,7 +39,7 @@ class LoraConfig(Section):
     """Rank of the update."""
     alpha: float = Field(32.0, gt=0)
     """The low-rank update is multiplied by alpha / rank."""
-    target_modules: tuple[str, ...] = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    target_modules: tuple[str, ...] = Field(("qkv_proj", "o_proj", "gate_up_proj", "down_proj"), min_length=1)
     """Modules of the decoder that get an adapter."""
 
 
@@ -96,10 +96,14 @@ class KLConfig(Section):
     """loss: a term of the loss; reward: subtracted from the reward of each response."""
 
 
+Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
+_OF_A_GROUP = ("grpo", "dr_grpo", "rloo")  # the advantages of a group need no other group's rewards
+
+
 class AlgorithmConfig(Section):
     """Advantage estimator and policy-gradient loss."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"] = "grpo"
+    advantage: Estimator = "grpo"
     """grpo: (r - mean) / std of the group; dr_grpo: r - mean; rloo: r - mean of the other responses;
     reinforce_pp_baseline: r - mean of the group, divided by the std of the batch."""
     clip_low: float = Field(0.2, gt=0, lt=1)
@@ -126,3 +130,8 @@ class AlgorithmConfig(Section):
     """Truncated importance sampling between rollout and update: weight = min(probability ratio, tis_cap).  0: off."""
     kl: KLConfig = KLConfig()
     """KL penalty against the starting policy."""
+
+    @property
+    def needs_all_groups(self) -> bool:
+        """Whether the advantages of a group are known only with the rewards of all groups."""
+        return self.advantage not in _OF_A_GROUP

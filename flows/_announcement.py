@@ -13,7 +13,7 @@ from tlt_core.items import checkpoint
 from tlt_core.machine import precision, rates
 from tlt_core.model.embedded import EMBEDDED_NAME
 from tlt_core.model.shapes import shape_of
-from tlt_core.run import coldstart, inputs
+from tlt_core.run import coldstart, inputs, resumable
 from tlt_core.run.forecast import Forecast, ToDo, forecast, sizes_of
 from tlt_core.run.progress import minutes
 from tlt_core.run.summary import rows_of
@@ -38,6 +38,8 @@ def announce(cfg: RunConfig) -> Forecast | None:
     todo = to_do(cfg)
     _say(f"{cfg.name}: {plan_in_words(cfg, todo)}")
     _say(kernels_in_words(cfg))
+    if jump := resumable.rate_jumps(cfg):
+        _say(jump, logging.WARNING)
     found = predict(cfg, todo)
     if found is None:
         _say("no forecast: it needs workers on this machine's CPU, and a model that is already here")
@@ -175,5 +177,5 @@ def _began_s() -> float:
 
 
 @functools.cache
-def _say(text: str) -> None:
-    log.info("%s", text)
+def _say(text: str, level: int = logging.INFO) -> None:
+    log.log(level, "%s", text)

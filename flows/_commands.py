@@ -146,6 +146,7 @@ def _generate(args: argparse.Namespace) -> None:
         num_workers=args.num_workers,
         speculation=_speculation(args.speculation),
         system_prompt=args.system_prompt,
+        template_kwargs=args.chat_template_kwargs,
     )
     print(f"{count} responses in {args.out}")
 

@@ -1,8 +1,10 @@
 """Types of command-line options: a value out of range is refused before anything starts."""
 
 import argparse
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 
 def whole(least: int, most: int) -> Callable[[str], int]:
@@ -35,6 +37,17 @@ def real(least: float, most: float, *, above: bool = False) -> Callable[[str], f
         return value
 
     return read
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Names with values, as JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a JSON object, such as '{{\"enable_thinking\": false}}'")
+    return value
 
 
 def output_file(text: str) -> Path:

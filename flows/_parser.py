@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flows._benchmarks import BENCHMARKS
-from flows._options import output_file, real, whole
+from flows._options import json_object, output_file, real, whole
 
 DEMO = "conf/demo.yaml"
 _PORT = whole(0, 65535)
@@ -222,3 +222,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=whole(1, 4096), default=16, help="responses decoded at once on a worker")
     parser.add_argument("--num-workers", type=whole(1, 1024), default=1)
     parser.add_argument("--system-prompt", help="default: the chat template's own, as in serving")
+    parser.add_argument(
+        "--chat-template-kwargs",
+        type=json_object,
+        default={},
+        metavar="JSON",
+        help="variables of the chat template, e.g. '{\"enable_thinking\": false}'; as data.chat_template_kwargs",
+    )

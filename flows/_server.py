@@ -15,17 +15,22 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from contextlib import closing
 from pathlib import Path
 
+from conf.system import without_password
+
 log = logging.getLogger(__name__)
 
 _START_S = 180.0  # enough for a busy machine that creates the database
+_CONFIGURED_S = 30.0  # for one that somebody else is just starting
 _LOOK_S = 0.2  # between two looks whether it still runs
 _PAUSE_S, _LONGEST_PAUSE_S = 0.5, 60.0  # before it is started again; doubled each time
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal that a child gets when its parent dies
@@ -68,9 +73,15 @@ class PrivateServer:
             del os.environ["PREFECT_API_URL"]
 
     def wait_ready(self) -> None:
-        """Return when the server answers; from then on it is started again when it ends.  Raises ServerError."""
+        """Return when the server answers; from then on a private one is started again when it ends.
+
+        Raises ServerError.  Import Prefect first, whose settings name the server that is not private.
+        """
+        if self._process is None:
+            _wait_for_configured()
+            return
         deadline = time.monotonic() + _START_S
-        while self._process is not None and not answers(os.environ["PREFECT_API_URL"]):
+        while not answers(os.environ["PREFECT_API_URL"]):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise ServerError(
                     f"Prefect's private server did not start; its output is in {self._home / 'server.log'}.  Remove "
@@ -78,8 +89,7 @@ class PrivateServer:
                     "and set PREFECT_API_URL"
                 )
             time.sleep(0.1)
-        if self._process is not None:
-            self._guard.start()
+        self._guard.start()
 
     def _is_configured(self) -> bool:
         """Whether the environment or a Prefect profile names a server."""
@@ -128,6 +138,32 @@ def answers(url: str) -> bool:
             return bool(json.load(response) is True)
     except (OSError, ValueError):
         return False
+
+
+def _wait_for_configured() -> None:
+    """Raises ServerError when nothing is at the address that the environment or a profile gives."""
+    from prefect.settings import PREFECT_API_URL
+
+    url, deadline = PREFECT_API_URL.value(), time.monotonic() + _CONFIGURED_S
+    while url and not _is_there(url):
+        if time.monotonic() > deadline:
+            raise ServerError(
+                f"no Prefect server answers at PREFECT_API_URL={without_password(url)}; start it ('tlt deploy' or "
+                "'prefect server start'), or unset the variable (and the setting in Prefect's profile): then the "
+                "command has a private server"
+            )
+        time.sleep(0.5)
+
+
+def _is_there(url: str) -> bool:
+    """Whether anything speaks HTTP there.  Whether it lets us in is Prefect's matter, which has its keys."""
+    try:
+        urllib.request.urlopen(f"{url}/health", timeout=5).close()
+    except urllib.error.URLError as error:
+        return isinstance(error, urllib.error.HTTPError) or isinstance(error.reason, ssl.SSLError)
+    except OSError:
+        return False
+    return True
 
 
 def _become_server(port: str, parent: int) -> None:

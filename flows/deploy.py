@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flows import _environment as _environment_defaults
 from flows._daemon import Daemon, end
 from flows._server import answers
 from flows.ui import require_free
@@ -122,6 +123,7 @@ def _environment(url: str) -> dict[str, str]:
     paths = [project, *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "PREFECT_WORKER_QUERY_SECONDS": "2",  # longest wait of a scheduled run; default 10
+        **_environment_defaults.NO_BARS,  # their output is a file, though this command's may be a terminal
         **os.environ,
         "PREFECT_API_URL": url,
         "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_S),

@@ -22,7 +22,7 @@ from tasks.checkpoint import checkpoint
 from tasks.coldstart import cold_start
 from tasks.evaluate import evaluate
 from tasks.export import export_policy
-from tasks.prepare import prepare_data, prepare_model
+from tasks.prepare import prepare_data, prepare_model, probe_rewards
 from tasks.publish import publish
 from tasks.publish_drafter import publish_drafter
 from tasks.register import register_drafter, register_policy
@@ -62,6 +62,7 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
         show.begin("model and data")
         policy = prepare_model(cfg)
         dataset = prepare_data(cfg, policy)
+        probe_rewards(cfg, policy, dataset)
         took.lap("model and data")
         warm_up: dict[str, float] = {}
         if cfg.coldstart.enabled:

@@ -11,7 +11,6 @@ The folder is removed when the stage is done.
 import hashlib
 import json
 import logging
-import os
 import shutil
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from conf.load import ConfigError
 from conf.run import RunConfig
 from flows.train import train
 from tlt_core.export.record import weights_digest
+from tlt_core.items.store import write_folder_atomically
 from tlt_core.machine import precision
 from tlt_core.machine.file_lock import exclusive
 from tlt_core.run import coldstart, inputs
@@ -44,7 +44,7 @@ def train_stage(cfg: RunConfig, *, out: Path, summary: Path) -> Path:
         if first is not None and not (work.run_dir / "drafter-eagle3").is_dir():  # plain decoding trains none
             shutil.copytree(first, work.run_dir / "drafter-eagle3")
         _summarise(work, summary)
-        _move(work.run_dir, out)
+        _copy_results(work.run_dir, out)
         shutil.rmtree(work.output_dir)
     return out / "policy"
 
@@ -74,18 +74,15 @@ def _summarise(cfg: RunConfig, folder: Path) -> None:
     run_summary.write_csv(folder / "lengths.csv", lengths, ["tokens", "first", "last"])
 
 
-def _move(run_dir: Path, out: Path) -> None:
-    """Move the results to OUT, which appears complete or not at all."""
-    partial = out.with_name(f".{out.name}.partial-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+def _copy_results(run_dir: Path, out: Path) -> None:
+    """Copy the results to OUT, which appears complete or not at all."""
+
+    def write(partial: Path) -> None:
         for name in _KEPT:
             source = run_dir / name
             if source.is_dir():
                 shutil.copytree(source, partial / name)
             elif source.is_file():
                 shutil.copy2(source, partial / name)
-        partial.rename(out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+
+    write_folder_atomically(out, write)

@@ -13,7 +13,9 @@ from tasks.coldstart import cold_start
 from tasks.prepare import prepare_data, prepare_model
 from tasks.register import register_drafter
 from tasks.warmup import warm_up_drafter
+from tlt_core.drafter.eagle3.model import default_taps
 from tlt_core.machine import precision
+from tlt_core.model.load import load_config
 from tlt_core.run import preflight
 
 
@@ -27,6 +29,7 @@ def warmup(
     with Stopping(), run_log(cfg.run_dir), Terminal() as show:
         cfg = precision.settle(cfg)
         policy = prepare_model(cfg)
+        default_taps(load_config(policy).num_layers)  # raises where there can be no drafter, before a cold start
         dataset = prepare_data(cfg, policy)
         trained = cfg.run_dir / "policy"
         if trained.is_dir():

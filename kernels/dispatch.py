@@ -14,6 +14,7 @@ import ctypes
 import functools
 import importlib
 import logging
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -37,9 +38,13 @@ _INTERPRETED = triton is not None and bool(triton.knobs.runtime.interpret)
 _log = logging.getLogger(__name__)
 
 
-def jit(kernel: Any) -> Any:
-    """`triton.jit`; without Triton the function itself, which is then never launched."""
-    return kernel if triton is None else triton.jit(kernel)
+def jit(*varying: str) -> Callable[[Any], Any]:
+    """`triton.jit`; without Triton the function itself, which is then never launched.
+
+    varying: integer arguments that differ from round to round.  Triton compiles a kernel anew, about a second, for an
+    integer that is 1 and for one that 16 divides; for these it does not.
+    """
+    return lambda kernel: kernel if triton is None else triton.jit(kernel, do_not_specialize=varying)
 
 
 def uses_triton(impl: Impl, tensor: Tensor, *, op: str) -> bool:

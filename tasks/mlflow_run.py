@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Param
+from mlflow.entities import LifecycleStage, Metric, Param
 from mlflow.exceptions import MlflowException
 from mlflow.utils.time import get_current_time_millis
 from sqlalchemy.exc import SQLAlchemyError
@@ -50,6 +50,7 @@ class MlflowRun:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+        os.environ.pop("MLFLOW_RUN_ID", None)  # `start_run` would go on with that run, which is somebody else's
         self.run_id = ""
         self.experiment_id = ""
         self._cfg = cfg
@@ -107,7 +108,7 @@ class MlflowRun:
         mlflow.set_tracking_uri(self._cfg.uri)
         mlflow.set_system_metrics_sampling_interval(5)
         self._client = MlflowClient(self._cfg.uri)
-        self.experiment_id = self._experiment()
+        self.experiment_id = experiment_id(self._client, self._cfg)
         run_id = resume_id if resume_id and self._exists(resume_id) else None
         run = mlflow.start_run(
             run_id=run_id,
@@ -142,12 +143,6 @@ class MlflowRun:
             meta_dataset(source, name=dataset.name, digest=dataset.digest[:_LONGEST_DIGEST]), context="training"
         )
 
-    def _experiment(self) -> str:
-        existing = self._client.get_experiment_by_name(self._cfg.experiment)
-        if existing is not None:
-            return str(existing.experiment_id)
-        return str(self._client.create_experiment(self._cfg.experiment, artifact_location=artifact_location(self._cfg)))
-
     def _exists(self, run_id: str) -> bool:
         try:
             return self._client.get_run(run_id).info.lifecycle_stage == "active"
@@ -164,6 +159,22 @@ class MlflowRun:
         if isinstance(error, MlflowException):
             return 400 <= error.get_http_status_code() < 500
         return isinstance(error, FileNotFoundError)
+
+
+def experiment_id(client: MlflowClient, cfg: TrackingConfig) -> str:
+    """Id of the experiment, which is made if it is missing.  A deleted one keeps its name and takes no run, so it is
+    restored."""
+    existing = client.get_experiment_by_name(cfg.experiment)
+    if existing is None:
+        return str(client.create_experiment(cfg.experiment, artifact_location=artifact_location(cfg)))
+    if existing.lifecycle_stage != LifecycleStage.ACTIVE:
+        client.restore_experiment(existing.experiment_id)
+        log.warning(
+            "MLflow's experiment %r was deleted and is restored, with its runs, since this run goes there; set "
+            "tracking.experiment for another one",
+            cfg.experiment,
+        )
+    return str(existing.experiment_id)
 
 
 def artifact_location(cfg: TrackingConfig) -> str | None:

@@ -37,13 +37,14 @@ def register_policy(
     if score is not None and math.isfinite(score):
         tags["validation"] = f"{score:.6g}"
     else:
-        found, score = "missing" if score is None else score, None
+        found, remedy = "missing" if score is None else score, ""
+        if score is None:
+            never = cfg.evaluation.every_steps == 0
+            remedy = "; set evaluation.every_steps above 0" if never else "; no prompt of that task was validated"
         log.warning(
-            "%s is %s, so the policy cannot become the %s; set evaluation.every_steps above 0",
-            cfg.checkpoint.best_metric,
-            found,
-            CHAMPION,
+            "%s is %s, so the policy cannot become the %s%s", cfg.checkpoint.best_metric, found, CHAMPION, remedy
         )
+        score = None
     entry = Entry(model_name(cfg, "policy"), folder, tags["policy_digest"], tags, lineage.policy_card(cfg, tags))
     return _leniently(cfg, lambda registry: _enter(registry, entry, tracker_run_id, wins=_validated_best(score)))
 

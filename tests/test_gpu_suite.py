@@ -1,18 +1,22 @@
-"""`tests/gpu_suite.py` on a machine that has torch, Triton, transformers and pytest, and none of our other packages."""
+"""`tests/gpu_suite.py`: what it claims of stages that crash, hang or flood; the whole sequence on a CPU, and on a
+machine that has torch, Triton, transformers and pytest, and none of our other packages."""
 
 import json
 import math
 import os
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests import gpu_runs, gpu_suite
+from tests import gpu_runs, gpu_stages, gpu_suite
 
-SCRIPT = Path(gpu_suite.__file__)
+ROOT = gpu_suite.ROOT
+SCRIPT = ROOT / "tests/gpu_suite.py"
 # Python imports this file at its start: it hides packages, as if they were not installed.
 BARE = """
 import sys
@@ -29,6 +33,41 @@ ABSENT = {
     "pydantic", "prefect", "ray", "mlflow", "deepspeed", "dvc", "rich", "reasoning_gym", "psutil", "peft", "pebble",
     "hypothesis", "accelerate", "math_verify", "pyarrow", "matplotlib", "fastapi", "gguf",
 }  # fmt: skip
+# Stages that go wrong, and what a runner that has them is called with.
+PROBES = """
+import os, pathlib, subprocess, sys, time
+sys.path[:0] = [{root!r}, {here!r}]
+from tests import gpu_suite
+from tests.gpu_suite import Part
+
+def crash(stage):
+    stage.report.add({{"says": "known before it"}})
+    raise SystemError("the device is gone")
+
+def kill(stage):
+    os.kill(os.getpid(), 9)
+
+def hang(stage):
+    stage.report.add({{"says": "known before it"}})
+    for options in ({{}}, {{"start_new_session": True}}):
+        child = subprocess.Popen(["sleep", "600"], **options)
+        (stage.folder / f"{{child.pid}}.txt").write_text("")
+    print("about to wait")
+    time.sleep(600)
+
+def flood(stage):
+    print("the first line")
+    for _ in range(400):
+        print("x" * 65536)
+    print("the last line")
+
+gpu_suite.PARTS = (
+    Part("a", "crash", 60, "probes:crash"), Part("b", "kill", 60, "probes:kill"), Part("c", "hang", 60, "probes:hang"),
+    Part("d", "flood", 60, "probes:flood"), Part("e", "missing", 60, "probes:flood", ("no_such_package",)),
+)
+if __name__ == "__main__":
+    sys.exit(gpu_suite.main())
+"""
 
 
 @pytest.fixture
@@ -40,41 +79,129 @@ def bare(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
-def test_the_machine_is_bare(bare: dict[str, str]) -> None:
-    done = subprocess.run([sys.executable, "-c", "import torch, pydantic"], env=bare, capture_output=True, text=True)
-    assert "No module named 'pydantic'" in done.stderr
+@pytest.fixture
+def suite(tmp_path: Path):
+    """Runs the suite; its reports lie in out, all else in work."""
+
+    def run(*arguments: str, script: Path = SCRIPT, **options) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, script, "--out", tmp_path / "out", "--work", tmp_path / "work", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, **options)
+
+    return run
+
+
+@pytest.fixture
+def probes(tmp_path: Path, suite):
+    """The suite with stages that go wrong."""
+    script = tmp_path / "probes.py"
+    script.write_text(PROBES.format(root=str(ROOT), here=str(tmp_path)))
+    return lambda *arguments: suite("--device", "cpu", *arguments, script=script)
+
+
+def test_a_crash_stops_nothing_and_all_is_kept(tmp_path: Path, probes) -> None:
+    done = probes("--only", "a,b,d,e")
+    assert done.returncode == 1
+    reports = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}
+    assert {name: report["outcome"] for name, report in reports.items()} == {
+        "crash": "failed (1)",
+        "kill": "failed (-9)",
+        "flood": "done",
+        "missing": "left out: no_such_package: not installed",
+    }
+    crash = reports["crash"]
+    assert {"name", "commit", "command", "machine", "outcome", "seconds", "rows", "verdicts"} <= crash.keys()
+    assert crash["rows"] == [{"says": "known before it"}]
+    assert crash["said_last"][-1] == "SystemError: the device is gone"
+    log = (tmp_path / "work/flood.log").read_text()
+    assert len(log) < 2.2 * 2**20
+    assert log.startswith("the first line")
+    assert log.endswith("the last line\n")
+    assert "bytes left out" in log
+    assert "known before it" in done.stdout
+    assert "SystemError: the device is gone" in done.stdout
+    with tarfile.open(tmp_path / "out/logs.tar.gz") as archive:
+        names = set(archive.getnames())
+        assert {"crash.json", "crash.log", "kill.log", "flood.log", "flood.json", "missing.json", "summary.txt"} <= names
+        assert archive.extractfile("summary.txt").read().decode() in done.stdout
+
+
+def test_a_stage_that_hangs_is_ended_with_all_its_children(tmp_path: Path, probes) -> None:
+    began_s = time.monotonic()
+    done = probes("--only", "hang", "--seconds", "20")
+    assert time.monotonic() - began_s < 60
+    assert done.returncode == 1
+    report = json.loads((tmp_path / "out/hang.json").read_text())
+    assert report["outcome"] == "out of time (20 s)"
+    assert report["rows"] == [{"says": "known before it"}]
+    assert report["said_last"] == ["about to wait"]
+    children = [int(path.stem) for path in (tmp_path / "work/hang").glob("*.txt")]
+    assert len(children) == 2
+    assert not any(_runs(child) for child in children)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_all_stages_share_the_seconds(probes) -> None:
+    assert probes("--seconds", "0").stdout.count("no time left") == 2 * 4
+
+
+def test_the_summary_is_a_page() -> None:
+    rows = [{"says": "x" * 500}] * 300
+    machine = {"gpus": [], "cores": 1, "driver": "", "python": "3", "versions": {}}
+    report = {"name": "a", "outcome": "done", "seconds": 1.0, "rows": rows, "verdicts": [], "machine": machine}
+    text = gpu_suite.summary([report])
+    assert 5_000 < len(text) < 12_000
+    assert max(map(len, text.splitlines())) <= 150
+
+
+def test_an_unknown_stage_and_a_missing_gpu_are_named(suite) -> None:
+    if not torch.cuda.is_available():
+        done = suite()
+        assert done.returncode == 2
+        assert "torch sees no GPU here" in done.stderr
+    done = suite("--device", "cpu", "--only", "a,kernel")
+    assert done.returncode == 2
+    assert "--only kernel: no such stage; choose from a (kernels), b (rounds)" in done.stderr
 
 
 @pytest.mark.slow
-def test_every_part_runs(bare: dict[str, str], tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = [sys.executable, SCRIPT, out, "--device", "cpu", "--repeats", "1", "--seconds", "900"]
-    done = subprocess.run(command, env=bare, capture_output=True, text=True)
-    logs = "\n".join(f"{path.name}: {path.read_text()[-1500:]}" for path in sorted(out.glob("*.log")))
-    assert done.returncode == 0, done.stdout + done.stderr + logs
-    summary = json.loads((out / "summary.json").read_text())
-    outcomes = {name: part["outcome"] for name, part in summary["parts"].items()}
-    assert {outcomes.pop(name) for name in gpu_runs.RUNS} == {"left out: pydantic is not installed"}
-    assert outcomes == dict.fromkeys(("tests", "kernels", "sizes-tiny"), "done")
-    tests = json.loads((out / "tests.json").read_text())
-    assert tests["tests"] > 100
-    assert tests["failures"] == tests["errors"] == 0
-    for name in ("kernels", "sizes-tiny"):
-        report = json.loads((out / f"{name}.json").read_text())
-        assert {"name", "commit", "command", "machine", "repeats", "rows", "verdicts"} == report.keys()
-        assert report["rows"]
-    assert "tokens are plain decoding's" in done.stdout
+def test_every_stage_runs_or_is_left_out_on_a_bare_machine(tmp_path: Path, bare: dict[str, str], suite) -> None:
+    done = suite("--device", "cpu", "--seconds", "1500", env=bare)
+    assert done.returncode == 0, done.stdout + done.stderr
+    reports = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}
+    outcomes = {name: report["outcome"] for name, report in reports.items()}
+    missing = "left out: pydantic, prefect, mlflow, ray, reasoning_gym: not installed"
+    assert outcomes == dict.fromkeys(("train", "steps", "shared"), missing) | dict.fromkeys(
+        ("kernels", "rounds", "decoding", "large"), "done"
+    )
+    configurations = [{row.get("configuration") for row in reports[name]["rows"]} for name in ("kernels", "decoding")]
+    assert configurations[0] >= {"tests", "ceilings", "tree_attention", "distill_loss"}
+    assert configurations[1] >= {"setting", "plain", "adaptive", "transformers"}
+    must_hold = ("no near-ties", "waits a round", "tokens are plain decoding's", "failed, skipped")
+    held = [v["holds"] for r in reports.values() for v in r["verdicts"] if any(s in v["claim"] for s in must_hold)]
+    assert len(held) == 14
+    assert all(held), done.stdout
 
 
 @pytest.mark.slow
-def test_a_run_trains_and_goes_on(tmp_path: Path) -> None:
-    """The part that a GPU comes first to, on a CPU."""
-    command = [sys.executable, SCRIPT, tmp_path, "--device", "cpu", "--seconds", "900", "--only", "run-own"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr + (tmp_path / "run-own.log").read_text()[-1500:]
-    assert done.stdout.count("holds: run-own: ") == len(gpu_runs.judged([0, 0], {}))
-    rows = json.loads((tmp_path / "run-own.json").read_text())["rows"]
-    assert [row["step"] for row in rows[2:]] == [1, 2, 3]
+def test_whole_runs(tmp_path: Path, suite) -> None:
+    """The stages that need all packages."""
+    done = suite("--device", "cpu", "--seconds", "2000", "--only", "d,e,f")
+    assert done.returncode == 0, done.stdout + done.stderr
+    reports = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}
+    train, steps = reports["train"], reports["steps"]
+    assert [v["holds"] for v in train["verdicts"]] == [True] * len(gpu_runs.judged([0, 0], {}))
+    assert [row["step"] for row in train["rows"] if "step" in row] == [1, 2, 3]
+    assert [v["claim"] for v in steps["verdicts"]] == ["step time, plain over TLT"]
+    assert {row["configuration"] for row in steps["rows"] if "configuration" in row} == {"plain", "tlt", "responses"}
+    checksums = [row["steps"][0]["rollout/checksum"] for row in steps["rows"] if "steps" in row]
+    assert checksums[0] == checksums[1]
+    assert reports["shared"]["outcome"].startswith(("done", "left out"))
 
 
 GOOD = {
@@ -110,33 +237,7 @@ def test_each_failure_of_a_run_is_seen(codes: list[int], wrong: dict[str, float]
     assert _failing([0, 0], {1: GOOD, 2: GOOD}) >= 2, "the third step is missing"
 
 
-def test_a_part_is_ended_after_its_time_and_what_is_missing_is_named(tmp_path: Path, bare: dict[str, str]) -> None:
-    command = [sys.executable, SCRIPT, tmp_path, "--device", "cpu", "--seconds", "0"]
-    done = subprocess.run(command, env=bare, capture_output=True, text=True)
-    assert done.returncode == 1
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    outcomes = {part["outcome"] for part in summary["parts"].values()}
-    assert outcomes == {"out of time", "left out: pydantic is not installed"}
-
-
-def test_a_part_alone_is_added_to_the_summary(tmp_path: Path) -> None:
-    (tmp_path / "summary.json").write_text(json.dumps({"parts": {"kernels": {"outcome": "done", "seconds": 1.0}}}))
-    command = [sys.executable, SCRIPT, tmp_path, "--device", "cpu", "--seconds", "0", "--only"]
-    subprocess.run([*command, "tests"], capture_output=True, text=True)
-    outcomes = {n: p["outcome"] for n, p in json.loads((tmp_path / "summary.json").read_text())["parts"].items()}
-    assert outcomes == {"kernels": "done", "tests": "out of time"}
-    done = subprocess.run([*command, "test"], capture_output=True, text=True)
-    assert (done.returncode, "tests, kernels, sizes-tiny" in done.stderr) == (2, True)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_named(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, SCRIPT, tmp_path], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "torch sees no GPU here" in done.stderr
-
-
 def test_files_are_those_with_tests_for_a_gpu() -> None:
-    files = gpu_suite.gpu_test_files()
+    files = gpu_stages.gpu_test_files()
     assert {"tests/kernels/tree/test_tree_attention.py", "tests/tlt_core/rollout/test_graph_replay.py"} <= set(files)
     assert "tests/tlt_core/rollout/test_edges.py" not in files

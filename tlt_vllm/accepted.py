@@ -30,3 +30,14 @@ def emitted(tokens_N: Tensor, counts: Sequence[int], drafts: Tensor | None, widt
         right_BK = (drafts.long()[place_BK] == chosen_BK[:, :-1]) & own_BK[:, 1:]
         accepted_B = right_BK.long().cumprod(1).sum(1)
     return torch.where(own_BK & (steps_K <= accepted_B[:, None]), chosen_BK, torch.full_like(chosen_BK, NO_TOKEN))
+
+
+def merged(ours: Sequence[Tensor], theirs: Sequence[Tensor], other_B: Tensor) -> list[Tensor]:
+    """Tensors of the places that `emitted` has, request by request, [B * places, ..]: those of the requests `other_B`
+    as vLLM made them.  vLLM may have made fewer places, if none of its requests has a draft."""
+    result = []
+    for own, other in zip(ours, theirs, strict=True):
+        own_BK, other_BK = (x.unflatten(0, (len(other_B), -1)) for x in (own.clone(), other))
+        own_BK[other_B, : other_BK.shape[1]] = other_BK[other_B].to(own.dtype)
+        result.append(own_BK.flatten(0, 1))
+    return result

@@ -7,17 +7,15 @@ decoding samples there, and the accepted tokens are those of plain decoding, giv
 with the same noise, which raises acceptance at temperatures above 0.
 
 A request takes part unless it wants something that this definition lacks (penalties, min-p, logit bias, bad words,
-structured output); those are sampled by vLLM, in the same batch.  A request's stream is `extra_args["tlt_stream"]`,
-else made from its seed, else from its id.
+structured output); those are sampled by vLLM, in the same batch.  `rows` says which, and with which noise.
 
 Written for vLLM's V1 runner.  Shapes: B requests of the batch, N rows of logits (a request has one, and one more for
 each draft token), V vocabulary, K longest draft of the batch.
 """
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,45 +24,9 @@ from vllm.v1.sample.sampler import Sampler
 
 from tlt_core.items.types import SamplingParams
 from tlt_core.model.sampling import choose, lognorms, policy_scores, row_keys
-from tlt_vllm.accepted import NO_TOKEN, emitted
+from tlt_vllm.accepted import NO_TOKEN, emitted, merged
+from tlt_vllm.rows import Row, Rows
 from tlt_vllm.tap import Tap
-
-STREAM = "tlt_stream"
-
-
-class Row(NamedTuple):
-    """How one request is sampled."""
-
-    stream: int
-    params: SamplingParams
-
-
-def row_of(request_id: str, wanted: Any) -> Row | None:
-    """None where vLLM must sample.  wanted: vLLM's SamplingParams.  Raises ValueError for a stream that is no int64."""
-    foreign = (
-        wanted.presence_penalty,
-        wanted.frequency_penalty,
-        wanted.repetition_penalty != 1,
-        wanted.min_p,
-        wanted.logit_bias,
-        wanted.bad_words,
-        wanted.allowed_token_ids,
-        wanted.structured_outputs,
-        wanted.min_tokens,
-    )
-    if any(foreign):
-        return None
-    stream = (wanted.extra_args or {}).get(STREAM)
-    if stream is None:
-        named = request_id if wanted.seed is None else f"seed {wanted.seed}"
-        stream = int.from_bytes(hashlib.blake2b(named.encode(), digest_size=8).digest(), "big", signed=True)
-    if not isinstance(stream, int) or not -(1 << 63) <= stream < 1 << 63:
-        raise ValueError(f"extra_args[{STREAM!r}]={stream!r} of request {request_id}: give an integer of 64 bits")
-    # vLLM's "all tokens" is -1 or 0 for top_k.
-    params = SamplingParams(
-        temperature=wanted.temperature, top_p=wanted.top_p, top_k=max(wanted.top_k, 0), max_new_tokens=1
-    )
-    return Row(stream, params)
 
 
 class ExactSampler:
@@ -73,7 +35,8 @@ class ExactSampler:
     def __init__(self, runner: Any, tap: Tap | None = None) -> None:
         """tap: hears the log-normalisers of what is sampled."""
         self._runner, self._tap = runner, tap
-        self._rows: dict[str, Row | None] = {}
+        parallel = runner.parallel_config
+        self._rows = Rows(seed=runner.model_config.seed, replica=parallel.data_parallel_index)
         self.foreign = 0  # rows of logits that vLLM sampled
 
     # ------------------------------------------------------------------------------------------ the target's tokens
@@ -134,6 +97,8 @@ class ExactSampler:
         if wanted is None:
             return SamplerOutput(sampled_token_ids=emitted_BK.int(), logprobs_tensors=None)
         logprobs = self._logprobs(rows, counts, emitted_BK, logits_NV, wanted)
+        if theirs is not None and theirs.logprobs_tensors is not None:
+            logprobs = LogprobsTensors(*merged(logprobs[:3], theirs.logprobs_tensors[:3], other))
         return SamplerOutput(sampled_token_ids=emitted_BK.int(), logprobs_tensors=logprobs)
 
     def _logprobs(
@@ -194,15 +159,7 @@ class ExactSampler:
 
     def _batch(self) -> list[Row | None]:
         """How each request of the batch is sampled."""
-        runner = self._runner
-        names = runner.input_batch.req_ids
-        known = {name: self._rows[name] for name in names if name in self._rows}
-        for name in names:
-            if name not in known:
-                wanted = runner.requests[name].sampling_params
-                known[name] = None if wanted is None else row_of(name, wanted)
-        self._rows = known  # requests that have ended are forgotten
-        return [known[name] for name in names]
+        return [self._rows.of(self._runner.requests, name) for name in self._runner.input_batch.req_ids]
 
 
 def _by_params(rows: Sequence[Row | None]) -> dict[SamplingParams, list[int]]:

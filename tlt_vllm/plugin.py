@@ -9,7 +9,7 @@ import inspect
 import os
 from typing import Any
 
-from tlt_vllm import counters, cpu_fix
+from tlt_vllm import counters, cpu_fix, rows
 from tlt_vllm.settings import Settings, table
 
 SCHEDULER = "tlt_vllm.scheduler.AdaptiveScheduler"
@@ -24,6 +24,7 @@ SIGNATURES = {
         "scheduler_output",
         "model_runner_output",
     ),
+    ("vllm.v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params"): ("self", "index"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._sample"): ("self", "logits", "spec_decode_metadata"),
     ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.propose_draft_token_ids"): (
         "self",
@@ -64,9 +65,17 @@ def register() -> None:
     """May be called more than once."""
     cpu_fix.register()
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.parallel_sampling import ParentRequest
 
     if getattr(EngineArgs, "_tlt_installed", False):
         return
+    params_of_child = ParentRequest._get_child_sampling_params
+
+    @functools.wraps(params_of_child)
+    def _get_child_sampling_params(self: Any, index: int) -> Any:
+        return rows.of_child(params_of_child(self, index), index)
+
+    ParentRequest._get_child_sampling_params = _get_child_sampling_params
     create = EngineArgs.create_engine_config
 
     @functools.wraps(create)

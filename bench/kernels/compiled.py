@@ -13,6 +13,7 @@ A row is the worst of all launches of a kernel.
 Nothing is computed by the kernels; their values are tested under Triton's interpreter.
 """
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -95,12 +96,23 @@ def compiled(shapes: Shapes, capability: int) -> list[Compiled]:
 
     Not where TRITON_INTERPRET is set: the interpreter replaces the compiler.
     """
-    found: dict[tuple[str, str], Compiled] = {}
+    with compiling(capability) as found:
+        for work in works(torch.device("cpu"), shapes):
+            if "triton" in work.impls:
+                work.call("triton")
+        _other_launches(shapes)
+    return sorted(_used(kernel) for kernel in found.values())
+
+
+@contextlib.contextmanager
+def compiling(capability: int) -> Iterator[dict[tuple[str, str], Any]]:
+    """While this is open, a launch on CPU tensors compiles; yields what was compiled, by name and hash."""
+    found: dict[tuple[str, str], Any] = {}
     run = JITFunction.run
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
-        found[kernel.name, kernel.hash] = _used(kernel)
+        found[kernel.name, kernel.hash] = kernel
         return kernel
 
     with (
@@ -109,11 +121,7 @@ def compiled(shapes: Shapes, capability: int) -> list[Compiled]:
         mock.patch.object(torch, "_assert_async"),  # results are not computed
         mock.patch.object(triton.runtime.driver, "_active", _Driver(capability)),
     ):
-        for work in works(torch.device("cpu"), shapes):
-            if "triton" in work.impls:
-                work.call("triton")
-        _other_launches(shapes)
-    return sorted(found.values())
+        yield found
 
 
 def _other_launches(shapes: Shapes) -> None:

@@ -150,10 +150,10 @@ def _log_row(row: dict[str, Any]) -> None:
 
 def ceilings(clock: Clock, device: torch.device, shapes: Shapes) -> Ceilings:
     """Measure the ceilings."""
-    source, target = torch.zeros(2, shapes.copy_mib << 20, dtype=torch.uint8, device=device)
+    source, target = torch.randint(256, (2, shapes.copy_mib << 20), dtype=torch.uint8, device=device)
     copy_s = clock.seconds(lambda: target.copy_(source))
     edge = shapes.product
-    a, b = torch.ones(2, edge, edge, dtype=torch.bfloat16, device=device)
+    a, b = torch.randn(2, edge, edge, dtype=torch.bfloat16, device=device)  # of zeros it would be faster
     return Ceilings(2 * source.numel() / copy_s, 2 * edge**3 / clock.seconds(lambda: torch.mm(a, b)))
 
 
@@ -182,7 +182,7 @@ def works(device: torch.device, shapes: Shapes) -> Iterator[Work]:
     yield from (_trees(device, shapes, generator, *context) for context in shapes.contexts)
     yield _packed(device, shapes, generator)
     yield _walk(device, generator)
-    yield _commit(device, shapes)
+    yield _commit(device, shapes, generator)
     yield _distill(device, shapes, generator)
 
 
@@ -283,19 +283,24 @@ def _walk(device: torch.device, generator: torch.Generator) -> Work:
     )
 
 
-def _commit(device: torch.device, shapes: Shapes) -> Work:
+def _commit(device: torch.device, shapes: Shapes, generator: torch.Generator) -> Work:
     live, longest = 16, 6
     shape = (shapes.layers, live, shapes.kv_heads, 512, shapes.head_dim)
-    keys, values = torch.zeros(2, *shape, dtype=torch.bfloat16, device=device)
+    keys, values = _normal(generator, 2, *shape)
     targets_BA = torch.arange(100, 100 + longest, device=device).repeat(live, 1)
     moved_BA = torch.ones_like(targets_BA, dtype=torch.bool)
     moved = shapes.layers * live * shapes.kv_heads * longest * shapes.head_dim
+
+    def call(impl: Impl) -> object:
+        kv_commit(keys, values, targets_BA + longest, targets_BA, moved_BA, impl=impl)
+        return keys, values
+
     return Work(
         "kv_commit",
         f"{shapes.layers} layers, {live} paths of {longest}",
         2 * 2 * 2 * moved,
         0,
-        lambda impl: kv_commit(keys, values, targets_BA + longest, targets_BA, moved_BA, impl=impl),
+        call,
         ("triton", "torch"),
     )
 

@@ -101,13 +101,19 @@ def configurations(base: SpeculationConfig) -> dict[str, SpeculationConfig]:
     return named
 
 
-def _word_problems(cfg: RunConfig, tokenizer: Any) -> list[Prompt]:
+def _word_problems(cfg: RunConfig, tokenizer: Any, *, vocab_size: int) -> list[Prompt]:
     """Made in a temporary folder: stages of dvc.yaml depend only on the run's own data set."""
     tasks = (GymTask(name="gsm_symbolic"),)
     wanted = GymData(kind="reasoning_gym", tasks=tasks, num_train=_RAW_PROMPTS, num_validation=1, seed=cfg.data.seed)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "data"
-        dataset.prepare(wanted, tokenizer=tokenizer, max_prompt_tokens=_RAW_PROMPT_TOKENS, out_dir=folder)
+        dataset.prepare(
+            wanted,
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            max_prompt_tokens=_RAW_PROMPT_TOKENS,
+            out_dir=folder,
+        )
         return dataset.load(folder, "train", tokenizer)
 
 
@@ -120,7 +126,7 @@ def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path) -> Seq
         top_p=cfg.rollout.top_p,
         top_k=cfg.rollout.top_k,
         max_new_tokens=cfg.rollout.max_new_tokens,
-        stop_token_ids=stop_token_ids(policy, tokenizer),
+        stop_token_ids=stop_token_ids(policy, tokenizer, also=cfg.rollout.stop_token_ids),
     )
     decoder = load_decoder(policy, dtype=dtype, device="cpu")
     requests = _requests(share, cfg.rollout.num_samples, seed=cfg.seed)
@@ -135,7 +141,8 @@ def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path) -> Seq
         for request in _requests(part, cfg.rollout.num_samples, seed=cfg.seed, step=step)
     ]
     raw_params = dataclasses.replace(params, max_new_tokens=_RAW_TOKENS)
-    raw_requests = _requests(_word_problems(cfg, tokenizer), _RAW_SAMPLES, seed=cfg.seed)
+    problems = _word_problems(cfg, tokenizer, vocab_size=decoder.config.vocab_size)
+    raw_requests = _requests(problems, _RAW_SAMPLES, seed=cfg.seed)
     raw = load_decoder(start, dtype=dtype, device="cpu")
     return (
         rl,

@@ -23,8 +23,10 @@ def ask(path, **body):
 
 
 def complete(prompt, seed):
-    wanted = {"max_tokens": 32, "temperature": 1.0, "seed": seed, "logprobs": 0, "return_token_ids": True}
-    return ask("/v1/completions", model=MODEL, prompt=prompt, **wanted)["choices"][0]
+    """Sampling settings that are left out would come from the model's generation_config.json."""
+    wanted = {"max_tokens": 32, "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    asked = {"seed": seed, "logprobs": 0, "return_token_ids": True}
+    return ask("/v1/completions", model=MODEL, prompt=prompt, **wanted, **asked)["choices"][0]
 
 
 def rollout(prompts, trainer):

@@ -87,7 +87,7 @@ def kv_commit_reference(
             cache[:, slots, :, targets] = cache[:, slots, :, sources]
 
 
-@jit
+@jit("longest")
 def _move_path(
     keys, values, sources, targets, moved, longest, num_kv, size,
     stride_layer, stride_slot, stride_head, stride_place, SIZE: tl.constexpr,

@@ -15,7 +15,7 @@ one sequence, N queries of one block (all G heads of a key/value head), E keys t
 import importlib.util
 import inspect
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -172,31 +172,25 @@ def _flash(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, offsets_S1: Tensor, key_
 def _varlen(q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, offsets_S1: Tensor, key_offsets_S1: Tensor) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    out_THd = varlen_attn(
-        q_THd,
-        k_TKd,
-        v_TKd,
-        *_on_device(q_THd, offsets_S1, key_offsets_S1),
-        window_size=(-1, 0),  # causal, aligned at the end
-        enable_gqa=True,
-    )
+    options: dict[str, Any] = {"window_size": (-1, 0)}  # causal, aligned at the end
+    if _takes_groups(varlen_attn):
+        options["enable_gqa"] = True
+    else:  # torch 2.11 wants as many keys and values as queries
+        k_TKd, v_TKd = (x.repeat_interleave(q_THd.shape[1] // x.shape[1], dim=1) for x in (k_TKd, v_TKd))
+    out_THd = varlen_attn(q_THd, k_TKd, v_TKd, *_on_device(q_THd, offsets_S1, key_offsets_S1), **options)
     assert isinstance(out_THd, Tensor), "no second result was asked for"
     return out_THd
+
+
+@cache
+def _takes_groups(attention: Callable[..., Any]) -> bool:
+    return "enable_gqa" in inspect.signature(attention).parameters
 
 
 def _on_device(q_THd: Tensor, offsets_S1: Tensor, key_offsets_S1: Tensor) -> tuple[Tensor, Tensor, int, int]:
     """Offsets where the queries are, and the longest sequences."""
     queries, keys = (x.to(q_THd.device, torch.int32) for x in (offsets_S1, key_offsets_S1))
     return queries, keys, int(offsets_S1.diff().max()), int(key_offsets_S1.diff().max())
-
-
-def _torch_has_varlen() -> bool:
-    """Whether this torch has it for grouped heads."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return False
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @cache
@@ -206,13 +200,6 @@ def _choose(device_type: str, dtype: torch.dtype) -> Impl:
     if device_type == "cpu" and dtype == torch.bfloat16:
         chosen = "blocked"
     elif device_type == "cuda" and dtype != torch.float32:
-        if importlib.util.find_spec("flash_attn") is not None:
-            chosen = "flash"
-        elif _torch_has_varlen():
-            chosen = "varlen"
-        else:
-            _log.warning(
-                "packed attention is slow: this torch has no varlen_attn for grouped heads; install flash-attn"
-            )
+        chosen = "varlen" if importlib.util.find_spec("flash_attn") is None else "flash"
     _log.info("packed attention on %s in %s: %s", device_type, dtype, chosen)
     return chosen

@@ -124,7 +124,7 @@ def _native(
     )  # fmt: skip
 
 
-@jit
+@jit()
 def _loss_and_gradient(
     logits, probs, weights, losses, overlaps, grads, size, KIND: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -20,12 +20,14 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,29 +47,10 @@ _X86 = {  # flags that exclude wider instructions
 }
 _ARM: dict[str, tuple[str, ...]] = {"neon": ()}
 
-_P, _I, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-_SIGNATURES: dict[str, tuple[object, ...]] = {
-    "tlt_pack": (_P, _I, _I, _P),
-    "tlt_linear": (_P, _I, _P, _P),
-    "tlt_layers": (_P, _P, _P, _I, _P, _P, _P, _P),
-    "tlt_eagle3_layer": (_P, _P, _P, _P, _P, _P, _P, _P, _P, _P),
-    "tlt_eagle3_chain": (_P, _P, _P, _P, _P, _P, _P, _P, _P, _P),
-    "tlt_draft_children": (_P, _P, _P, _I, _I, _F, _F, _I, _P, _P),
-    "tlt_rms_norm": (_P, _P, _I, _I, _F, _P),
-    "tlt_choose": (_P, _P, _I, _I, _F, _P, _P, _P),
-    "tlt_exponential": (_P, _I, _P, _I, _P),
-    "tlt_tree_layout": (_P, _I, _P, _P, _P, _I, _I, _P, _P, _P, _P, _P, _P),
-    "tlt_accepted_path": (_P, _P, _P, _P, _I, _I, _I, _P, _P),
-    "tlt_distill_loss": (_P, _I, _P, _P, _I, _I, _I, _P, _P, _P),
-    "tlt_logprob": (_P, _I, _P, _I, _I, _F, _P, _P, _P),
-    "tlt_logprob_gradient": (_P, _I, _P, _P, _P, _I, _I, _F),
-    "tlt_rms_norm_gradient": (_P, _P, _P, _I, _I, _F, _P, _P),
-    "tlt_swiglu": (_P, _I, _I, _P),
-    "tlt_swiglu_gradient": (_P, _P, _I, _I, _P),
-    "tlt_rotate": (_P, _I, _I, _I, _I, _P, _P, _I, _P),
-    "tlt_add_exactly": (_P, _P, _I, _I),
-    "tlt_kv_commit": (_P, _P, _P, _P, _P, _P, _I, _I),
-}
+_PROTOTYPE = re.compile(r"^EXPORT (.*?)(tlt_\w+)\((.*?)\)", re.DOTALL | re.MULTILINE)
+_STRUCT = re.compile(r"^typedef struct \{(.*?)\} (\w+);", re.DOTALL | re.MULTILINE)
+_RESULTS = {"void": None, "const char *": ctypes.c_char_p}
+_BY_VALUE: dict[str, Any] = {"int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 
 class NativeError(RuntimeError):
@@ -103,10 +86,44 @@ def load() -> ctypes.CDLL:
         found = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeError(f"{path} cannot be loaded ({error}); delete it to have it made again") from None
-    for name, arguments in _SIGNATURES.items():
+    for name, (result, arguments) in signatures(_source()).items():
         function = getattr(found, name)
-        function.argtypes, function.restype = list(arguments), None
-    found.tlt_isa.argtypes, found.tlt_isa.restype = [], ctypes.c_char_p
+        function.restype, function.argtypes = result, arguments
+    return found
+
+
+@functools.cache
+def _source() -> str:
+    """All sources, without comments."""
+    return re.sub(r"//.*", "", "\n".join(path.read_text() for path in sorted(_SOURCES.glob("*.[ch]"))))
+
+
+def signatures(source: str) -> dict[str, tuple[Any, list[Any]]]:
+    """Types of result and arguments of what a C source exports.  ctypes refuses a call that does not fit them.
+
+    `EXPORT void tlt_pack(const bf16 *w, int64_t out) {` -> {"tlt_pack": (None, [c_void_p, c_int64])}
+    """
+    return {
+        name: (_RESULTS[result.strip()], [_type(one) for one in arguments.split(",") if one != "void"])
+        for result, name, arguments in _PROTOTYPE.findall(source)
+    }
+
+
+def _type(declared: str) -> Any:
+    """Of "const bf16 *w", "int64_t out" or "Linear qkv"."""
+    return ctypes.c_void_p if "*" in declared else _BY_VALUE[declared.split()[0]]
+
+
+def fields(source: str, struct: str) -> list[tuple[str, Any]]:
+    """Names and types of a struct's fields, for ctypes.
+
+    `typedef struct { int64_t n; float *x, *y; } A;` -> [("n", c_int64), ("x", c_void_p), ("y", c_void_p)]
+    """
+    (body,) = (body for body, name in _STRUCT.findall(source) if name == struct)
+    found = []
+    for declared in filter(None, map(str.strip, body.split(";"))):
+        first, *more = declared.split(",")
+        found += [(name.strip(" *"), _type(declared)) for name in (first.split()[-1], *more)]
     return found
 
 
@@ -220,49 +237,43 @@ def _compile(sources: Sequence[Path], target: Path, flags: Sequence[str]) -> Non
 class CLinear(ctypes.Structure):
     """common.h: Linear."""
 
-    _fields_ = [("panels", _P), ("bias", _P), ("out", _I), ("inputs", _I)]
+    _fields_ = fields(_source(), "Linear")
+
+
+_BY_VALUE["Linear"] = CLinear
 
 
 class CLayer(ctypes.Structure):
     """layers.c: Layer."""
 
-    _fields_ = [
-        *((name, CLinear) for name in ("qkv", "o", "gate_up", "down")),
-        *((name, _P) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
-    ]
+    _fields_ = fields(_source(), "Layer")
 
 
 class CShape(ctypes.Structure):
     """layers.c: Shape."""
 
-    _fields_ = [*((name, _I) for name in ("hidden", "heads", "kv_heads", "dim", "intermediate")), ("eps", _F)]
+    _fields_ = fields(_source(), "Shape")
 
 
 class CCache(ctypes.Structure):
     """common.h: Cache."""
 
-    _fields_ = [("keys", _P), ("values", _P), ("slot_stride", _I), ("head_stride", _I)]
+    _fields_ = fields(_source(), "Cache")
 
 
 class CLayout(ctypes.Structure):
     """common.h: Layout."""
 
-    _fields_ = [("tokens", _I), *((name, _P) for name in ("slot", "place", "known", "path", "length")), ("width", _I)]
+    _fields_ = fields(_source(), "Layout")
 
 
 class CChain(ctypes.Structure):
     """layers.c: Chain."""
 
-    _fields_ = [
-        *((name, _P) for name in ("embeddings", "norm", "ids", "rope", "ends", "keys")),
-        *((name, _I) for name in ("rows", "levels", "positions")),
-        *((name, _F) for name in ("temperature", "error_scale", "token_floor", "level_floor")),
-    ]
+    _fields_ = fields(_source(), "Chain")
 
 
 class CCacheShape(ctypes.Structure):
     """tree.c: CacheShape."""
 
-    _fields_ = [
-        (name, _I) for name in ("layers", "kv_heads", "token_bytes", "layer_stride", "slot_stride", "head_stride")
-    ]
+    _fields_ = fields(_source(), "CacheShape")

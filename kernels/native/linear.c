@@ -43,8 +43,6 @@ static int is_roomy(void) {
     return known;
 }
 
-EXPORT int64_t tlt_panel_elements(int64_t out, int64_t in) { return (out + PANEL - 1) / PANEL * PANEL * in; }
-
 EXPORT void tlt_pack(const bf16 *w, int64_t out, int64_t in, bf16 *panels) {
 #pragma omp parallel for
     for (int64_t n = 0; n < (out + PANEL - 1) / PANEL * PANEL; n += 16) {

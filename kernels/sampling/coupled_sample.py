@@ -184,7 +184,7 @@ def _coupled_sample_triton(logits_NV: Tensor, keys_N2: Tensor, temperature: floa
     return Choice(tokens_N, logprobs_N, lognorms_N)
 
 
-@jit
+@jit("splits", "plane")
 def _choose_in_split(
     logits, keys, floors, parts, columns,
     vocab, row_stride, chunk, splits, plane, temperature,
@@ -225,7 +225,7 @@ def _choose_in_split(
     tl.store(columns + row * splits + split, column)
 
 
-@jit
+@jit("splits", "plane")
 def _choose_among_splits(parts, columns, tokens, logprobs, lognorms, splits, plane, SPLITS: tl.constexpr):
     row, split = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
     used = split < splits
@@ -243,7 +243,7 @@ def _choose_among_splits(parts, columns, tokens, logprobs, lognorms, splits, pla
     tl.store(lognorms + row, lognorm)
 
 
-@jit
+@jit()
 def _gumbel(ids, key_0, key_1):
     """`gumbel_noise`."""
     u = _hash(ids, key_0, key_1).to(tl.float32)
@@ -254,7 +254,7 @@ def _gumbel(ids, key_0, key_1):
     return -tl.log(-log1p)
 
 
-@jit
+@jit()
 def _hash(ids, key_0, key_1):
     """31 bits of each token id, in unsigned integers, whose right shift is the logical one."""
     bits = (ids.to(tl.uint32) * 0x9E3779B1) ^ key_0

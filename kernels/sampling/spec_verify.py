@@ -86,7 +86,7 @@ def accepted_path_reference(
 _MOST_NODES = 1024  # draft tokens that a program reads at once
 
 
-@jit
+@jit("num_tokens", "num_rows", "depth")
 def _walk(
     choice, tokens, parents, rows, nodes, counts, num_tokens, num_rows, depth, BLOCK: tl.constexpr,
 ):  # fmt: skip

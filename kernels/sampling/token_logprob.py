@@ -228,7 +228,7 @@ def _to_gradient_fused(logits_CV: Tensor, ids_C: Tensor, lse_C: Tensor, grad_C: 
 _TRITON = _Kernels(_measure_fused, _to_gradient_fused)
 
 
-@jit
+@jit()
 def _statistics_kernel(logits, ids, logprob, lse, entropy, vocab, temperature, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab
@@ -253,7 +253,7 @@ def _statistics_kernel(logits, ids, logprob, lse, entropy, vocab, temperature, B
     tl.store(entropy + row, log_total - weighted / total)
 
 
-@jit
+@jit()
 def _gradient_kernel(logits, ids, lse, grad, vocab, temperature, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab

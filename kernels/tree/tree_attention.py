@@ -115,7 +115,7 @@ def _tree_attention_triton(
     return out_BKNd
 
 
-@jit
+@jit("num_rows", "splits", "plane")
 def _attend_tree(
     queries, keys, values, bases, sees, parts, sums,
     num_kv, num_rows, width, nodes, size, splits, plane, stride_slot, stride_head, stride_key, scale,
@@ -172,7 +172,7 @@ def _attend_tree(
     tl.store(parts + at_part, out, mask=is_row[:, None] & is_feature[None, :])
 
 
-@jit
+@jit("splits", "plane")
 def _join_splits(parts, sums, outs, size, splits, plane, SPLITS: tl.constexpr, SIZE: tl.constexpr):
     row, split, feature = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS), tl.arange(0, SIZE)
     used, is_feature = split < splits, feature < size

@@ -158,7 +158,8 @@ def test_the_targets_differ_in_torch_alone() -> None:
 def test_the_image_sets_what_the_command_sets() -> None:
     """Prefect's own commands do not come through `tlt`."""
     image = variables("cpu")
-    assert {name: image.get(name) for name in _environment._DEFAULTS} == _environment._DEFAULTS
+    wanted = _environment._DEFAULTS | _environment.NO_BARS
+    assert {name: image.get(name) for name in wanted} == wanted
     assert image["PREFECT_HOME"] == "/tlt/.prefect"
     assert image["TLT_PROJECT"] == rest_of("cpu", "WORKDIR")[0] == job_container()["workingDir"]
     assert Path(image["HF_HOME"]).parent == Path("/tlt/artifacts"), "models would be fetched again by each container"
@@ -234,6 +235,13 @@ def test_services_meet() -> None:
             assert healthy or SERVICES[other]["restart"] == "no"
     for test in (service["healthcheck"]["test"] for service in SERVICES.values() if "healthcheck" in service):
         compile(test[-1], "healthcheck", "exec")
+
+
+def test_no_service_asks_another_one_through_a_proxy() -> None:
+    for service in SERVICES.values():
+        direct = service["environment"]["no_proxy"]
+        assert direct == service["environment"]["NO_PROXY"]
+        assert {"prefect", "127.0.0.1", "localhost"} <= set(direct.split(","))
 
 
 def test_the_worker_is_the_one_that_tlt_deploy_would_start(monkeypatch: pytest.MonkeyPatch) -> None:

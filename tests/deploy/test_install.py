@@ -1,13 +1,18 @@
 """The installer's choices, without installing anything."""
 
+import ast
 import hashlib
 import importlib.util
 import re
+import tomllib
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -150,3 +155,21 @@ def test_a_long_step_is_told_and_a_failure_is_known(
     assert "s so far: Collecting ray" in said
     assert "done in 1 s" in said
     assert not install._run("two", ["false"])
+
+
+def test_where_private_parts_of_a_package_are_used_its_next_minor_release_is_excluded() -> None:
+    """They may go at any release; within a minor one they stay as they were read."""
+    root = DEPLOY.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    allowed = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
+    rooms = [folder for folder in root.iterdir() if (folder / "__init__.py").is_file() or folder.name == "tasks"]
+    used = {
+        node.module.split(".")[0]
+        for path in (path for room in rooms for path in room.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and re.search(r"\._[a-z]", node.module)
+    }
+    assert {"ray", "torch"} <= used
+    for name in used & allowed.keys():
+        major, minor = Version(version(name)).release[:2]
+        assert f"{major}.{minor + 1}" not in allowed[name], name

@@ -260,6 +260,15 @@ def test_the_example_of_own_data_and_reward_works(page: str, project: Path, monk
     assert outcome.components == pytest.approx((1.0, 1.0, 1 - len(response) / 4000))
 
 
+def test_sampling_settings_of_vllm_are_the_request_s_alone() -> None:
+    """Otherwise those that a request leaves out come from the model's generation_config.json."""
+    served = [command for _, command in COMMANDS if command[:2] == ["vllm", "serve"]]
+    assert len(served) > 1
+    assert all(("--generation-config", "vllm") in itertools.pairwise(command) for command in served)
+    example = (ROOT / "docs/examples/trl_on_vllm.py").read_text()
+    assert all(f'"{name}": ' in example for name in ("top_p", "top_k", "min_p", "repetition_penalty"))
+
+
 def test_the_serving_page_serves_as_the_card_does() -> None:
     text = text_of("docs/serving.md")
     (config,) = [c[c.index("--speculative-config") + 1] for c in commands_of(text) if "--speculative-config" in c]

@@ -145,7 +145,7 @@ def test_a_truncated_weight_file(
 def test_a_reward_function_that_does_not_exist(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reward = "reward.functions=[{kind: python, path: 'no_such_module:f'}]"
     assert cli.main(["train", "conf/smoke.yaml", reward, f"output_dir={in_empty_folder}"]) == 2
-    assert "'no_such_module:f' cannot be loaded" in capsys.readouterr().err
+    assert "'no_such_module:f' cannot be used" in capsys.readouterr().err
     assert not in_empty_folder.exists()
 
 

@@ -100,7 +100,9 @@ def test_the_manifest_of_a_data_set_which_is_made_again(
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "words")
 
     def prepare() -> dataset.DataManifest:
-        return dataset.prepare(cfg, tokenizer=tokenizer, max_prompt_tokens=64, out_dir=tmp_path / "data")
+        return dataset.prepare(
+            cfg, tokenizer=tokenizer, vocab_size=49_152, max_prompt_tokens=64, out_dir=tmp_path / "data"
+        )
 
     made = prepare()
     path = damaged("data/manifest.json", (tmp_path / "data" / "manifest.json").read_bytes())

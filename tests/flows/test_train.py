@@ -18,7 +18,7 @@ from conf.run import RunConfig
 from flows import _heartbeat, _logging
 from flows.evaluate import evaluate
 from flows.train import train
-from tlt_core.items.metrics import SECTIONS, declaration
+from tlt_core.items.metrics import SECTIONS, declaration, undeclared
 
 pytestmark = pytest.mark.prefect
 
@@ -93,6 +93,10 @@ def test_a_step_has_the_fields_vocabulary(rows: list[dict[str, float]]) -> None:
     } <= rows[1].keys()
     phases = ("gen", "reward", "update_actor", "update_weights", "save_checkpoint", "tracking")
     assert sum(rows[1][f"timing_s/{p}"] for p in phases) <= rows[1]["timing_s/step"]
+
+
+def test_every_metric_is_declared(rows: list[dict[str, float]]) -> None:
+    assert not undeclared(name for row in rows for name in row if name != "step")
 
 
 def test_every_declared_metric_is_made(rows: list[dict[str, float]]) -> None:

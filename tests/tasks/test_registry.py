@@ -157,6 +157,17 @@ def test_the_better_validated_policy_is_the_champion_and_lineage_is_in_the_tags(
     assert {"tokenizer_digest", "git_commit", "run_name", "export", "validation"} <= tags.keys()
 
 
+@pytest.mark.parametrize(
+    ("every", "remedy"), [(0, "set evaluation.every_steps above 0"), (1, "no prompt of that task was validated")]
+)
+def test_the_remedy_for_a_missing_validation_figure_is_one(
+    cfg: RunConfig, every: int, remedy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = cfg.model_copy(update={"evaluation": cfg.evaluation.model_copy(update={"every_steps": every})})
+    register_policy.fn(cfg, inputs.start_model(cfg.model, seed=0), DATA, {}, "")
+    assert remedy in caplog.text
+
+
 @pytest.mark.parametrize("figure", [None, math.nan, math.inf, -math.inf])
 def test_a_policy_without_a_validation_figure_is_the_challenger_only(
     cfg: RunConfig, figure: float | None, caplog: pytest.LogCaptureFixture

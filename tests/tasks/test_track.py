@@ -20,9 +20,11 @@ from conf.run import RunConfig
 from conf.system import TrackingConfig
 from tasks import mlflow_run
 from tasks.mlflow_run import DatasetInput, MlflowRun, flatten
+from tasks.registry import Registry
 from tasks.track import Tracker, step_line
 from tests.tasks.scored_batches import scored_batch
 from tlt_core.data.dataset import DataManifest
+from tlt_core.data.question import DataError
 from tlt_core.items.speculation import OFF, RoundReport, Strategy
 from tlt_core.items.store import Ref, StoreError
 from tlt_core.items.types import ScoredBatch, WorkerSpan, WorkerState
@@ -101,6 +103,43 @@ def test_a_run_that_was_deleted_is_replaced_by_a_new_one(
     run = _open(tracking, resume_id="f" * 32)
     assert run.run_id not in ("", "f" * 32)
     assert "a new one begins" in caplog.text
+
+
+def test_an_experiment_that_was_deleted_is_restored(tracking: TrackingConfig, caplog: pytest.LogCaptureFixture) -> None:
+    """MLflow finds it by its name, and takes no run into it."""
+    first = _open(tracking)
+    first.end("FINISHED")
+    client = MlflowClient(tracking.uri)
+    client.delete_experiment(first.experiment_id)
+    run = _open(tracking)
+    run.metrics({"loss": 1.0}, step=1)
+    run.end("FINISHED")
+    assert run.experiment_id == first.experiment_id
+    assert client.get_run(run.run_id).data.metrics == {"loss": 1.0}
+    assert f"MLflow's experiment '{tracking.experiment}' was deleted and is restored" in caplog.text
+
+
+def test_the_registry_restores_a_deleted_experiment_too(tracking: TrackingConfig) -> None:
+    registry, client = Registry(tracking), MlflowClient(tracking.uri)
+    first = registry.run(name="r", key="a", tags={})
+    client.delete_experiment(client.get_run(first).info.experiment_id)
+    assert client.get_run(registry.run(name="r", key="b", tags={})).info.lifecycle_stage == "active"
+
+
+def test_a_run_in_the_environment_is_left_alone(tracking: TrackingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a job that `mlflow run` has started, or in a shell where somebody looks at a run."""
+    client = MlflowClient(tracking.uri)
+    theirs = client.create_run(client.create_experiment(f"{tracking.experiment} theirs")).info
+    for name, value in {"RUN_ID": theirs.run_id, "EXPERIMENT_ID": theirs.experiment_id}.items():
+        monkeypatch.setenv(f"MLFLOW_{name}", value)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", f"{tracking.experiment} theirs")
+    run = _open(tracking)
+    run.metrics({"loss": 1.0}, step=1)
+    run.end("FINISHED")
+    assert run.run_id not in ("", theirs.run_id)
+    assert client.get_experiment(client.get_run(run.run_id).info.experiment_id).name == tracking.experiment
+    assert client.get_run(theirs.run_id).data.metrics == {}
+    assert client.get_run(theirs.run_id).info.status == "RUNNING"
 
 
 def test_a_store_that_does_not_answer_never_raises(
@@ -230,7 +269,18 @@ def cfg(tracking: TrackingConfig, tmp_path: Path) -> RunConfig:
     cfg = load("conf/smoke.yaml", [f"output_dir={tmp_path}"]).model_copy(update={"tracking": tracking})
     provenance.begin_attempt(cfg, forecast_s={})
     (tmp_path / "data").mkdir()
-    manifest = DataManifest("d" * 64, cfg.data.model_dump(mode="json"), "by hand", 64, {"train": 3}, {"sums": 3}, 0, {})
+    manifest = DataManifest(
+        digest="d" * 64,
+        config=cfg.data.model_dump(mode="json"),
+        generator="by hand",
+        tokenizer="t" * 64,
+        max_prompt_tokens=64,
+        longest_prompt=9,
+        counts={"train": 3},
+        tasks={"sums": 3},
+        dropped_long=0,
+        sha256={},
+    )
     (tmp_path / "data" / "manifest.json").write_text(json.dumps(asdict(manifest)))
     return cfg
 
@@ -339,3 +389,23 @@ def test_the_columns_of_the_step_line_do_not_move() -> None:
     )
     assert len(few) == len(many)
     assert [i for i, c in enumerate(few) if c == "/"] == [i for i, c in enumerate(many) if c == "/"]
+
+
+def test_an_attempt_that_fails_before_it_begins_is_marked_so(cfg: RunConfig) -> None:
+    session: Any = _Session(cfg)
+    (Path(cfg.output_dir) / "data" / "manifest.json").write_text("{")
+    with pytest.raises(DataError):
+        _tracker(session, cfg)
+    assert MlflowClient(cfg.tracking.uri).get_run(session.tracker_run_id).info.status == "FAILED"
+
+
+def test_a_metric_that_nobody_declared_is_tracked_and_told_once(
+    cfg: RunConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    with _tracker(_Session(cfg), cfg) as tracker:
+        for step in (1, 2):
+            tracker.record({"critic/rewards/mean": 0.5, "critic/rewards/median": 0.25}, step=step)
+    rows = [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["critic/rewards/median"] for row in rows] == [0.25, 0.25]
+    told = [r.getMessage() for r in caplog.records if "not declared" in r.getMessage()]
+    assert told == ["tracked, but not declared in tlt_core/items/metrics.py: critic/rewards/median"]

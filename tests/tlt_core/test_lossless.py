@@ -9,7 +9,7 @@ import torch
 from conf.rollout import SpeculationConfig, StrategyConfig
 from kernels import native
 from kernels.sampling.coupled_sample import gumbel_noise
-from tlt_core.data.dataset import encode_prompt
+from tlt_core.data.chat import encode_prompt
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import eagle3_from_target, tap_scales
 from tlt_core.drafter.eagle3.observe import observe

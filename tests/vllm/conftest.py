@@ -8,7 +8,7 @@ import torch
 from conf.rollout import SpeculationConfig
 from tests.vllm.own_engine import DEPTH, decode
 from tests.vllm.servers import MAX_TOKENS, NGRAM, QUESTIONS, REPEATING, Target, Told, ask
-from tlt_core.data.dataset import encode_prompt
+from tlt_core.data.chat import encode_prompt
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import choose_draft_vocabulary, eagle3_from_target, tap_scales
 from tlt_core.drafter.eagle3.observe import observe

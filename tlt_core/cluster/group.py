@@ -71,6 +71,7 @@ class WorkerGroup:
         """shared: folder that workers write for the driver and each other; every node must see it.
 
         Raises ClusterError when the cluster has no room for the workers, or their nodes do not see the same files.
+        Whatever is raised, nothing that was started is left.
         """
         self.num_workers = cluster.num_workers
         self.engines = Engines(cluster.num_workers, spec.rollout.workers_per_engine)
@@ -79,11 +80,14 @@ class WorkerGroup:
         self._gpus: list[tuple[str, ...]] = [()] * cluster.num_workers  # that a lone worker sees anyway
         start_ray(cluster)
         try:
-            require_room(cluster, self.engines.workers_each)
-            self._placement = reserve(cluster, self.engines.workers_each)
+            self._start(cluster, spec, shared)
         except BaseException:
             self.kill()
             raise
+
+    def _start(self, cluster: ClusterConfig, spec: WorkerSpec, shared: Path | None) -> None:
+        require_room(cluster, self.engines.workers_each)
+        self._placement = reserve(cluster, self.engines.workers_each)
         actor = ray.remote(num_cpus=cluster.threads_per_worker, num_gpus=cluster.gpus_per_worker)(Worker)
         self._workers = [
             actor.options(name=f"worker-{rank}-{os.getpid()}", scheduling_strategy=self._placement.worker(rank)).remote(
@@ -103,15 +107,11 @@ class WorkerGroup:
     def _require_shared_folders(self, spec: WorkerSpec, shared: Path | None) -> None:
         drafter = spec.rollout.speculation.drafter_path
         files = expected_files([spec.model_dir, *([] if drafter is None else [Path(drafter)])])
-        try:
-            with contextlib.ExitStack() as stack:
-                if shared is not None:
-                    files |= stack.enter_context(probe_file(shared.resolve()))
-                missing = self._on_all("unseen", files)
-            require_seen(missing, self._placement.nodes, driver=self._placement.driver)
-        except BaseException:
-            self.kill()
-            raise
+        with contextlib.ExitStack() as stack:
+            if shared is not None:
+                files |= stack.enter_context(probe_file(shared.resolve()))
+            missing = self._on_all("unseen", files)
+        require_seen(missing, self._placement.nodes, driver=self._placement.driver)
 
     def _join(self) -> None:
         addresses = [LOOPBACK if self._placement.is_local else node.address for node in self._placement.nodes]

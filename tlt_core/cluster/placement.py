@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from conf.system import ClusterConfig
 from tlt_core.machine.processors import check_workers
+from tlt_core.machine.socket_folder import SHORT, socket_folder
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ _WAIT_S = 30.0  # a run that has just ended frees its processors after a second 
 _CONNECT_S = 5.0
 _STRATEGIES = {"pack": "PACK", "spread": "SPREAD"}
 _PASSED_ON = ("GLOO_", "NCCL_")  # the driver's settings of the network between workers
+_SOCKET_OF_RAY = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # its longest one
 # New memory comes in pages of 2 MB, which saves page faults in the update.  Needs glibc 2.35; older ones ignore it.
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
@@ -110,7 +112,7 @@ def start_ray(cluster: ClusterConfig) -> None:
                 os.environ.setdefault(name, value)
         num_cpus = cluster.num_workers * cluster.threads_per_worker
         with _own_sigterm(), _loopback_only():
-            _start_own(num_cpus=num_cpus, include_dashboard=False, **options)
+            _start_own(num_cpus=num_cpus, include_dashboard=False, _temp_dir=_folder_of_ray(), **options)
         _close_token_file()
         return
     try:
@@ -123,6 +125,13 @@ def start_ray(cluster: ClusterConfig) -> None:
             "'ray start --head' (further nodes: 'ray start --address=HOST:6379'), start the run on one of its nodes, "
             "with RAY_AUTH_MODE as the cluster has it; or set cluster.address=local"
         ) from error
+
+
+def _folder_of_ray() -> str | None:
+    """None: as Ray chooses it."""
+    chosen = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR", SHORT)
+    short = socket_folder(chosen, behind=_SOCKET_OF_RAY)
+    return None if short == chosen else f"{short}/ray"
 
 
 def _start_own(**options: Any) -> None:

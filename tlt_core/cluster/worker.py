@@ -166,7 +166,7 @@ class Worker:
                 on_captured=None if spot is None else spot.collect,
                 worker=self._rank,
             )
-        idle = WorkerIdle(self._rank, time.time())
+        idle = WorkerIdle(self._rank, time.time(), _has_data(spot))
         feed.flush()
         self._use_idle_time(idle, feed, spot, streamed)
         if spot is not None:
@@ -185,7 +185,8 @@ class Worker:
         None: of a worker that trains none."""
         feed, spot = RequestFeed(dispatcher, self._rank), self._drafting.spot
         self._phase_end.begin()
-        self._use_idle_time(WorkerIdle(self._rank, time.time()), feed, spot, [], longest_s=_LONGEST_WAITING_S)
+        idle = WorkerIdle(self._rank, time.time(), _has_data(spot))
+        self._use_idle_time(idle, feed, spot, [], longest_s=_LONGEST_WAITING_S)
         return None if spot is None else spot.result()
 
     def _use_idle_time(
@@ -201,19 +202,18 @@ class Worker:
         to stop.  streamed: gets the passes that were computed.  longest_s: of a piece of training."""
         order, done = feed.ask(idle), 0
         while order.action is not Action.STOP:
-            has_data = spot is not None and spot.has_data
             if order.action is Action.STREAM:
                 key, share = feed.take()
                 with self._low_priority():
                     if self._policy.stream(share, self._phase_end.reached):
                         streamed.append(key)
-            elif spot is not None and has_data and order.action is Action.TRAIN:
+            elif spot is not None and order.action is Action.TRAIN:  # ordered only where there is data
                 with self._low_priority():
                     done += spot.micro_step(self._phase_end.reached, longest_s=longest_s)
                 got_on()
             else:
                 time.sleep(_POLL_S)
-            order = feed.ask(Progress(self._rank, done, time.time(), has_data))
+            order = feed.ask(Progress(self._rank, done, time.time(), _has_data(spot)))
         self._phase_end.announce()
 
     def _train_after_rollout(self, spot: SpotTraining) -> None:
@@ -291,3 +291,7 @@ class Worker:
     def _policy(self) -> PolicyShard:
         assert self._policy_shard is not None, "load() comes first, with a trainer"
         return self._policy_shard
+
+
+def _has_data(spot: SpotTraining | None) -> bool:
+    return spot is not None and spot.has_data

@@ -12,18 +12,20 @@ from collections import Counter
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
 from conf.data import DataConfig, FileData, GymData
 from tlt_core.data import file_questions, gym_questions
+from tlt_core.data.chat import check_variables, encode_prompt, require_embedded
 from tlt_core.data.question import DataError, Item
+from tlt_core.data.response_text import opening
 from tlt_core.items.store import StoreError, read_json, sha256_of, write_folder_atomically
 from tlt_core.items.types import Prompt
 
-__all__ = ["DataError", "DataManifest", "encode_prompt", "load", "prepare", "read_manifest"]
+__all__ = ["DataError", "DataManifest", "load", "prepare", "read_manifest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +35,16 @@ class DataManifest:
     digest: str  # sha256 over the configuration section and both files
     config: dict[str, Any]  # the `data` section
     generator: str  # e.g. "reasoning-gym 0.1.25", or the source files with their sha256
+    tokenizer: str  # digest of what decides which tokens a text becomes, and whether the model knows them
     max_prompt_tokens: int
+    longest_prompt: int  # tokens, over both splits
     counts: dict[str, int]  # per split
     tasks: dict[str, int]  # training prompts per task
     dropped_long: int  # prompts with more than max_prompt_tokens tokens
     sha256: dict[str, str]  # per file
 
 
+_SHOWN = 60  # characters of a question, in messages
 _MANIFEST, _SECTION = TypeAdapter(DataManifest), TypeAdapter[DataConfig](DataConfig)
 
 
@@ -47,34 +52,84 @@ def prepare(
     cfg: DataConfig,
     *,
     tokenizer: Any,
+    vocab_size: int,
     max_prompt_tokens: int,
     out_dir: Path,
     alone: AbstractContextManager[None] | None = None,
 ) -> DataManifest:
     """Make the data set, unless it is there already.  Raises DataError, and StoreError where the disk refuses.
 
-    alone: entered to make it, where another process may want the same; it waits for that one.
+    vocab_size: tokens that the model's embedding has.  alone: entered to make it, where another process may want the
+    same; it waits for that one.
     """
-    existing = _existing(cfg, max_prompt_tokens, out_dir)
+    encoder = _Encoder(tokenizer, vocab_size, cfg)
+    existing = _existing(cfg, encoder, max_prompt_tokens, out_dir)
     if existing is not None:
         return existing
     with alone or nullcontext():
-        made = _existing(cfg, max_prompt_tokens, out_dir)  # perhaps by the process that was waited for
-        return made or _make(cfg, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens, out_dir=out_dir)
+        made = _existing(cfg, encoder, max_prompt_tokens, out_dir)  # perhaps by the process that was waited for
+        return made or _make(cfg, encoder, max_prompt_tokens=max_prompt_tokens, out_dir=out_dir)
 
 
-def _make(cfg: DataConfig, *, tokenizer: Any, max_prompt_tokens: int, out_dir: Path) -> DataManifest:
+class _Encoder(NamedTuple):
+    """How the run's model reads a question."""
+
+    tokenizer: Any
+    vocab_size: int
+    cfg: DataConfig
+
+    def digest(self) -> str:
+        """Changes when a token or the chat template does: a model's folder may be edited in place."""
+        known = [sorted(self.tokenizer.get_vocab().items()), self.tokenizer.chat_template, self.vocab_size]
+        return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+    def length(self, item: Item) -> int:
+        """Tokens of its prompt.  Raises DataError."""
+        tokens = _encode(self.tokenizer, item.question, self.cfg)
+        where = f"the prompt {item.question[:_SHOWN]!r}"
+        require_embedded(tokens, self.tokenizer, vocab_size=self.vocab_size, where=where)
+        return len(tokens)
+
+
+def _encode(tokenizer: Any, question: str, cfg: DataConfig) -> list[int]:
+    return encode_prompt(
+        tokenizer,
+        question + cfg.instruction,
+        system_prompt=cfg.system_prompt,
+        template_kwargs=cfg.chat_template_kwargs,
+    )
+
+
+def _make(cfg: DataConfig, encoder: _Encoder, *, max_prompt_tokens: int, out_dir: Path) -> DataManifest:
+    check_variables(encoder.tokenizer, cfg.chat_template_kwargs, setting="data.chat_template_kwargs")
     train, validation = gym_questions.splits(cfg) if isinstance(cfg, GymData) else file_questions.splits(cfg)
-    kept = [[i for i in split if len(_encode(tokenizer, i, cfg)) <= max_prompt_tokens] for split in (validation, train)]
+    measured = [[(item, encoder.length(item)) for item in split] for split in (validation, train)]
+    fitting = [[(item, length) for item, length in split if length <= max_prompt_tokens] for split in measured]
+    kept = [[item for item, _ in split] for split in fitting]
     if not all(kept):
         raise DataError(
             f"all prompts of a split are longer than rollout.max_prompt_tokens={max_prompt_tokens}; raise it or use "
             "shorter prompts"
         )
-    dropped = len(validation) + len(train) - sum(len(split) for split in kept)
 
     def write(folder: Path) -> None:
-        _write(folder, cfg, *kept, dropped_long=dropped, max_prompt_tokens=max_prompt_tokens)
+        _write_rows(folder / "validation.jsonl", kept[0], first_id=0)
+        _write_rows(folder / "train.jsonl", kept[1], first_id=len(kept[0]))
+        sha256 = {p.name: sha256_of(p) for p in sorted(folder.iterdir())}
+        config = cfg.model_dump(mode="json")
+        manifest = DataManifest(
+            digest=hashlib.sha256(json.dumps([config, sha256], sort_keys=True).encode()).hexdigest(),
+            config=config,
+            generator=gym_questions.generator() if isinstance(cfg, GymData) else file_questions.source(cfg),
+            tokenizer=encoder.digest(),
+            max_prompt_tokens=max_prompt_tokens,
+            longest_prompt=max(length for split in fitting for _, length in split),
+            counts={"train": len(kept[1]), "validation": len(kept[0])},
+            tasks=dict(sorted(Counter(i.task for i in kept[1]).items())),
+            dropped_long=sum(map(len, measured)) - sum(map(len, kept)),
+            sha256=sha256,
+        )
+        (folder / "manifest.json").write_text(json.dumps(asdict(manifest), indent=1, sort_keys=True))
 
     write_folder_atomically(out_dir, write)
     return read_manifest(out_dir)
@@ -87,10 +142,9 @@ def load(out_dir: Path, split: Literal["train", "validation"], tokenizer: Any) -
         raise DataError(f"{out_dir} holds no {split} prompts; 'tlt prepare CONFIG' makes them")
     if sha256_of(path) != manifest.sha256.get(path.name):
         raise DataError(f"{path} has changed since it was made; 'tlt prepare CONFIG' makes it again")
-    prompts = []
+    cfg, prompts = _SECTION.validate_python(manifest.config), []
     for _, row in file_questions.jsonl_rows(path, deepest=1 + file_questions.DEEPEST):  # metadata is a level
-        text = row["prompt"] + manifest.config["instruction"]
-        tokens = encode_prompt(tokenizer, text, system_prompt=manifest.config["system_prompt"])
+        tokens = _encode(tokenizer, row["prompt"], cfg)
         prompts.append(
             Prompt(
                 id=row["id"],
@@ -99,52 +153,10 @@ def load(out_dir: Path, split: Literal["train", "validation"], tokenizer: Any) -
                 answer=row["answer"],
                 task=row["task"],
                 metadata=row["metadata"],
+                opening=opening(tokenizer, tokens),
             )
         )
     return prompts
-
-
-def encode_prompt(tokenizer: Any, text: str, *, system_prompt: str | None) -> list[int]:
-    """Token ids of one user message, ready for the answer.
-
-    system_prompt: None leaves the system message to the chat template, as chat calls of serving engines do.  Without a
-    chat template the text is encoded as it is.
-    """
-    if not tokenizer.chat_template:
-        return tokenizer.encode(f"{system_prompt}\n{text}\n" if system_prompt else f"{text}\n")
-    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    messages = [*system, {"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-
-
-def _encode(tokenizer: Any, item: Item, cfg: DataConfig) -> list[int]:
-    return encode_prompt(tokenizer, item.question + cfg.instruction, system_prompt=cfg.system_prompt)
-
-
-def _write(
-    folder: Path,
-    cfg: DataConfig,
-    validation: list[Item],
-    train: list[Item],
-    *,
-    dropped_long: int,
-    max_prompt_tokens: int,
-) -> None:
-    _write_rows(folder / "validation.jsonl", validation, first_id=0)
-    _write_rows(folder / "train.jsonl", train, first_id=len(validation))
-    sha256 = {p.name: sha256_of(p) for p in sorted(folder.iterdir())}
-    config = cfg.model_dump(mode="json")
-    manifest = DataManifest(
-        digest=hashlib.sha256(json.dumps([config, sha256], sort_keys=True).encode()).hexdigest(),
-        config=config,
-        generator=gym_questions.generator() if isinstance(cfg, GymData) else file_questions.source(cfg),
-        max_prompt_tokens=max_prompt_tokens,
-        counts={"train": len(train), "validation": len(validation)},
-        tasks=dict(sorted(Counter(i.task for i in train).items())),
-        dropped_long=dropped_long,
-        sha256=sha256,
-    )
-    (folder / "manifest.json").write_text(json.dumps(asdict(manifest), indent=1, sort_keys=True))
 
 
 def _write_rows(path: Path, items: list[Item], *, first_id: int) -> None:
@@ -169,13 +181,15 @@ def read_manifest(out_dir: Path) -> DataManifest:
     return manifest
 
 
-def _existing(cfg: DataConfig, max_prompt_tokens: int, out_dir: Path) -> DataManifest | None:
+def _existing(cfg: DataConfig, encoder: _Encoder, max_prompt_tokens: int, out_dir: Path) -> DataManifest | None:
     """The data set that is there, if it was made from this configuration and has not changed since."""
     try:
         manifest = read_manifest(out_dir)
     except DataError:  # missing or damaged: it is made
         return None
     if manifest.config != cfg.model_dump(mode="json") or manifest.max_prompt_tokens != max_prompt_tokens:
+        return None
+    if manifest.tokenizer != encoder.digest():
         return None
     if isinstance(cfg, FileData) and manifest.generator != file_questions.source(cfg):
         return None

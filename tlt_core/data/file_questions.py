@@ -4,7 +4,8 @@ import json
 import math
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from conf.data import FileData
 from tlt_core.data.question import DataError, Item
 from tlt_core.items.store import sha256_of
 
+TASK = "file"  # of all rows
 _ROWS_AT_ONCE = 10_000  # that are checked before a run begins: a fraction of a second
 DEEPEST = 64  # brackets around a value, far from where Python's own readers and writers give up
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -44,6 +46,16 @@ def splits(cfg: FileData) -> tuple[list[Item], list[Item]]:
     random.Random(cfg.seed).shuffle(questions)
     held = set(questions[: max(1, round(len(questions) * cfg.validation_fraction))])
     return [i for i in train if i.question not in held], [i for i in train if i.question in held]
+
+
+def places(cfg: FileData, wanted: Collection[tuple[str, str]]) -> dict[tuple[str, str], str]:
+    """File and line of the first row with each of these prompts and answers."""
+    found: dict[tuple[str, str], str] = {}
+    for path, setting in ((cfg.train_path, "data.train_path"), (cfg.validation_path, "data.validation_path")):
+        for where, item in _located(Path(path), cfg, setting=setting) if path else ():
+            if (item.question, item.answer) in wanted:
+                found.setdefault((item.question, item.answer), where)
+    return found
 
 
 def source(cfg: FileData) -> str:
@@ -123,6 +135,11 @@ def _read(path: Path, cfg: FileData, *, setting: str) -> list[Item]:
 
 
 def _items(path: Path, cfg: FileData, *, setting: str) -> Iterator[Item]:
+    return (item for _, item in _located(path, cfg, setting=setting))
+
+
+def _located(path: Path, cfg: FileData, *, setting: str) -> Iterator[tuple[str, Item]]:
+    """Each row, and its file and line."""
     if not path.is_file():
         raise DataError(f"data file {path} does not exist; {setting} wants a .jsonl or .parquet file")
     if path.suffix == ".jsonl":
@@ -134,7 +151,7 @@ def _items(path: Path, cfg: FileData, *, setting: str) -> Iterator[Item]:
     for where, row in rows:
         prompt, answer = (_text(where, row, key) for key in (cfg.prompt_key, cfg.answer_key))
         metadata = {k: v for k, v in row.items() if k not in (cfg.prompt_key, cfg.answer_key)}
-        yield Item("file", prompt, answer, metadata)
+        yield where, Item(TASK, prompt, answer, metadata)
 
 
 def _text(where: str, row: Any, key: str) -> str:
@@ -144,12 +161,19 @@ def _text(where: str, row: Any, key: str) -> str:
         raise DataError(f"{where}: no {key!r}; set data.prompt_key and data.answer_key to its columns")
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{where}: {key!r} is {value}; give a finite number or a text")
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise DataError(f"{where}: {key!r} is a {type(value).__name__}; give a text or a number")
-    text = str(value)
+    text = _plain(value) if isinstance(value, float | Decimal) else str(value)
     if not text.strip():
         raise DataError(f"{where}: {key!r} is blank; give it a text, or remove the row")
     return text
+
+
+def _plain(number: float | Decimal) -> str:
+    """In plain decimals, as people write it: 1e-05 is 0.00001, and 72.0 (an integer of a column with nulls) is 72."""
+    if isinstance(number, float) and number.is_integer():
+        return str(int(number))
+    return format(Decimal(str(number)), "f")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -180,6 +204,9 @@ def _values(column: Any, where: str) -> list[Any]:
     """As Python's own values.  Raises DataError for those that have none, such as a date in the year 10,000."""
     try:
         values: list[Any] = column.to_pylist()
+        if column.type in ("float", "halffloat"):  # the shortest number of that type: 0.1, not 0.10000000149011612
+            narrow = column.type.to_pandas_dtype()
+            values = [None if value is None else float(str(narrow(value))) for value in values]
     except (ValueError, ArithmeticError, LookupError) as error:
         raise DataError(f"{where}: a value cannot be read ({error}); leave the column out, or make it text") from None
     return values

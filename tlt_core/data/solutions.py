@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from conf.data import GymData
-from tlt_core.data.dataset import encode_prompt
+from tlt_core.data.chat import encode_prompt, require_embedded
 from tlt_core.data.gym_questions import gym_items
 from tlt_core.data.question import DataError
+from tlt_core.data.response_text import continued, opening
 
 
 def version() -> str:
@@ -48,17 +49,26 @@ def worked_solution(task: str, metadata: Mapping[str, Any], answer: str) -> str:
 
 
 def examples(
-    cfg: GymData, *, num_examples: int, tokenizer: Any, exclude: set[str], seed: int
+    cfg: GymData, *, num_examples: int, tokenizer: Any, vocab_size: int, exclude: set[str], seed: int
 ) -> list[tuple[Tensor, Tensor]]:
     """(prompt tokens, completion tokens with the end token), int32, in the data set's mixture.
 
-    exclude: questions that must not occur (the validation split's).
+    vocab_size: tokens that the model's embedding has.  exclude: questions that must not occur (the validation split's).
+    Raises DataError.
     """
     pairs = []
     for item in gym_items(cfg, count=num_examples, first_index=_FIRST_INDEX, exclude=exclude):
-        prompt = encode_prompt(tokenizer, item.question + cfg.instruction, system_prompt=cfg.system_prompt)
-        text = worked_solution(item.task, item.metadata, item.answer)
+        prompt = encode_prompt(
+            tokenizer,
+            item.question + cfg.instruction,
+            system_prompt=cfg.system_prompt,
+            template_kwargs=cfg.chat_template_kwargs,
+        )
+        text = continued(opening(tokenizer, prompt), worked_solution(item.task, item.metadata, item.answer))
         completion = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+        require_embedded(
+            [*prompt, *completion], tokenizer, vocab_size=vocab_size, where=f"the worked solution {text!r}"
+        )
         pairs.append((torch.tensor(prompt, dtype=torch.int32), torch.tensor(completion, dtype=torch.int32)))
     random.Random(seed).shuffle(pairs)
     return pairs

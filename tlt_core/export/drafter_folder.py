@@ -118,8 +118,8 @@ def _measure(cfg: RunConfig, source: Source, model: Eagle3Model, *, num_prompts:
     params = SamplingParams(
         top_p=rollout.top_p,
         top_k=rollout.top_k,
-        max_new_tokens=min(rollout.max_new_tokens, cfg.evaluation.max_new_tokens or rollout.max_new_tokens),
-        stop_token_ids=stop_token_ids(source.policy, tokenizer),
+        max_new_tokens=cfg.evaluation.max_new_tokens or rollout.max_new_tokens,
+        stop_token_ids=stop_token_ids(source.policy, tokenizer, also=rollout.stop_token_ids),
     )
     return measure(
         load_decoder(source.policy, dtype=as_torch(rollout.dtype), device=device),

@@ -24,11 +24,10 @@ from tlt_core.machine.driver import driver_device
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
-from tlt_core.model.sampling import policy_scores, row_keys, stream_key
+from tlt_core.model.sampling import NoiseStep, policy_scores, row_keys, stream_key
 from tlt_core.rollout import side_by_side
 from tlt_core.rollout.side_by_side import Workload
 
-_NOISE_STEP = -(1 << 28)  # RL steps count up from 1; validation, warm-up and export use other values below 0
 _NEAR_TIE = 1e-3  # the fp32 scores of one context differ by less between two batch shapes
 _PLAIN = SpeculationConfig(policy="off")
 
@@ -72,7 +71,7 @@ def _workload(cfg: RunConfig, policy: Path, data_dir: Path, *, dtype: torch.dtyp
     tokenizer, own = load_tokenizer(policy), cfg.retrain
     prompts = dataset.load(data_dir, "validation", tokenizer)[: own.num_prompts]
     requests = [
-        GenerationRequest(NoiseKey(cfg.seed, _NOISE_STEP, p.id, s), p.tokens)
+        GenerationRequest(NoiseKey(cfg.seed, NoiseStep.DRAFTER_TRIAL, p.id, s), p.tokens)
         for p in prompts
         for s in range(own.num_samples)
     ]
@@ -80,8 +79,8 @@ def _workload(cfg: RunConfig, policy: Path, data_dir: Path, *, dtype: torch.dtyp
         temperature=cfg.rollout.temperature,
         top_p=cfg.rollout.top_p,
         top_k=cfg.rollout.top_k,
-        max_new_tokens=min(own.max_new_tokens or cfg.rollout.max_new_tokens, cfg.rollout.max_new_tokens),
-        stop_token_ids=stop_token_ids(policy, tokenizer),
+        max_new_tokens=own.max_new_tokens or cfg.rollout.max_new_tokens,
+        stop_token_ids=stop_token_ids(policy, tokenizer, also=cfg.rollout.stop_token_ids),
     )
     decoder = load_decoder(policy, dtype=dtype, device=driver_device(cfg.cluster))
     return Workload("held-out", decoder, requests, params, own.max_live_requests)

@@ -25,11 +25,11 @@ from tlt_core.drafter.eagle3.static import room_for
 from tlt_core.items.speculation import OFF, RoundReport, Strategy
 from tlt_core.items.types import GenerationRequest, NoiseKey, Prompt, Rollout, SamplingParams
 from tlt_core.model.decoder import Decoder
+from tlt_core.model.sampling import NoiseStep
 from tlt_core.rollout import build
 from tlt_core.rollout.engine import RolloutEngine, RoundTrace, Speculation
 from tlt_core.tuner.policies import RecordedTuner, make_tuner
 
-_NOISE_STEP = -(1 << 29)  # RL steps count up from 1, validation down from -1; the warm-up uses -2^30
 _COST_TOKENS = 32  # of each request while costs are measured
 _UNSETTLED = 2  # first rounds of a batch, whose costs do not count: the drafter reads the prompts in them
 _WITHIN = 0.98  # of the best rate, for the shortest chain
@@ -132,7 +132,7 @@ def measure(
             policy, max_live=max_live, max_len=max_len, speculation=Speculation(drafters, tuner, chains)
         )
 
-    requests = [GenerationRequest(NoiseKey(seed, _NOISE_STEP, p.id, 0), p.tokens) for p in prompts]
+    requests = [GenerationRequest(NoiseKey(seed, NoiseStep.EXPORT, p.id, 0), p.tokens) for p in prompts]
     acceptance, responses = [], {}
     for temperature in sorted(temperatures):
         engine = engine_with(make_tuner("fixed", chains[-1:]))

@@ -7,16 +7,14 @@ a tiny deviation.
 Shapes: R responses, G groups (distinct prompts), T tokens of all responses.
 """
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple, assert_never
 
 import torch
 from torch import Tensor
 
-from conf.update import KLConfig
+from conf.update import Estimator, KLConfig
 from tlt_core.grpo.loss import kl_estimate
 from tlt_core.items.types import RolloutBatch
-
-Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
 
 _EPS = 1e-6  # added to a deviation before dividing by it
 
@@ -43,9 +41,11 @@ def advantages(rewards_R: Tensor, prompt_ids_R: Tensor, *, kind: Estimator) -> T
     elif kind == "rloo":
         # r - (n mean - r) / (n - 1)  =  (r - mean) n / (n - 1)
         result = groups.centred_R * groups.size_R / (groups.size_R - 1).clamp(min=1)
-    else:
+    elif kind == "reinforce_pp_baseline":
         std = groups.centred_R.std() if len(rewards_R) > 1 else torch.zeros(())
         result = groups.centred_R / (std + _EPS)
+    else:
+        assert_never(kind)
     return result.float()
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.update import LoraConfig
+from tlt_core.model.config import ModelError
 
 _BASE = ".base_layer."  # how peft names the adapted weight inside its wrapper
 
@@ -18,10 +19,11 @@ _BASE = ".base_layer."  # how peft names the adapted weight inside its wrapper
 def inject_adapters(model: nn.Module, cfg: LoraConfig, *, seed: int = 0) -> None:
     """Freeze the model and put adapters on the linear layers named in cfg.target_modules, in place.
 
-    seed: for matrix A, equal on all workers.  Raises ValueError when no module has such a name.
+    seed: for matrix A, equal on all workers.  Raises ModelError when no module has such a name.
     """
     import peft
 
+    require_targets(model, cfg)
     config = peft.LoraConfig(
         r=cfg.rank,
         lora_alpha=cfg.alpha,  # type: ignore[arg-type]  # peft only divides it by the rank
@@ -29,10 +31,6 @@ def inject_adapters(model: nn.Module, cfg: LoraConfig, *, seed: int = 0) -> None
         lora_dropout=0.0,
         bias="none",
     )
-    leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    missing = set(cfg.target_modules) - leaves
-    if missing:
-        raise ValueError(f"lora.target_modules={sorted(missing)}: no such linear layer; there are {sorted(leaves)}")
     peft.inject_adapter_in_model(config, model)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
@@ -41,6 +39,17 @@ def inject_adapters(model: nn.Module, cfg: LoraConfig, *, seed: int = 0) -> None
             bound = 1 / math.sqrt(parameter.shape[1])  # Kaiming uniform with a = sqrt(5), as peft draws it
             noise = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
             parameter.data.copy_(noise)
+
+
+def require_targets(model: nn.Module, cfg: LoraConfig) -> None:
+    """Raises ModelError when the model lacks a linear layer of cfg.target_modules.  Weights are not looked at."""
+    leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    missing = sorted(set(cfg.target_modules) - leaves)
+    if missing:
+        raise ModelError(
+            f"update.lora.target_modules={missing}: the decoder has no such linear layer; it has {sorted(leaves)} "
+            "(query, key and value are one, and so are gate and up)"
+        )
 
 
 def merged_weights(model: nn.Module, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -3,10 +3,14 @@
     submit(key, prompt, response) ... submit(...)        as responses end
     collect(keys) -> scores                              when they are needed
 
-No reward function can end a run.  A response scores 0 when a function raises, kills its process, exceeds the time
+A reward function that fails here and there ends no run; one that fails for all responses of a step does
+(`require_scores`).  A response scores 0 when a function raises, kills its process, exceeds the time
 limit (its process is then killed) or its memory (`confinement.py`), or returns a number that is not finite or too
 large.  Metrics count these cases.  When a process ends, its response is scored once more: if somebody else has killed
 it, the score is what it would have been.  A process that ends without a response breaks its pool, which is replaced.
+
+A function with `batch` gets all responses that wait for it when the first score of one is needed, in one call.  Where
+that call fails, each of its responses is scored alone, so here, too, a bad one costs no other its score.
 """
 
 import logging
@@ -34,6 +38,7 @@ _STATUS = {
     verifiers.UNPARSEABLE: ScoreStatus.UNPARSEABLE,
     verifiers.ERROR: ScoreStatus.ERROR,
 }
+_FAILED = (ScoreStatus.TIMEOUT, ScoreStatus.ERROR)
 
 
 class RewardError(ValueError):
@@ -45,8 +50,37 @@ class Score(NamedTuple):
 
     components: tuple[float, ...]  # one per reward function, before weighting
     total: float  # weighted sum
+    status: ScoreStatus  # the worst over the functions
+    seconds: float
+    message: str = ""  # why a function failed
+
+
+class _Outcome(NamedTuple):
+    """What one call says of one response: of each of its terms."""
+
+    components: tuple[float, ...]
     status: ScoreStatus
     seconds: float
+    message: str = ""
+
+
+class _Call:
+    """A call into a scoring process: some terms of one response, or a batch function with many."""
+
+    def __init__(self, terms: Sequence[int], keys: Sequence[Hashable], future: "Future[list[Outcome]]") -> None:
+        self.terms = terms  # indexes into `RewardConfig.functions`
+        self.keys = keys
+        self.future = future
+
+
+def require_scores(scores: Sequence[Score]) -> None:
+    """Raises RewardError where a function has failed for every response of a step: training on zeros is none."""
+    if scores and all(score.status in _FAILED for score in scores):
+        why = next((score.message for score in scores if score.message), "no reason is known")
+        raise RewardError(
+            f"a reward function failed for all {len(scores)} responses of this step ({why}); mend it, or what it needs "
+            "(reward.functions, reward.timeout_s, reward.max_memory_gb), and start the same command again"
+        )
 
 
 def check_reward_functions(cfg: RewardConfig) -> None:
@@ -54,13 +88,13 @@ def check_reward_functions(cfg: RewardConfig) -> None:
 
     Raises RewardError.
     """
-    functions = _pairs(cfg)
-    own = [path for _, path in functions if path]
+    terms = tuple((f.kind, f.path, f.batch) for f in cfg.functions)
+    own = [path for _, path, _ in terms if path]
     if not own:
         return
     pool = _pool(cfg, processes=1, functions=())
     try:
-        bad = pool.submit(verifiers.first_unusable, None, functions).result()
+        bad = pool.submit(verifiers.first_unusable, None, terms).result()
     except ProcessExpired as error:
         bad = ", ".join(own), f"importing it ends the process with exit code {error.exitcode}"
     finally:
@@ -68,8 +102,8 @@ def check_reward_functions(cfg: RewardConfig) -> None:
         pool.join()
     if bad is not None:
         raise RewardError(
-            f"reward function {bad[0]!r} cannot be loaded ({bad[1]}); give an importable 'package.module:function' (is "
-            f"its folder on PYTHONPATH?){_withheld(cfg)}"
+            f"reward function {bad[0]!r} cannot be used ({bad[1]}); give an importable 'package.module:function' that "
+            f"takes these arguments (is its folder on PYTHONPATH?){_withheld(cfg)}"
         )
 
 
@@ -103,24 +137,34 @@ class Scorer:
         self._cfg = cfg
         self._functions = _pairs(cfg)
         self._weights = tuple(f.weight for f in cfg.functions)
+        self._alone = tuple(i for i, f in enumerate(cfg.functions) if not f.batch)
+        self._together = tuple(i for i, f in enumerate(cfg.functions) if f.batch)
         self._items: dict[Hashable, Item] = {}
-        self._futures: dict[Hashable, Future[Outcome]] = {}
+        self._calls: dict[Hashable, dict[int, _Call]] = {}  # by response and first term
+        self._waiting: dict[Hashable, None] = {}  # for the next call of batch functions, in order
         self._warned: set[str] = set()
         self._pool = self._new_pool()
 
     def submit(self, key: Hashable, prompt: Prompt, response: str) -> None:
         """Start scoring one response; `key` names it in `collect`."""
-        self._items[key] = Item(prompt.text, response, prompt.answer, prompt.task, prompt.metadata)
-        self._futures[key] = self._schedule(self._items[key])
+        self._items[key] = Item(prompt.text, response, prompt.answer, prompt.task, prompt.metadata, prompt.opening)
+        self._calls[key] = {}
+        if self._alone:
+            self._start(self._alone, [key])
+        if self._together:
+            self._waiting[key] = None
 
     def collect(self, keys: Sequence[Hashable]) -> list[Score]:
         """Scores in the order of `keys`; waits for those that are not ready, at most the time limit for each."""
+        self._start_batches(keys)
         return [self._score(key) for key in keys]
 
     def is_ready(self, keys: Sequence[Hashable], *, within_s: float = 0.0) -> bool:
         """Whether `collect` would return at once; waits up to `within_s` for that."""
+        self._start_batches(keys)
         self._replace_broken_pool()
-        return not wait([self._futures[key] for key in keys], timeout=within_s).not_done
+        futures = {call.future for key in keys for call in self._calls[key].values()}
+        return not wait(futures, timeout=within_s).not_done
 
     def close(self) -> None:
         """End the pool at once."""
@@ -145,44 +189,74 @@ class Scorer:
         log.warning("the scoring processes have ended without a cause of ours; new ones are started")
         self._pool.stop()
         self._pool = self._new_pool()
-        for key, future in self._futures.items():
-            if not future.done():
-                self._futures[key] = self._schedule(self._items[key])
+        for call in {call for calls in self._calls.values() for call in calls.values()}:
+            if not call.future.done():
+                call.future = self._schedule(call.terms, call.keys)
 
-    def _schedule(self, item: Item) -> "Future[Outcome]":
+    def _start_batches(self, keys: Sequence[Hashable]) -> None:
+        """Hand all waiting responses to the batch functions, if one of these is among them."""
+        if not self._waiting.keys().isdisjoint(keys):
+            waiting, self._waiting = list(self._waiting), {}
+            for term in self._together:
+                self._start((term,), waiting)
+
+    def _start(self, terms: Sequence[int], keys: Sequence[Hashable]) -> None:
+        call = _Call(terms, keys, self._schedule(terms, keys))
+        for key in keys:
+            self._calls[key][terms[0]] = call
+
+    def _schedule(self, terms: Sequence[int], keys: Sequence[Hashable]) -> "Future[list[Outcome]]":
         self._replace_broken_pool()
-        return self._pool.submit(verifiers.score_response, self._cfg.timeout_s, self._functions, item)
+        functions = [self._functions[term] for term in terms]
+        function = verifiers.score_batch if self._cfg.functions[terms[0]].batch else verifiers.score_each
+        return self._pool.submit(
+            function, self._cfg.timeout_s * len(keys), functions, [self._items[key] for key in keys]
+        )
 
-    def _result(self, key: Hashable) -> Outcome:
-        while wait([self._futures[key]], timeout=_LOOK_S).not_done:
+    def _result(self, call: _Call, key: Hashable) -> Outcome:
+        while wait([call.future], timeout=_LOOK_S).not_done:
             self._replace_broken_pool()
-        return self._futures[key].result()
+        return call.future.result()[call.keys.index(key)]
 
     def _score(self, key: Hashable) -> Score:
-        zeros = (0.0,) * len(self._functions)
+        components, status, seconds, message = [0.0] * len(self._functions), ScoreStatus.OK, 0.0, ""
+        for first_term in sorted(self._calls[key]):
+            outcome = self._outcome(first_term, key)
+            for term, value in zip(self._calls[key][first_term].terms, outcome.components, strict=True):
+                components[term] = value
+            status, seconds = max(status, outcome.status), seconds + outcome.seconds
+            message = message or outcome.message
+        del self._calls[key], self._items[key]
+        total = sum(w * c for w, c in zip(self._weights, components, strict=True))
+        return Score(tuple(components), total, status, seconds, message)
+
+    def _outcome(self, first_term: int, key: Hashable) -> _Outcome:
+        call = self._calls[key][first_term]
+        zeros = (0.0,) * len(call.terms)
         try:
             try:
-                outcome = self._result(key)
+                outcome = self._result(call, key)
             except (ProcessExpired, BrokenProcessPool):
-                self._futures[key] = self._schedule(self._items[key])
-                outcome = self._result(key)
-        except TimeoutError:
-            self._warn(f"scoring took longer than reward.timeout_s={self._cfg.timeout_s} s; the sample scores 0", key)
-            return Score(zeros, 0.0, ScoreStatus.TIMEOUT, self._cfg.timeout_s)
-        except (ProcessExpired, BrokenProcessPool) as error:
+                call.future = self._schedule(call.terms, call.keys)
+                outcome = self._result(call, key)
+        except (TimeoutError, ProcessExpired, BrokenProcessPool) as error:
+            if len(call.keys) > 1:
+                for one in call.keys:
+                    if self._calls.get(one, {}).get(first_term) is call:
+                        self._start(call.terms, [one])
+                return self._outcome(first_term, key)
+            if isinstance(error, TimeoutError):
+                why = f"scoring took longer than reward.timeout_s={self._cfg.timeout_s} s"
+                self._warn(f"{why}; the sample scores 0", key)
+                return _Outcome(zeros, ScoreStatus.TIMEOUT, self._cfg.timeout_s, why)
             code = getattr(error, "exitcode", "unknown")
-            self._warn(
-                f"a scoring process ended with exit code {code}; the sample scores 0 (if memory was short: "
-                f"reward.max_memory_gb={self._cfg.max_memory_gb:g})",
-                key,
-            )
-            return Score(zeros, 0.0, ScoreStatus.ERROR, 0.0)
-        finally:
-            del self._futures[key], self._items[key]
+            why = f"a scoring process ended with exit code {code}"
+            memory = f"(if memory was short: reward.max_memory_gb={self._cfg.max_memory_gb:g})"
+            self._warn(f"{why}; the sample scores 0 {memory}", key)
+            return _Outcome(zeros, ScoreStatus.ERROR, 0.0, why)
         if outcome.message:
             self._warn(f"a reward function failed: {outcome.message}; the sample scores 0 for it", key)
-        total = sum(w * c for w, c in zip(self._weights, outcome.components, strict=True))
-        return Score(outcome.components, total, _STATUS[outcome.status], outcome.seconds)
+        return _Outcome(outcome.components, _STATUS[outcome.status], outcome.seconds, outcome.message)
 
     def _warn(self, message: str, key: Hashable) -> None:
         """Log each failure once, with the first sample it happened to, and only the first few: metrics count them."""

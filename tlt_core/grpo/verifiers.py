@@ -1,11 +1,15 @@
 """The reward functions, as scoring processes run them.
 
 Nothing heavy is imported at the top (no torch), so a scoring process starts quickly.  `start` prepares a process; then
-`score_response` takes one response and returns one number per reward function.
+`score_response` takes one response and returns one number per reward function; `score_batch` takes many, for a
+function that wants them together.
 """
 
+import asyncio
 import contextlib
+import functools
 import importlib
+import inspect
 import os
 import re
 import time
@@ -13,10 +17,12 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tlt_core.grpo import confinement
+from tlt_core.grpo import confinement, math_answer
 
 OK, UNPARSEABLE, ERROR = "ok", "unparseable", "error"
 LARGEST_REWARD = 1e6  # of one function, in absolute value
+_ONE = ("prompt", "response", "answer", "metadata")  # arguments of a function of yours
+_MANY = ("prompts", "responses", "answers", "metadata")  # of one that takes whole batches
 _MESSAGE_CHARS = 300
 _RIGHT = 0.99  # only a full score counts: a policy can game reasoning-gym's partial credit
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -33,6 +39,7 @@ class Item(NamedTuple):
     answer: str
     task: str
     metadata: Mapping[str, Any]
+    opening: str = ""  # what the prompt's end has of the response already
 
 
 class Outcome(NamedTuple):
@@ -81,11 +88,48 @@ def score_response(functions: Sequence[tuple[str, str]], item: Item) -> Outcome:
     return Outcome(tuple(components), status, message, time.perf_counter() - started_s)
 
 
-def first_unusable(functions: Sequence[tuple[str, str]]) -> tuple[str, str] | None:
-    """(path, reason) of the first function that cannot be loaded; None: all can."""
-    for kind, path in functions:
+def score_each(functions: Sequence[tuple[str, str]], items: Sequence[Item]) -> list[Outcome]:
+    """Score items one after the other."""
+    return [score_response(functions, item) for item in items]
+
+
+def score_batch(functions: Sequence[tuple[str, str]], items: Sequence[Item]) -> list[Outcome]:
+    """Score all items by one call of the one function.  Where that fails, each is scored by a call of its own, so that
+    a bad one costs no other its score."""
+    started_s, ((_, path),) = time.perf_counter(), functions
+    try:
+        values = _called_together(path, items)
+    except BaseException as error:  # users' code may raise anything, SystemExit included
+        if len(items) > 1:
+            return [outcome for item in items for outcome in score_batch(functions, [item])]
+        return [Outcome((0.0,), ERROR, f"{path}: {_in_words(error)}", time.perf_counter() - started_s)]
+    seconds = (time.perf_counter() - started_s) / len(items)
+    return [Outcome((value,), OK, "", seconds) for value in values]
+
+
+def _called_together(path: str, items: Sequence[Item]) -> list[float]:
+    function = load(path)
+    values = list(
+        _awaited(
+            function(
+                prompts=[item.prompt for item in items],
+                responses=[item.response for item in items],
+                answers=[item.answer for item in items],
+                metadata=[dict(item.metadata) for item in items],
+            )
+        )
+    )
+    if len(values) != len(items):
+        raise ValueError(f"it returned {len(values)} rewards for {len(items)} responses; return one for each")
+    return [_checked(value) for value in values]
+
+
+def first_unusable(functions: Sequence[tuple[str, str, bool]]) -> tuple[str, str] | None:
+    """(path, reason) of the first (kind, path, batch) that cannot be called as it will be; None: all can."""
+    for kind, path, batch in functions:
         try:
-            resolve(kind, path)
+            if kind == "python":
+                _require_arguments(load(path), _MANY if batch else _ONE)
         except BaseException as error:  # importing runs the user's module, which may raise anything
             return path, _in_words(error)
     return None
@@ -104,13 +148,47 @@ def resolve(kind: str, path: str) -> Callable[[Item], float]:
     """The function of one reward term.  For a bad path raises what importing it raises, AttributeError or TypeError."""
     if kind != "python":
         return _BUILT_IN[kind]
+    function = load(path)
+    return lambda item: _awaited(
+        function(prompt=item.prompt, response=item.response, answer=item.answer, metadata=dict(item.metadata))
+    )
+
+
+def load(path: str) -> Callable[..., Any]:
+    """A function of yours.  Raises what importing it raises, AttributeError or TypeError."""
     module, _, name = path.partition(":")
     function = getattr(importlib.import_module(module), name)
     if not callable(function):
         raise TypeError(f"{path} is not callable")
-    return lambda item: function(
-        prompt=item.prompt, response=item.response, answer=item.answer, metadata=dict(item.metadata)
-    )
+    return function  # type: ignore[no-any-return]
+
+
+def _require_arguments(function: Callable[..., Any], names: Sequence[str]) -> None:
+    """Raises TypeError where a call with these arguments would."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions written in C do not say
+        return
+    try:
+        signature.bind(**dict.fromkeys(names))
+    except TypeError as error:
+        wanted = ", ".join(f"{name}=" for name in names)
+        raise TypeError(f"it is called as f({wanted}), but takes {signature}: {error}") from None
+
+
+@functools.cache
+def _loop() -> asyncio.Runner:
+    """One for the life of the process: clients that a judge keeps open belong to it."""
+    return asyncio.Runner()
+
+
+def _awaited(value: Any) -> Any:
+    """What an async function returns, or what a plain one has returned."""
+
+    async def result() -> Any:
+        return await value
+
+    return _loop().run(result()) if inspect.isawaitable(value) else value
 
 
 def extract_answer(response: str) -> str:
@@ -148,23 +226,26 @@ def exact_reward(item: Item) -> float:
 
 
 def math_verify_reward(item: Item) -> float:
-    """1 when the extracted answer (or else the whole response) is symbolically equal to the reference."""
-    from math_verify import parse, verify
+    """1 when the extracted answer (or else the end of the response) says what the reference says (`math_answer`).
 
+    Raises ValueError for a reference that cannot be read: its group would score 0 whatever the policy says.
+    """
     try:
         text = extract_answer(item.response)
     except Unparseable:
         text = item.response
-    # The pool has its own time limit; math-verify's uses signals, which only work in the main thread.
-    found = parse(text, parsing_timeout=None)
-    if not found:
+    if not math_answer.readable(item.answer):
+        raise ValueError(f"math_verify cannot read the reference answer {item.answer!r}; mend its row or remove it")
+    same = math_answer.equal(item.answer, text)
+    if same is None:
         raise Unparseable("no mathematical expression in the response")
-    return float(verify(parse(item.answer, parsing_timeout=None), found, timeout_seconds=None))
+    return float(same)
 
 
 def format_reward(item: Item) -> float:
-    """1 when the response is exactly one <think> block followed by one <answer> block."""
-    return float(_FORMAT.match(item.response) is not None)
+    """1 when the response is exactly one <think> block followed by one <answer> block.  Where the chat template has
+    opened the first, or closed it too, the response goes on from there."""
+    return float(_FORMAT.match(item.opening + item.response) is not None)
 
 
 _BUILT_IN: dict[str, Callable[[Item], float]] = {

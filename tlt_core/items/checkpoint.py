@@ -12,7 +12,6 @@ import functools
 import json
 import logging
 import math
-import os
 import shutil
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt_core.items.shared_lock import locked
-from tlt_core.items.store import sha256_of
+from tlt_core.items.store import flush, make_folder, put_in_place, sha256_of
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +48,7 @@ class DriverState:
     drafter_policy_version: int = 0  # of the newest responses that the drafter in use was trained on
     payoff: dict[str, Any] = field(default_factory=dict)  # of drafter training, see `spot/payoff`
     metrics: dict[str, float] = field(default_factory=dict)  # the step's, should the attempt end before logging them
+    num_steps: int = 0  # that the run was to have; 0 in older states
 
 
 class Found(NamedTuple):
@@ -66,7 +66,8 @@ def save(root: Path, state: DriverState, write_parts: Callable[[Path], None]) ->
     final = root / f"step_{state.step:06d}"
     partial = root / f".partial-{final.name}"
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    make_folder(root)
+    partial.mkdir()
     try:
         write_parts(partial)
         (partial / _STATE).write_text(json.dumps(asdict(state), indent=1))
@@ -74,15 +75,12 @@ def save(root: Path, state: DriverState, write_parts: Callable[[Path], None]) ->
         with ThreadPoolExecutor() as pool:  # the workers wait, so their cores are free
             listed = list(pool.map(_written, paths))
         for folder in (path for path in partial.rglob("*") if path.is_dir()):
-            _sync_folder(folder)
+            flush(folder)
         files = {str(path.relative_to(partial)): entry for path, entry in zip(paths, listed, strict=True)}
         (partial / _COMPLETE).write_text(json.dumps({"files": files}))
-        _sync_file(partial / _COMPLETE)
-        _sync_folder(partial)
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
-        _sync_folder(root)
+        flush(partial / _COMPLETE)
+        flush(partial)
+        put_in_place(partial, final)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return final
@@ -178,18 +176,5 @@ def _digest(path: Path, mtime_ns: int) -> str:
 
 def _written(path: Path) -> dict[str, Any]:
     """Flush a file to the disk; returns its entry in `COMPLETE`."""
-    _sync_file(path)
+    flush(path)
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-
-
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

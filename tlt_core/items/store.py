@@ -3,6 +3,8 @@
 A task returns a `Ref`, never the data, so each intermediate result can be inspected and replayed.
 """
 
+import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -19,6 +21,8 @@ from torch import Tensor
 
 from tlt_core.items.types import RolloutBatch, ScoredBatch
 
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
+
 
 class Ref(NamedTuple):
     """A saved item.  Ref(path="runs/demo/steps/000003/rollouts.safetensors", count=64, sha256="9f...")"""
@@ -34,13 +38,13 @@ class StoreError(ValueError):
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Call `write` with a temporary name beside `path`, flush it to disk, rename it.  Readers see all or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
     try:
         write(partial)
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
+        flush(partial)
         partial.replace(path)
+        flush(path.parent)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -48,34 +52,82 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def write_folder_atomically(out_dir: Path, write: Callable[[Path], None], *, keep: Collection[str] = ()) -> None:
     """Call `write` with a temporary folder beside `out_dir`, flush its files to disk, rename it.
 
-    An existing folder is replaced, apart from its files named in `keep`; it comes back when the renaming fails.  Raises
-    StoreError where the disk refuses; nothing half-written is left then.
+    An existing folder is replaced, apart from its files named in `keep`.  Raises StoreError where the disk refuses; the
+    existing folder is still there then, and nothing half-written is left.
     """
     partial = out_dir.with_name(f".{out_dir.name}.partial-{os.getpid()}")
-    former = out_dir.with_name(f".{out_dir.name}.former-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
+        make_folder(out_dir.parent)
+        partial.mkdir()
+        if _former(out_dir).exists() and not out_dir.exists():
+            _former(out_dir).rename(out_dir)
         write(partial)
-        for path in (p for p in partial.rglob("*") if p.is_file()):
-            path.chmod(0o644)  # safetensors lets only the owner read its files
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        if out_dir.exists():
-            for name in (n for n in keep if (out_dir / n).is_file()):
-                shutil.copyfile(out_dir / name, partial / name)
-            out_dir.rename(former)
-        try:
-            partial.rename(out_dir)
-        except OSError:
-            if former.exists():
-                former.rename(out_dir)
-            raise
+        for name in (n for n in keep if (out_dir / n).is_file()):
+            shutil.copyfile(out_dir / name, partial / name)
+        for path in (partial, *partial.rglob("*")):
+            if path.is_file():
+                path.chmod(0o644)  # safetensors lets only the owner read its files
+            flush(path)
+        put_in_place(partial, out_dir)
     except (OSError, SafetensorError) as error:
         raise StoreError(f"{out_dir} cannot be written ({error}); free some space or choose another folder") from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def put_in_place(partial: Path, final: Path) -> None:
+    """Give a whole folder its name, and flush that.  A folder of that name is replaced and removed.
+
+    A kill leaves the one or the other.  Only where the file system cannot exchange two names (NFS) may it leave the
+    older folder under the name `.NAME.former`; `write_folder_atomically` gives it its name back.
+    """
+    former = _former(final)
+    if not final.exists():
+        partial.rename(final)
+    elif not _exchanged(partial, final):
         shutil.rmtree(former, ignore_errors=True)
+        final.rename(former)
+        try:
+            partial.rename(final)
+        except OSError:
+            former.rename(final)
+            raise
+    flush(final.parent)
+    for old in (partial, former):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _former(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.former")
+
+
+def _exchanged(first: Path, second: Path) -> bool:
+    """Swap the names of two folders in one step.  False: their file system cannot."""
+    names = [os.fsencode(first), os.fsencode(second)]
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
+        return True
+    if (code := ctypes.get_errno()) in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+        return False
+    raise OSError(code, os.strerror(code), str(second))
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents where they are missing, each with its name flushed to disk."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        flush(folder.parent)
+
+
+def flush(path: Path) -> None:
+    """Write a file's content, or the names in a folder, to the disk itself: a power cut does not lose them."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def sha256_of(path: Path) -> str:

@@ -44,6 +44,7 @@ class Prompt:
     answer: str
     task: str  # reasoning-gym name, or "file"
     metadata: Mapping[str, Any] = field(default_factory=dict)  # what the task's scorer needs
+    opening: str = ""  # what the chat template has said for the response already, such as "<think>\n"
 
     def __post_init__(self) -> None:
         _require(self.tokens.dtype == torch.int32 and self.tokens.ndim == 1, "prompt tokens must be [P] int32")

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tlt_core.model.config import DecoderConfig
-from tlt_core.model.load import load_config, read_tensors
+from tlt_core.model.load import ENDS, load_config, read_tensors
 
 
 class PolicyEnds:
@@ -25,9 +25,10 @@ class PolicyEnds:
     @classmethod
     def load(cls, folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> "PolicyEnds":
         """Of a Hugging Face folder.  Raises ModelError."""
-        config, tensors = load_config(folder), read_tensors(folder)
-        embedding_VD = tensors["model.embed_tokens.weight"].to(device, dtype)
-        head_VD = None if config.tie_word_embeddings else tensors["lm_head.weight"].to(device, dtype)
+        config, tensors = load_config(folder), read_tensors(folder, only=ENDS)
+        embedding, head = ENDS
+        embedding_VD = tensors[embedding].to(device, dtype)
+        head_VD = None if config.tie_word_embeddings else tensors[head].to(device, dtype)
         return cls(config, embedding_VD, head_VD)
 
     @property

@@ -5,16 +5,18 @@ Nothing is unpickled.  Every problem is a `ModelError` that names the file and t
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt_core.items.store import is_finite, write_folder_atomically
+from tlt_core.items.store import is_finite, write_atomically, write_folder_atomically
 from tlt_core.model.config import DecoderConfig, ModelError
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.embedded import EMBEDDED_NAME, embedded_model_dir
@@ -27,6 +29,7 @@ _PLAIN = {  # our name -> Hugging Face's, inside a layer; all but the fused proj
     "post_norm.weight": "post_attention_layernorm.weight",
     "down_proj.weight": "mlp.down_proj.weight",
 }
+ENDS = ("model.embed_tokens.weight", "lm_head.weight")
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -82,11 +85,22 @@ def load_config(folder: Path) -> DecoderConfig:
     if generation.is_file() and (eos := _read_json(generation).get("eos_token_id")) is not None:
         raw["eos_token_id"] = eos
     try:
-        return DecoderConfig.from_hf(raw)
+        config = DecoderConfig.from_hf(raw)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
     except KeyError as error:
         raise ModelError(f"{path} lacks the key {error}; is it the configuration of a language model?") from None
+    return replace(config, tie_word_embeddings=config.tie_word_embeddings and not _has_own_head(folder))
+
+
+def _has_own_head(folder: Path) -> bool:
+    """Is there an LM head that is not the embedding, as fine-tuning may leave it?  Then it counts, whatever config.json
+    says: transformers 5 and vLLM compute with it.  Raises ModelError."""
+    embedding, head = ENDS
+    is_there = any(folder.glob("*.safetensors")) and read_tensors(folder, only=(head,))
+    if not is_there:
+        return False
+    return not torch.equal(is_there[head].float(), read_tensors(folder, only=(embedding,))[embedding].float())
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -147,12 +161,38 @@ def load_tokenizer(folder: Path) -> Any:
         ) from None
 
 
-def stop_token_ids(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens that end a response: the model's and the tokenizer's end-of-sequence tokens."""
-    ids = set(load_config(folder).eos_token_ids)
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return tuple(sorted(ids))
+def stop_token_ids(folder: Path, tokenizer: Any, *, also: Iterable[int] = ()) -> tuple[int, ...]:
+    """Tokens that end a response: the model's and the tokenizer's ends of sequence, the token with which the chat
+    template ends a turn (of a base model they may be different tokens), and `also`."""
+    ids = {*load_config(folder).eos_token_ids, *also, tokenizer.eos_token_id, _end_of_turn(tokenizer)}
+    return tuple(sorted(token for token in ids if token is not None))
+
+
+def save_stop_token_ids(folder: Path, stops: Sequence[int]) -> None:
+    """Have servers of this model end a response where these tokens do: they read generation_config.json.
+
+    Raises ModelError, and StoreError where the disk refuses.
+    """
+    if set(stops) <= set(load_config(folder).eos_token_ids):
+        return
+    path = folder / "generation_config.json"
+    raw = (_read_json(path) if path.is_file() else {}) | {"eos_token_id": list(stops)}
+    write_atomically(path, lambda partial: partial.write_text(json.dumps(raw, indent=1)))
+
+
+def _end_of_turn(tokenizer: Any) -> int | None:
+    """The special token that the chat template puts behind an assistant's message; None: it puts none there."""
+    if not tokenizer.chat_template:
+        return None
+    said = "The answer is 42."
+    turn = [{"role": "user", "content": "What is the answer?"}, {"role": "assistant", "content": said}]
+    try:
+        text = tokenizer.apply_chat_template(turn, tokenize=False)
+    except TemplateError:  # it renders prompts alone
+        return None
+    _, is_there, rest = text.rpartition(said)
+    behind = tokenizer.encode(rest.lstrip(), add_special_tokens=False) if is_there else []
+    return behind[0] if behind and behind[0] in tokenizer.added_tokens_decoder else None
 
 
 def hf_tensors(
@@ -195,8 +235,8 @@ def save_hf(
     write_folder_atomically(out_dir, write)
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by their names in it.  Raises ModelError."""
+def read_tensors(folder: Path, *, only: Collection[str] | None = None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by their names in it.  only: those that are read.  Raises ModelError."""
     index = folder / "model.safetensors.index.json"
     names = ["model.safetensors"]
     if index.is_file():
@@ -209,7 +249,7 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
                 f"{path} does not exist; the checkpoint is incomplete (download or copy it again) or not in the "
                 "safetensors format (convert it: other formats run code when they are read)"
             )
-        tensors |= _tensors_in(path)
+        tensors |= _tensors_in(path, only=only)
     return tensors
 
 
@@ -227,12 +267,13 @@ def check_finite(folder: Path) -> None:
                 )
 
 
-def _tensors_in(path: Path) -> Iterator[tuple[str, Tensor]]:
+def _tensors_in(path: Path, *, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
     """Raises ModelError."""
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118, not a dictionary
-                yield name, file.get_tensor(name)
+                if only is None or name in only:
+                    yield name, file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{path} is damaged ({error}); download or copy it again") from None
 

@@ -11,43 +11,73 @@ top-p, `algorithm.tis_cap` corrects for the difference.
 Shapes: N positions to sample, one row of logits and one key each; V vocabulary.
 """
 
+from enum import IntEnum, unique
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from kernels.sampling.coupled_sample import Choice, coupled_race, coupled_sample, first_argmax, runs_native
 from tlt_core.items.types import NoiseKey, SamplingParams
 
-_MASK_64 = (1 << 64) - 1
+_MASK_32, _MASK_64 = (1 << 32) - 1, (1 << 64) - 1
+_GOLDEN, _FIRST, _SECOND = -7046029254386353131, -4658895280553007687, -7723592293110705685  # splitmix64's, as signed
 _CACHED_SCORES = 1 << 17  # scores worked on together, so that they stay in a CPU's cache
+
+
+_Words = TypeVar("_Words", int, Tensor)
+
+
+@unique
+class NoiseStep(IntEnum):
+    """`NoiseKey.step` of what is no RL step.  RL steps count from 1; see `of_validation`, too."""
+
+    OFFLINE = 0
+    DRAFTER_TRIAL = -(1 << 28)
+    EXPORT = -(1 << 29)
+    WARM_UP = -(1 << 30)
+
+
+def of_validation(step: int) -> int:
+    """`NoiseKey.step` of the validation after RL step `step`."""
+    return -1 - step
 
 
 def stream_key(key: NoiseKey) -> int:
     """Hash a response's key into 64 bits (signed), from which the keys of its positions are made."""
     state = 0
     for word in key:
-        state = _splitmix64((state ^ (word & _MASK_64)) & _MASK_64)
+        state = splitmix64(state ^ (word & _MASK_64))
     return state - (1 << 64) if state >> 63 else state
 
 
-def _splitmix64(state: int) -> int:
-    state = (state + 0x9E3779B97F4A7C15) & _MASK_64
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    return state ^ (state >> 31)
+def splitmix64(state: int) -> int:
+    """One step of splitmix64 (Steele, Lea, Flood, OOPSLA 2014), unsigned: neighbours become independent."""
+    return _mixed(state + _GOLDEN) & _MASK_64
 
 
 def row_keys(streams_N: Tensor, positions_N: Tensor) -> Tensor:
     """Key of each position.  streams_N: int64 from `stream_key`; positions_N: int64 index of the token in its sequence
     (prompt included).  Returns [N, 2] int32."""
-    state = streams_N + positions_N * -7046029254386353131  # 0x9E3779B97F4A7C15 as signed
-    state = (state ^ _shift_right(state, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    state = (state ^ _shift_right(state, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-    state = state ^ _shift_right(state, 31)
+    state = _mixed(streams_N + positions_N * _GOLDEN)
     return state.contiguous().view(torch.int32).view(*state.shape, 2)
 
 
-def _shift_right(state: Tensor, count: int) -> Tensor:
-    """Logical shift; torch's is arithmetic."""
+def position_key(stream: int, position: int) -> tuple[int, int]:
+    """`row_keys` of one position, in Python integers: the two words as unsigned 32-bit numbers."""
+    state = _mixed(stream + position * _GOLDEN)
+    return state & _MASK_32, state >> 32 & _MASK_32
+
+
+def _mixed(state: _Words) -> _Words:
+    """splitmix64's finaliser.  int64 tensors wrap around; of an integer, only the lowest 64 bits count."""
+    state = (state ^ _shift_right(state, 30)) * _FIRST
+    state = (state ^ _shift_right(state, 27)) * _SECOND
+    return state ^ _shift_right(state, 31)
+
+
+def _shift_right(state: _Words, count: int) -> _Words:
+    """Logical shift of 64 bits; torch's is arithmetic."""
     return (state >> count) & ((1 << (64 - count)) - 1)
 
 

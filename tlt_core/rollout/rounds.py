@@ -97,15 +97,15 @@ class DynamicRounds:
             self._record(result.states)
         finished = batch.commit(result.emitted, params)
         verified_s = time.perf_counter()
-        rows = tree.rows_N.tolist()
-        offered = [0] * live
-        for row, depth in zip(rows, tree.depths_N.tolist(), strict=True):
+        drafted, offered = [0] * live, [0] * live
+        for row, depth in zip(tree.rows_N.tolist(), tree.depths_N.tolist(), strict=True):
+            drafted[row] += 1
             offered[row] = max(offered[row], depth)
         report = RoundReport(
             strategy=strategy,
             live=live,
             context=context,
-            drafted=tuple(rows.count(row) for row in range(live)),
+            drafted=tuple(drafted),
             offered=tuple(offered),
             accepted=tuple(count - 1 for count in result.emitted.counts_B.tolist()),
             draft_s=drafted_s - started_s - backlog_s,

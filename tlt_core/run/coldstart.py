@@ -21,7 +21,7 @@ from tlt_core.cluster.messages import TrainerSpec, WorkerSpec
 from tlt_core.data import dataset, solutions
 from tlt_core.grpo.batch import TrainBatch, make_supervised_batches
 from tlt_core.items.store import read_json, write_atomically
-from tlt_core.model.load import load_tokenizer
+from tlt_core.model.load import load_config, load_tokenizer
 from tlt_core.run.inputs import made_dir, making
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,12 @@ def _make(cfg: RunConfig, *, model_dir: Path, data_dir: Path, out_dir: Path, on_
     tokenizer = load_tokenizer(model_dir)
     held_out = {p.text for p in dataset.load(data_dir, "validation", tokenizer)}
     examples = solutions.examples(
-        cfg.data, num_examples=cfg.coldstart.num_examples, tokenizer=tokenizer, exclude=held_out, seed=cfg.seed
+        cfg.data,
+        num_examples=cfg.coldstart.num_examples,
+        tokenizer=tokenizer,
+        vocab_size=load_config(model_dir).vocab_size,
+        exclude=held_out,
+        seed=cfg.seed,
     )
     steps = [
         step

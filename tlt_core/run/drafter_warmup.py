@@ -20,7 +20,7 @@ from tlt_core.data import dataset
 from tlt_core.data.prompt_order import PromptOrder
 from tlt_core.drafter.eagle3.acceptance import measure_acceptance
 from tlt_core.drafter.eagle3.files import save_eagle3
-from tlt_core.drafter.eagle3.model import choose_draft_vocabulary, eagle3_from_target, tap_scales
+from tlt_core.drafter.eagle3.model import choose_draft_vocabulary, default_taps, eagle3_from_target, tap_scales
 from tlt_core.drafter.eagle3.observe import observe
 from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainMetrics, TrainSettings
 from tlt_core.grpo.passes import fill
@@ -31,11 +31,10 @@ from tlt_core.machine import provenance
 from tlt_core.machine.driver import driver_device, release
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.decoder import Decoder
-from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
-from tlt_core.model.sampling import stream_key
+from tlt_core.model.load import load_config, load_decoder, load_tokenizer, stop_token_ids
+from tlt_core.model.sampling import NoiseStep, stream_key
 from tlt_core.rollout import build
 
-_NOISE_STEP = -(1 << 30)  # RL steps count from 1, validation below 0
 _OBSERVED_TOKENS = 2048  # in one pass of the target
 _HELD_OUT = 8  # one prompt in this many
 
@@ -58,12 +57,13 @@ def _run(
     torch.set_num_threads(cfg.cluster.num_workers * cfg.cluster.threads_per_worker)
     began_s, own = time.perf_counter(), cfg.drafter
     on_progress("loading the model", 0, 1, None)
+    default_taps(load_config(policy).num_layers)  # raises where there can be no drafter
     tokenizer = load_tokenizer(policy)
     questions = dataset.load(data_dir, "train", tokenizer)
     prompts = PromptOrder(questions, seed=cfg.seed).take(own.num_prompts)
     dtype, kept_as = as_torch(cfg.update.dtype), as_torch(cfg.rollout.dtype)
     plain = load_decoder(policy, dtype=dtype, device=device)
-    stops = stop_token_ids(policy, tokenizer)
+    stops = stop_token_ids(policy, tokenizer, also=cfg.rollout.stop_token_ids)
     rollouts = _sample(cfg, prompts, policy, stops=stops, on_progress=on_progress, device=device)
     sampled_s = time.perf_counter() - began_s
 
@@ -133,7 +133,7 @@ def _sample(
         seed=cfg.seed,
     )
     waiting = [
-        GenerationRequest(NoiseKey(cfg.seed, _NOISE_STEP, p.id, s), p.tokens)
+        GenerationRequest(NoiseKey(cfg.seed, NoiseStep.WARM_UP, p.id, s), p.tokens)
         for p in prompts
         for s in range(own.num_samples)
     ]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from conf.rollout import RolloutConfig
 
 _DIFFERENCE = "training/rollout_probs_diff_mean"
+_OTHER_KERNELS = {"own": " and TLT_NATIVE_KERNELS=0 (torch's kernels)", "vllm": " and rollout.engine=own"}
 
 
 class DisagreementError(Exception):
@@ -19,16 +20,16 @@ class DisagreementError(Exception):
 def require_agreement(metrics: Mapping[str, float], cfg: RolloutConfig) -> None:
     """metrics: of an update.  Raises DisagreementError.
 
-    Only vLLM is checked: our engine runs the update's own network.  With top-k or top-p nothing is checked,
-    as the update's policy has no such filters.
+    Our engine has other kernels than the update, vLLM has all its own code, so both are checked.  With top-k or top-p
+    nothing is checked, as the update's policy has no such filters.
     """
-    if cfg.engine != "vllm" or cfg.top_k or not math.isclose(cfg.top_p, 1.0):
+    if cfg.top_k or not math.isclose(cfg.top_p, 1.0):
         return
     found = metrics.get(_DIFFERENCE, 0.0)  # missing when nothing was left to update on
-    if not found <= cfg.vllm.max_probs_diff:  # NaN is no agreement
+    if not found <= cfg.max_probs_diff:  # NaN is no agreement
         raise DisagreementError(
-            f"{_DIFFERENCE} is {found:.4f}, rollout.vllm.max_probs_diff allows {cfg.vllm.max_probs_diff}: vLLM's "
-            f"probabilities of the tokens it sampled and the update's are not those of one policy; compare with "
-            f"rollout.dtype=float32 (now {cfg.dtype}), or raise the bound if rounding explains it.  The newest "
-            "checkpoint is from before this update"
+            f"{_DIFFERENCE} is {found:.4f}, rollout.max_probs_diff allows {cfg.max_probs_diff}: the probabilities of "
+            f"sampled tokens in rollout.engine={cfg.engine} and in the update are not those of one policy; compare "
+            f"with rollout.dtype=float32 (now {cfg.dtype}){_OTHER_KERNELS[cfg.engine]}, or raise the bound if rounding "
+            "explains it.  The newest checkpoint is from before this update"
         )

@@ -188,8 +188,8 @@ def _rollout_s(cfg: RunConfig, rates: Rates, model: Sizes) -> float:
 
 def _validation_s(cfg: RunConfig, rates: Rates, model: Sizes) -> float:
     """Greedy responses, then samples."""
-    own, longest = cfg.evaluation, cfg.rollout.max_new_tokens
-    longest = min(own.max_new_tokens or longest, longest)
+    own = cfg.evaluation
+    longest = own.max_new_tokens or cfg.rollout.max_new_tokens
     total_s = _FIXED_S["validation"]
     for samples in (1, own.num_samples):
         tokens = own.num_prompts * samples / cfg.cluster.num_workers * min(_VALIDATION_TOKENS, longest)

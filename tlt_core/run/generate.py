@@ -6,7 +6,9 @@ the same tokens whatever the batch size and the number of workers.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +19,10 @@ from conf.system import ClusterConfig
 from tlt_core.cluster.dispatcher import Drained
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.messages import WorkerSpec
-from tlt_core.data.dataset import DataError, encode_prompt
+from tlt_core.data.chat import check_variables, encode_prompt, require_embedded
 from tlt_core.data.file_questions import jsonl_rows
+from tlt_core.data.question import DataError
+from tlt_core.data.response_text import response_text
 from tlt_core.drafter.eagle3.files import check_eagle3
 from tlt_core.items.store import write_atomically
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
@@ -26,9 +30,10 @@ from tlt_core.machine.disk import check_writable
 from tlt_core.machine.precision import as_torch, for_rollouts
 from tlt_core.machine.processors import check_workers
 from tlt_core.model.load import load_config, load_decoder, load_tokenizer, resolve, stop_token_ids
+from tlt_core.model.sampling import NoiseStep
 from tlt_core.rollout import build
 
-_OFFLINE_STEP = 0  # RL steps count from 1, validation below 0
+_NO_VARIABLES: Mapping[str, Any] = {}
 
 
 class Input(NamedTuple):
@@ -58,6 +63,7 @@ def generate_file(
     num_workers: int,
     speculation: SpeculationConfig,
     system_prompt: str | None = None,
+    template_kwargs: Mapping[str, Any] = _NO_VARIABLES,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
     """Generate one response per input line; returns their number.
@@ -75,16 +81,14 @@ def generate_file(
     given = read_inputs(prompts, vocab_size=config.vocab_size)
     tokenizer = load_tokenizer(folder)  # takes seconds to import: what needs none is checked before
     room = config.max_position_embeddings - params.max_new_tokens
-    lines = [_line(one, tokenizer, system_prompt=system_prompt, room=room) for one in given]
-    params = SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        max_new_tokens=params.max_new_tokens,
-        stop_token_ids=stop_token_ids(folder, tokenizer),
-    )
+    check_variables(tokenizer, template_kwargs, setting="--chat-template-kwargs")
+    encode = partial(encode_prompt, tokenizer, system_prompt=system_prompt, template_kwargs=template_kwargs)
+    lines = [_line(one, encode, room=room) for one in given]
+    for one, line in zip(given, lines, strict=True):
+        require_embedded(line.tokens.tolist(), tokenizer, vocab_size=config.vocab_size, where=one.where)
+    params = replace(params, stop_token_ids=stop_token_ids(folder, tokenizer))
     requests = [
-        GenerationRequest(NoiseKey(seed, _OFFLINE_STEP, index, 0), line.tokens) for index, line in enumerate(lines)
+        GenerationRequest(NoiseKey(seed, NoiseStep.OFFLINE, index, 0), line.tokens) for index, line in enumerate(lines)
     ]
     max_len = max(len(line.tokens) for line in lines) + params.max_new_tokens
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,7 +105,8 @@ def generate_file(
         rollouts = _generate_here(spec, requests, params, on_progress=on_progress)
     else:
         rollouts = _generate_on_group(spec, requests, params, num_workers=num_workers, on_progress=on_progress)
-    rows = [_row(lines[r.key.prompt_id], r, tokenizer) for r in sorted(rollouts, key=lambda r: r.key.prompt_id)]
+    in_order = sorted(rollouts, key=lambda r: r.key.prompt_id)
+    rows = [_row(lines[r.key.prompt_id], r, tokenizer, params.stop_token_ids) for r in in_order]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(out, lambda partial: partial.write_text(text, encoding="utf-8"))
     return len(rows)
@@ -125,11 +130,9 @@ def read_inputs(path: Path, *, vocab_size: int) -> list[Input]:
     return given
 
 
-def _line(given: Input, tokenizer: Any, *, system_prompt: str | None, room: int) -> Line:
+def _line(given: Input, encode: Callable[[str], list[int]], *, room: int) -> Line:
     """room: most tokens of a prompt.  Raises DataError."""
-    tokens = given.prompt
-    if isinstance(tokens, str):
-        tokens = encode_prompt(tokenizer, tokens, system_prompt=system_prompt)
+    tokens = encode(given.prompt) if isinstance(given.prompt, str) else given.prompt
     if len(tokens) > room:
         raise DataError(
             f"{given.where}: a prompt of {len(tokens)} tokens; beside the response the model's context has room for "
@@ -212,11 +215,11 @@ def _generate_on_group(
     return finished
 
 
-def _row(line: Line, rollout: Rollout, tokenizer: Any) -> dict[str, Any]:
+def _row(line: Line, rollout: Rollout, tokenizer: Any, stop_token_ids: Sequence[int]) -> dict[str, Any]:
     tokens = rollout.completion.tolist()
     return {
         "id": line.id,
-        "text": tokenizer.decode(tokens, skip_special_tokens=True),
+        "text": response_text(tokenizer, tokens, stop_token_ids=stop_token_ids),
         "token_ids": tokens,
         "logprobs": [round(x, 6) for x in rollout.logprobs.tolist()],
         "finish_reason": rollout.finish.name.lower(),

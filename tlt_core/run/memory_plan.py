@@ -84,7 +84,7 @@ def memory_plan(cfg: RunConfig, model: DecoderConfig, *, longest_prompt: int | N
         as_torch(cfg.update.dtype).itemsize,
         as_torch(cfg.rollout.dtype).itemsize,
         cfg.cluster.num_workers,
-        prompt + cfg.rollout.max_new_tokens,
+        prompt + cfg.longest_response,
     )
     on_gpu, largest = cfg.cluster.device == "cuda", model.vocab_size * model.hidden_size
     own = cfg.rollout.engine != "vllm"
@@ -131,7 +131,7 @@ def check(plan: MemoryPlan, cfg: RunConfig, *, device_bytes: int) -> None:
 def vllm_room(plan: MemoryPlan, cfg: RunConfig, model: DecoderConfig, *, device_bytes: int) -> tuple[int, int]:
     """What vLLM gets of a GPU, and how many responses of full length an engine has room for at once."""
     share = int(min(cfg.rollout.kv_memory_fraction * device_bytes, device_bytes - plan.leave_bytes))
-    positions = cfg.rollout.max_prompt_tokens + cfg.rollout.max_new_tokens
+    positions = cfg.rollout.max_prompt_tokens + cfg.longest_response
     slot = _vllm_slot(cfg, model, positions=positions)
     rest = share - sum(size for name, size in plan.phases["rollout"].items() if name in _OF_VLLM)
     return share, max(0, 1 + rest // slot)

@@ -3,29 +3,37 @@
 A wrong reward path, a truncated weight file or a full disk is reported now, not after the first rollout.
 """
 
+import difflib
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 
-from conf.data import FileData
+from conf.data import FileData, GymData
+from conf.load import ConfigError
 from conf.model import RandomModel
 from conf.run import RunConfig
 from tlt_core.data import file_questions
 from tlt_core.drafter.eagle3.files import check_eagle3
+from tlt_core.drafter.eagle3.model import default_taps
+from tlt_core.grpo.lora import require_targets
 from tlt_core.grpo.reward import check_reward_functions
 from tlt_core.machine import precision
 from tlt_core.machine.disk import check_space, check_writable
 from tlt_core.machine.memory import gpu_bytes, warn_of_limits
 from tlt_core.machine.processors import check_workers
 from tlt_core.model.config import DecoderConfig, ModelError
+from tlt_core.model.decoder import Decoder
 from tlt_core.model.embedded import EMBEDDED_NAME
 from tlt_core.model.load import load_config, resolve
 from tlt_core.model.shapes import shape_of
 from tlt_core.rollout.vllm.client import require_vllm
 from tlt_core.rollout.vllm.environment import vllm_python
 from tlt_core.run import memory_plan, step_files
+from tlt_core.run.step_metrics import validation_metrics
 
 _CHECKPOINT_BYTES = 12  # a parameter's fp32 master weight and its two moments
 
@@ -35,8 +43,9 @@ def check_run(cfg: RunConfig) -> None:
 
     A local model folder is checked here; a hub name or the embedded model after it was fetched (`check_model`).
 
-    Raises FolderError, TooManyWorkers, DataError, ModelError, RewardError, SpaceError, VllmUnusable.
+    Raises FolderError, TooManyWorkers, DataError, ModelError, RewardError, SpaceError, ConfigError, VllmUnusable.
     """
+    check_best_metric(cfg)
     check_writable(cfg.run_dir)
     check_workers(cfg.cluster)
     warn_of_limits()
@@ -45,12 +54,58 @@ def check_run(cfg: RunConfig) -> None:
     if isinstance(cfg.model, RandomModel) or cfg.model.path == EMBEDDED_NAME:
         shape = shape_of(cfg.model)
         assert shape is not None, "the shapes of these are known"
-        check_drafter(cfg, shape)
+        check_shape(cfg, shape)
     elif not _is_fetched(cfg.model.path):
         check_model(cfg, resolve(cfg.model.path))
     if cfg.rollout.engine == "vllm":
         require_vllm(vllm_python())
     check_reward_functions(cfg.reward)  # last: it starts a process
+
+
+def check_best_metric(cfg: RunConfig) -> None:
+    """Is it a figure of this run's validation?  Else no checkpoint would ever be ranked.  Raises ConfigError."""
+    name, k = cfg.checkpoint.best_metric, cfg.evaluation.num_samples
+    tasks = [task.name for task in cfg.data.tasks] if isinstance(cfg.data, GymData) else [file_questions.TASK]
+    given = validation_metrics(tasks, samples=k)
+    if name in given:
+        return
+    close = difflib.get_close_matches(name, given, n=1, cutoff=0.8)
+    meant = f"did you mean {close[0]!r}" if close else f"choose one of {', '.join(given)}"
+    sampled = "" if k else " (mean_at_K and pass_at_K need evaluation.num_samples=K)"
+    raise ConfigError(
+        f"checkpoint.best_metric={name!r} is no figure of this run's validation{sampled}, so no checkpoint would be "
+        f"ranked: {meant}"
+    )
+
+
+def check_shape(cfg: RunConfig, model: DecoderConfig) -> None:
+    """Can the run's drafter, adapters and longest response go with a model of this shape?  Raises ModelError."""
+    check_drafter(cfg, model)
+    check_context(cfg, model, longest_prompt=1)
+    if cfg.needs_first_drafter:
+        default_taps(model.num_layers)
+    if cfg.update.lora.enabled:
+        with torch.device("meta"):
+            require_targets(Decoder(replace(model, num_layers=1)), cfg.update.lora)
+
+
+def check_context(cfg: RunConfig, model: DecoderConfig, *, longest_prompt: int) -> None:
+    """Has the model learnt positions for the longest prompt with the longest response?  Raises ModelError."""
+    room = model.max_position_embeddings - longest_prompt
+    limits = {
+        "rollout": cfg.rollout.max_new_tokens,
+        "evaluation": cfg.evaluation.max_new_tokens,
+        "retrain": cfg.retrain.max_new_tokens,
+    }
+    for section, limit in limits.items():
+        if limit is not None and limit > room:
+            prompt = f" after a prompt of {longest_prompt} tokens" if longest_prompt > 1 else ""
+            shorten = ", or drop long prompts with rollout.max_prompt_tokens" if longest_prompt > 1 else ""
+            raise ModelError(
+                f"{section}.max_new_tokens={limit}{prompt} exceeds the model's context of "
+                f"{model.max_position_embeddings} positions (max_position_embeddings), beyond which its text is "
+                f"garbage: set it to {max(1, room)} or lower{shorten}"
+            )
 
 
 def check_drafter(cfg: RunConfig, model: DecoderConfig) -> None:
@@ -78,7 +133,13 @@ def check_model(cfg: RunConfig, folder: Path) -> None:
 
     Raises ModelError, MemoryPlanError, SpaceError."""
     config = load_config(folder)
-    check_drafter(cfg, config)
+    check_shape(cfg, config)
+    unknown = [token for token in cfg.rollout.stop_token_ids if not 0 <= token < config.vocab_size]
+    if unknown:
+        raise ModelError(
+            f"rollout.stop_token_ids={unknown}: the model has tokens 0 to {config.vocab_size - 1}; take the ids from "
+            "its tokenizer"
+        )
     check_division(cfg.rollout.workers_per_engine, config)
     gpu = gpu_bytes() if cfg.cluster.device == "cuda" else None
     if gpu is not None:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from tlt_core.data import dataset
+from tlt_core.data.response_text import response_text
 from tlt_core.items.types import Prompt
 from tlt_core.model.load import load_tokenizer, stop_token_ids
 
@@ -22,8 +23,11 @@ class Prompts:
     stop_token_ids: tuple[int, ...]
 
     @classmethod
-    def load(cls, data_dir: Path, model_dir: Path, *, num_prompts: int) -> "Prompts":
-        """num_prompts: of one step.  Raises DataError when the data set has fewer."""
+    def load(cls, data_dir: Path, model_dir: Path, *, num_prompts: int, stops: Sequence[int] = ()) -> "Prompts":
+        """num_prompts: of one step.  stops: tokens that end a response besides the model's own.
+
+        Raises DataError when the data set has fewer prompts.
+        """
         tokenizer = load_tokenizer(model_dir)
         train = dataset.load(data_dir, "train", tokenizer)
         if len(train) < num_prompts:
@@ -32,7 +36,7 @@ class Prompts:
                 "lower it or provide more data"
             )
         validation = dataset.load(data_dir, "validation", tokenizer)
-        return cls(train, validation, tokenizer, stop_token_ids(model_dir, tokenizer))
+        return cls(train, validation, tokenizer, stop_token_ids(model_dir, tokenizer, also=stops))
 
     @property
     def by_id(self) -> Mapping[int, Prompt]:
@@ -45,5 +49,5 @@ class Prompts:
         return max(len(p.tokens) for p in self.by_id.values())
 
     def text(self, tokens: Tensor) -> str:
-        """A response as text, without special tokens."""
-        return str(self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+        """A response as rewards see it."""
+        return response_text(self.tokenizer, tokens.tolist(), stop_token_ids=self.stop_token_ids)

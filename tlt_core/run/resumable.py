@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from conf.run import RunConfig
+from tlt_core.grpo.optimizer import learning_rate
 from tlt_core.items import checkpoint
 from tlt_core.items.checkpoint import CheckpointError, Found
 from tlt_core.machine.precision import Precision, recorded_in
@@ -16,7 +17,7 @@ log = logging.getLogger(__name__)
 
 _FIXED = {"seed", "model", "data", "coldstart", "rollout", "algorithm", "update"}  # sections of the fingerprint
 _FREE: dict[str, Any] = {  # what a resumed run may change within them
-    "rollout": {"speculation", "vllm", "kv_memory_fraction", "max_live_requests"},
+    "rollout": {"speculation", "vllm", "max_probs_diff", "kv_memory_fraction", "max_live_requests"},
     "update": {
         "tokens_per_micro_batch": True,
         "activation_checkpointing": True,
@@ -63,3 +64,26 @@ def fingerprint(cfg: RunConfig) -> str:
     """
     fixed = cfg.model_dump(mode="json", include=_FIXED, exclude=_FREE)
     return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()
+
+
+def rate_jumps(cfg: RunConfig) -> str:
+    """What becomes of a decaying learning rate where `num_steps` has changed since the newest checkpoint, in words.
+
+    Empty: it goes on as it would have.
+    """
+    with checkpoint.newest(cfg.run_dir / "checkpoints") as found:
+        if found is None or not found.state.num_steps or cfg.num_steps <= found.state.step:
+            return ""
+    state, optimizer = found.state, cfg.update.optimizer
+    before, now = (
+        learning_rate(optimizer, cfg.optimizer_steps(state.step), total_steps=cfg.optimizer_steps(num_steps))
+        for num_steps in (state.num_steps, cfg.num_steps)
+    )
+    if before == now:
+        return ""
+    return (
+        f"num_steps is {cfg.num_steps} now and was {state.num_steps}: the learning rate decays over all of them, so "
+        f"after step {state.step} it goes on at {now:.3g}, where it was to be {before:.3g}.  The result is neither "
+        f"that of the run of {state.num_steps} steps nor that of one of {cfg.num_steps} from the start; for that one, "
+        f"begin a run of another name (name={cfg.name!r} now)"
+    )

@@ -15,7 +15,7 @@ It holds no model.  A session continues from the newest valid checkpoint: to sta
 import logging
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,11 +26,12 @@ from conf.run import RunConfig
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.data.prompt_order import PromptOrder
 from tlt_core.grpo import advantage, batch
-from tlt_core.grpo.reward import Score, Scorer
+from tlt_core.grpo.reward import Score, Scorer, require_scores
 from tlt_core.items import checkpoint
 from tlt_core.items.checkpoint import DriverState, Found
 from tlt_core.items.types import GenerationRequest, RolloutBatch, SamplingParams, ScoredBatch
 from tlt_core.machine.precision import Precision
+from tlt_core.model.load import save_stop_token_ids
 from tlt_core.run import resumable, step_files
 from tlt_core.run.drafter_publisher import DrafterPublisher
 from tlt_core.run.drafter_release import published_dir
@@ -114,14 +115,17 @@ class Session:
         """
         assert "auto" not in Precision.of(cfg), "settle() comes first"
         with resumable.newest(cfg) if resume else nullcontext() as found:
-            prompts = Prompts.load(data_dir, start_model, num_prompts=cfg.rollout.num_prompts)
+            own = cfg.rollout
+            prompts = Prompts.load(data_dir, start_model, num_prompts=own.num_prompts, stops=own.stop_token_ids)
             reporter = Reporter(on_progress, num_steps=cfg.num_steps, num_workers=cfg.cluster.num_workers)
-            scorer = Scorer(cfg.reward)
-            reporter.phase("starting workers")
-            spec = worker_spec(cfg, start_model, longest_prompt=prompts.longest)
-            group = WorkerGroup(cfg.cluster, spec, shared=cfg.run_dir)
-            session = cls(cfg, prompts, group, scorer, start_model=start_model, reporter=reporter)
-            session._load(found)
+            with ExitStack() as started:  # ends what has started when something that follows fails
+                scorer = started.enter_context(Scorer(cfg.reward))
+                reporter.phase("starting workers")
+                spec = worker_spec(cfg, start_model, longest_prompt=prompts.longest)
+                group = started.enter_context(WorkerGroup(cfg.cluster, spec, shared=cfg.run_dir))
+                session = cls(cfg, prompts, group, scorer, start_model=start_model, reporter=reporter)
+                session._load(found)
+                started.pop_all()
         return session
 
     def __enter__(self) -> "Session":
@@ -170,6 +174,7 @@ class Session:
         with self.metrics.timed("reward"):
             self.rollout.train_until_scored(rollouts, step=step)
             scores = self.scoring.collect(rollouts)
+        require_scores(scores)
         scored = self._with_advantages(rollouts, scores)
         self._sampled.append(scored)
         self.metrics.log(score_metrics(ScoredBatch.join(self._sampled), [f.name for f in self.cfg.reward.functions]))
@@ -195,7 +200,7 @@ class Session:
         return joined
 
     def update(self, step: int, scored: ScoredBatch) -> None:
-        """One RL step's optimizer steps on the worker group.  Raises DisagreementError (vLLM only)."""
+        """One RL step's optimizer steps on the worker group.  Raises DisagreementError."""
         with self.metrics.timed("update_actor"):
             self._reporter.phase("update")
             kl = self.cfg.algorithm.kl
@@ -251,6 +256,7 @@ class Session:
                 best_metric=self.validation.take_score(),
                 precision=Precision.of(self.cfg)._asdict(),
                 metrics=self.metrics.values(),
+                num_steps=self.cfg.num_steps,
                 **self.drafter.state(),
             )
             folder = checkpoint.save(root, state, lambda partial: self.group.save(partial.resolve()))
@@ -264,6 +270,7 @@ class Session:
         """The policy as a plain Hugging Face folder."""
         self._reporter.phase("export")
         self.group.export(out_dir.resolve(), tokenizer_from=self.start_model, dtype=self.cfg.rollout.dtype)
+        save_stop_token_ids(out_dir, self.params.stop_token_ids)
         return out_dir
 
     # ------------------------------------------------------------------------------------------ inside

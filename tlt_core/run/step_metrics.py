@@ -101,6 +101,14 @@ def _zero_spread_share(scores_R: Tensor, prompt_ids_R: Tensor) -> float:
     return (groups - varied) / groups
 
 
+def validation_metrics(tasks: Sequence[str], *, samples: int) -> list[str]:
+    """Names of all figures of a validation with prompts of these tasks.  samples: of a prompt; 0: only greedy ones."""
+    names = greedy_metrics(torch.zeros(len(tasks)), tasks)
+    if samples:
+        names |= sampled_metrics(torch.zeros(len(tasks), samples), torch.zeros(len(tasks), samples) > 0, tasks)
+    return list(names)
+
+
 def greedy_metrics(scores_P: Tensor, tasks: Sequence[str]) -> dict[str, float]:
     """Mean score of one greedy response per prompt, over all prompts and per task."""
     return {

@@ -9,6 +9,7 @@ from conf.reward import RewardConfig
 from conf.run import RunConfig
 from tlt_core.grpo.reward import Score
 from tlt_core.items.types import Prompt, SamplingParams
+from tlt_core.model.sampling import of_validation
 from tlt_core.run.rollout_phase import RolloutPhase, requests_for
 from tlt_core.run.scoring import Scoring
 from tlt_core.run.step_metrics import StepMetrics, greedy_metrics, sampled_metrics
@@ -29,8 +30,7 @@ class Validation:
         self._cfg, own = cfg, cfg.evaluation
         self._prompts = prompts[: own.num_prompts]
         self._rollout, self._scoring, self._metrics = rollout, scoring, metrics
-        limit = min(own.max_new_tokens or params.max_new_tokens, params.max_new_tokens)
-        self._params = replace(params, max_new_tokens=limit)
+        self.params = replace(params, max_new_tokens=own.max_new_tokens or params.max_new_tokens)
         self._score: float | None = None
 
     def is_due(self, step: int) -> bool:
@@ -43,10 +43,10 @@ class Validation:
         samples = self._cfg.evaluation.num_samples
         tasks = [p.task for p in sorted(self._prompts, key=lambda p: p.id)]  # the order of `RolloutBatch`
         with self._metrics.timed("testing"):
-            scores = self._decode(step, 1, replace(self._params, temperature=0.0))
+            scores = self._decode(step, 1, replace(self.params, temperature=0.0))
             metrics = greedy_metrics(torch.tensor([s.total for s in scores]), tasks)
             if samples:
-                scores = self._decode(step, samples, self._params)
+                scores = self._decode(step, samples, self.params)
                 totals_PS = torch.tensor([s.total for s in scores]).view(-1, samples)
                 passed_PS = torch.tensor(passes(scores, self._cfg.reward)).view(-1, samples)
                 metrics |= sampled_metrics(totals_PS, passed_PS, tasks)
@@ -61,7 +61,7 @@ class Validation:
 
     def _decode(self, step: int, samples: int, params: SamplingParams) -> list[Score]:
         """Scores by prompt and sample."""
-        requests = requests_for(self._prompts, samples, seed=self._cfg.seed, step=-1 - step)
+        requests = requests_for(self._prompts, samples, seed=self._cfg.seed, step=of_validation(step))
         return self._scoring.collect(self._rollout.decode(requests, params, phase="evaluate", step=step))
 
 

@@ -21,11 +21,11 @@ def worker_spec(cfg: RunConfig, start_model: Path, *, longest_prompt: int) -> Wo
     return WorkerSpec(
         model_dir=start_model.resolve(),
         rollout=_with_absolute_path(cfg.rollout),
-        max_len=longest_prompt + cfg.rollout.max_new_tokens,
+        max_len=longest_prompt + cfg.longest_response,
         trainer=TrainerSpec(
             update=cfg.update,
             algorithm=cfg.algorithm,
-            total_steps=cfg.num_steps * cfg.update.num_minibatches * cfg.update.num_epochs,
+            total_steps=cfg.optimizer_steps(cfg.num_steps),
             max_new_tokens=cfg.rollout.max_new_tokens,
             temperature=cfg.rollout.temperature,
         ),

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt_core.items.train_sequence import TrainSequence
+from tlt_core.model.sampling import splitmix64
 from tlt_core.spot.sequence_files import SequenceFileError, map_sequences, write_sequences
 from tlt_core.spot.writer import BackgroundWriter, WriteJob
 
@@ -33,7 +34,6 @@ log = logging.getLogger(__name__)
 _HELD_EVERY = 4  # one prompt in so many is held back
 _HELD_STEPS = 2  # newest steps in which responses are held back
 _KEPT_SHARE = 3  # one in so many of the bounds is for the longest of the last finished step
-_MASK = 2**64 - 1
 
 
 def held_back(step: int, prompt_id: int, *, every: int = _HELD_EVERY) -> bool:
@@ -41,21 +41,13 @@ def held_back(step: int, prompt_id: int, *, every: int = _HELD_EVERY) -> bool:
     step, the same ones on every worker.
 
     All samples of a prompt go together: they are alike, and training on one would flatter a measurement on another.
-    Uses splitmix64's finaliser (Steele, Lea, Flood, OOPSLA 2014), so that neighbours are independent.
     """
-    return _mixed(_mixed(prompt_id) + step) % every == 0
+    return splitmix64(splitmix64(prompt_id) + step) % every == 0
 
 
 def is_recent_and_held(sequence: TrainSequence, *, newest_step: int) -> bool:
     """Whether it may not be trained on yet."""
     return sequence.step > newest_step - _HELD_STEPS and held_back(sequence.step, sequence.key.prompt_id)
-
-
-def _mixed(number: int) -> int:
-    z = (number + 0x9E3779B97F4A7C15) & _MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
-    return z ^ (z >> 31)
 
 
 @dataclass(slots=True, eq=False)

@@ -33,7 +33,7 @@ class WorkerIdle(NamedTuple):
 
     worker: int
     at_s: float
-    has_data: bool = True  # its buffer holds something to train on
+    has_data: bool  # its buffer holds something to train on
 
 
 class Progress(NamedTuple):
@@ -42,7 +42,7 @@ class Progress(NamedTuple):
     worker: int
     steps_done: int  # micro-steps finished in this phase so far
     at_s: float
-    has_data: bool = True
+    has_data: bool
 
 
 class WorkerLost(NamedTuple):

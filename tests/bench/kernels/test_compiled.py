@@ -23,13 +23,38 @@ KERNELS = {
 }
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize(("capability", "vocabulary"), [(80, "152,064"), (90, "128,256"), (100, "49,152")])
-def test_kernels_compile_for_a_gpu(tmp_path: Path, capability: int, vocabulary: str) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-m", "bench.kernels.compiled", str(capability), vocabulary]
+ROUNDS = """
+import collections
+import torch
+from bench.kernels.compiled import compiling
+from kernels.tree.tree_attention import tree_attention
+with compiling(90) as found:
+    cache = torch.zeros(32, 3, 96, 64, dtype=torch.bfloat16)
+    for live in (1, 2, 5, 16, 32):
+        for width in (1, 3, 5):
+            known, own = torch.zeros(live).long(), torch.ones(live, width, width).bool()
+            tree_attention(cache[:live, :, : 3 * width], cache[:live], cache[:live], known, own, impl="triton")
+print(collections.Counter(name for name, _ in found)["_attend_tree"])
+"""
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+def _python(arguments: list[str], cache: Path) -> str:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, *arguments]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line.split() for line in done.stdout.splitlines()]
+    return done.stdout
+
+
+def test_rounds_of_all_sizes_share_two_kernels(tmp_path: Path) -> None:
+    """Each further one costs every worker a second at its start."""
+    assert int(_python(["-c", ROUNDS], tmp_path)) == 2  # plain rounds, and those with drafts
+
+
+@pytest.mark.parametrize(("capability", "vocabulary"), [(80, "152,064"), (90, "128,256"), (100, "49,152")])
+def test_kernels_compile_for_a_gpu(tmp_path: Path, capability: int, vocabulary: str) -> None:
+    printed = _python(["-m", "bench.kernels.compiled", str(capability), vocabulary], tmp_path)
+    lines = [line.split() for line in printed.splitlines()]
     assert {name for name, *_ in lines} == KERNELS
-    assert all(int(spilled) == 0 and int(blocks) >= 1 for _, spilled, blocks in lines), done.stdout
+    assert all(int(spilled) == 0 and int(blocks) >= 1 for _, spilled, blocks in lines), printed

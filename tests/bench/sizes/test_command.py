@@ -41,7 +41,7 @@ def test_the_command(
         assert row["floor_s"] > 0
     same = [v for v in report["verdicts"] if "tokens are plain decoding's" in v["claim"]]
     assert [v["value"] for v in same] == [1.0, 1.0, 1.0]
-    assert {v["bound"] for v in report["verdicts"]} == {0.75, 1.0, 2.5, 0.97}
+    assert {v["bound"] for v in report["verdicts"]} == {0.5, 1.0, 2.0, 0.97}
     assert f"report: {out}" in capsys.readouterr().out
 
 

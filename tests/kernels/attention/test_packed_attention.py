@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.attention import packed_attention
-from kernels.attention.packed_attention import packed_causal_attention
+from kernels.attention.packed_attention import packed_causal_attention, packed_causal_attention_reference
 
 OFFSETS = torch.tensor([0, 1, 6, 300, 333])  # one token; short; longer than two blocks; a ragged rest
 IMPLS = ["sdpa", "blocked"]
@@ -105,6 +105,29 @@ def test_auto_takes_matrix_instructions_in_bfloat16_only():
 def test_flash_without_the_package_is_no_silent_fallback():
     with pytest.raises(ImportError):
         packed_causal_attention(*inputs(), OFFSETS, impl="flash")
+
+
+def grouped_varlen_attn(q, k, v, offsets, key_offsets, max_q, max_k, *, window_size, enable_gqa=False):
+    """torch's signature since 2.12, on a CPU."""
+    assert window_size == (-1, 0)
+    assert enable_gqa or q.shape[1] == k.shape[1], "as torch's own: heads must be equal in number"
+    return packed_causal_attention_reference(q, k, v, offsets, key_offsets)
+
+
+def plain_varlen_attn(q, k, v, offsets, key_offsets, max_q, max_k, *, window_size):
+    """torch 2.11's signature."""
+    return grouped_varlen_attn(q, k, v, offsets, key_offsets, max_q, max_k, window_size=window_size)
+
+
+@pytest.mark.parametrize("varlen_attn", [grouped_varlen_attn, plain_varlen_attn])
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (5, 1)])
+def test_varlen_attn_of_older_torch_gets_repeated_keys_and_values(monkeypatch, varlen_attn, heads):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    leaves = inputs(heads=heads)
+    ours = value_and_gradients(lambda *x: packed_causal_attention(*x, OFFSETS, impl="varlen"), leaves, torch.float32)
+    expected = value_and_gradients(lambda *x: masked(*x, OFFSETS), leaves, torch.float32)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=5e-5, rtol=1e-4)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
 """The CPU's own kernels are compiled and loaded where they can be; where they cannot, the reason names the remedy."""
 
+import ctypes
+import re
 import shutil
 import subprocess
 
@@ -15,6 +17,33 @@ def test_they_load_where_they_can():
     """Not `library`, which would turn a compiler's error into a skip of everything here."""
     assert native.load() is not None
     assert native.library() is not None
+
+
+def test_signatures_are_those_of_the_prototypes():
+    pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+    source = "EXPORT void tlt_a(const bf16 *x, int64_t n,\n                  float eps, void *y) {\n}\n"
+    source += "EXPORT const char *tlt_b(void) {\n}\nstatic void c(int n) {\n}\n"
+    assert native.signatures(source) == {
+        "tlt_a": (None, [pointer, integer, number, pointer]),
+        "tlt_b": (ctypes.c_char_p, []),
+    }
+    assert native.signatures(source.replace("float eps", "int64_t m, float eps"))["tlt_a"][1][2] is integer
+    struct = "typedef struct {\n    const bf16 *keys, *values;\n    int64_t in;\n    Linear q;\n} A;\n"
+    fields = [("keys", pointer), ("values", pointer), ("in", integer), ("q", native.CLinear)]
+    assert native.fields(struct, "A") == fields
+
+
+def test_a_call_that_does_not_fit_its_prototype_is_refused():
+    """Otherwise it would read whatever lies where an argument is missing."""
+    library = native.load()
+    exported = {name for path in native._SOURCES.glob("*.c") for name in re.findall(r"tlt_\w+(?=\()", path.read_text())}
+    assert len(exported) > 15
+    for name in exported:
+        arguments = getattr(library, name).argtypes
+        assert arguments is not None
+        if arguments:
+            with pytest.raises(TypeError, match="at least"):
+                getattr(library, name)(*(0 for _ in arguments[1:]))
 
 
 def test_instructions_that_are_none_are_refused(monkeypatch):

@@ -128,7 +128,7 @@ def test_sampling_on_a_device_is_the_policys_definition(
     torch.testing.assert_close(found.logprobs_N.cpu(), wanted.logprobs_N, rtol=1e-6, atol=4e-6)
 
 
-@jit
+@jit()
 def _noise_kernel(keys, bits, noise, first, BLOCK: tl.constexpr):
     ids = first + tl.arange(0, BLOCK)
     key_0 = tl.load(keys).to(tl.uint32, bitcast=True)

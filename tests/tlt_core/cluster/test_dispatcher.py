@@ -57,19 +57,19 @@ def test_rollout_ends_when_the_last_response_is_in():
     dispatcher = begun("static", num_groups=2, size=1)
     requests = [dispatcher.pull(w, 9).requests[0] for w in range(2)]
     dispatcher.push(0, finish(requests[0]))
-    assert dispatcher.ask(WorkerIdle(0, time.time())).action is Action.WAIT
+    assert dispatcher.ask(WorkerIdle(0, time.time(), has_data=True)).action is Action.WAIT
     assert len(dispatcher.drain().finished) == 1
     assert dispatcher.drain().live == (0, 1)
     dispatcher.push(1, finish(requests[1]))
-    assert dispatcher.ask(Progress(0, 0, time.time())).action is Action.STOP
+    assert dispatcher.ask(Progress(0, 0, time.time(), has_data=True)).action is Action.STOP
     assert len(dispatcher.drain().finished) == 1
 
 
 def test_a_phase_of_waiting_ends_when_told_to():
     dispatcher = begun("pull", num_groups=0)
-    assert dispatcher.ask(WorkerIdle(0, time.time())).action is Action.WAIT
+    assert dispatcher.ask(WorkerIdle(0, time.time(), has_data=True)).action is Action.WAIT
     dispatcher.end()
-    assert dispatcher.ask(Progress(0, 0, time.time())).action is Action.STOP
+    assert dispatcher.ask(Progress(0, 0, time.time(), has_data=True)).action is Action.STOP
 
 
 @pytest.mark.parametrize(("dispatch", "goes_on"), [("pull", True), ("static", False)])
@@ -97,13 +97,13 @@ def test_workers_that_share_an_engine_wait_until_it_has_nothing_to_decode(dispat
     for request in first:
         dispatcher.push(0, finish(request))
     assert not dispatcher.pull(1, 9).exhausted, "the host has not said yet that it is done"
-    dispatcher.ask(WorkerIdle(0, time.time()))
+    dispatcher.ask(WorkerIdle(0, time.time(), has_data=True))
     assert dispatcher.pull(1, 9) == ((), True)
     assert not dispatcher.pull(3, 9).exhausted
-    assert dispatcher.ask(WorkerIdle(1, time.time())).action is Action.WAIT
+    assert dispatcher.ask(WorkerIdle(1, time.time(), has_data=True)).action is Action.WAIT
     for request in second:
         dispatcher.push(2, finish(request))
-    assert dispatcher.ask(Progress(1, 0, time.time())).action is Action.STOP
+    assert dispatcher.ask(Progress(1, 0, time.time(), has_data=True)).action is Action.STOP
 
 
 def test_the_loss_of_a_worker_that_lends_its_gpu_does_not_end_the_phase():

@@ -88,7 +88,11 @@ class AnyPhase(RuleBasedStateMachine):
     def ask(self, worker: int) -> Action:
         """A worker without requests asks, and does at once what it is told."""
         began = worker in self.training or self.steps[worker]
-        event = Progress(worker, self.steps[worker], 0.0) if began else WorkerIdle(worker, 0.0)
+        event = (
+            Progress(worker, self.steps[worker], 0.0, has_data=True)
+            if began
+            else WorkerIdle(worker, 0.0, has_data=True)
+        )
         action = self.dispatcher.ask(event).action
         assert (action is Action.STOP) == (self.over or worker not in self.alive)
         self.training.add(worker)

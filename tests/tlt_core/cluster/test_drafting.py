@@ -1,19 +1,29 @@
 """A worker's drafting across restarts, and what a publish does to its engine."""
 
+from types import SimpleNamespace
+
 import pytest
+import ray
 import torch
 
 from conf.drafter import DrafterConfig, SpotConfig
-from conf.rollout import SpeculationConfig
+from conf.rollout import RolloutConfig, SpeculationConfig
 from tests.tlt_core.drafter.eagle3.training_texts import lively_decoder
 from tlt_core.cluster import drafting
+from tlt_core.cluster.dispatcher import Dispatcher
 from tlt_core.cluster.drafting import Drafting
+from tlt_core.cluster.engines import Engines
+from tlt_core.cluster.messages import WorkerSpec
+from tlt_core.cluster.start_replica import Started
+from tlt_core.cluster.worker import Worker
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import eagle3_from_target
-from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
+from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams, WorkerState
 from tlt_core.rollout import build
 from tlt_core.rollout.drafts import OwnDrafts
+from tlt_core.rollout.own import OwnReplica
 from tlt_core.spot.comparison import Comparison, Group
+from tlt_core.spot.coordinator import SpotSettings
 
 MAX_LIVE, MAX_LEN = 3, 48
 BETTER = Comparison.of([Group(100, 200, 202), Group(100, 210, 213), Group(100, 190, 192)])
@@ -103,8 +113,8 @@ def test_a_drafter_that_had_collapsed_stays_suspended_when_costs_are_measured_an
 
 
 @pytest.fixture
-def trained(decoder, folder, tmp_path):
-    """Engine and drafting with a measured candidate."""
+def trains(decoder, folder, tmp_path):
+    """Engine and drafting that may train in idle time, with nothing to train on yet."""
     spot = SpotConfig(
         micro_step_s=1e6, rows_per_step=64, window_rows=64, learning_rate=5e-3, canary_tokens=200, average_decay=0.9
     )
@@ -119,14 +129,51 @@ def trained(decoder, folder, tmp_path):
         resume=False,
     )
     own.spot.begin(1, policy_version=0)
+    yield engine, own
+    own.close()
+
+
+@pytest.fixture
+def trained(trains):
+    """The same with a measured candidate."""
+    engine, own = trains
     roll_out(engine, on_captured=own.spot.collect)
     for _ in range(200):
         own.spot.micro_step()
         if own.spot.result().trial is not None:
             break
     assert own.spot.result().trial is not None
-    yield engine, own
-    own.close()
+    return engine, own
+
+
+class Handle:
+    """A dispatcher as a worker sees it, without Ray.  The phase ends at the third question."""
+
+    def __init__(self, dispatcher):
+        self._dispatcher, self._asked = dispatcher, 0
+
+    def __getattr__(self, name):
+        return SimpleNamespace(remote=getattr(self._dispatcher, name))
+
+    @property
+    def ask(self):
+        self._asked += 1
+        if self._asked == 3:
+            self._dispatcher.end()
+        return SimpleNamespace(remote=self._dispatcher.ask)
+
+
+def test_a_worker_without_data_trains_nothing_and_says_so(trains, tiny_folder, monkeypatch):
+    engine, own = trains
+    monkeypatch.setattr(ray, "get", lambda answer: answer)
+    worker = Worker(0, 1, WorkerSpec(tiny_folder, RolloutConfig(), MAX_LEN, None, threads=1, device="cpu"))
+    worker._started = Started(OwnReplica(engine, policy_version=0), own)
+    dispatcher = Dispatcher()
+    dispatcher.begin([], engines=Engines(1), dispatch="pull", step=1, spot=SpotSettings(min_idle_s=0.0))
+    worker.train_while_waiting(Handle(dispatcher))
+    report = dispatcher.phase()
+    assert {span.state for span in report.spans} <= {WorkerState.BUSY, WorkerState.IDLE}
+    assert report.idle_by_reason_s.keys() == {"no_data"}
 
 
 def weights_of(drafter):

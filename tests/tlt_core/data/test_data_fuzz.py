@@ -79,7 +79,10 @@ def _read_and_written(path: Path, tokenizer: PreTrainedTokenizerFast, out_dir: P
     cfg = FileData(kind="file", train_path=str(path), validation_fraction=0.5)
     (out_dir / "manifest.json").unlink(missing_ok=True)
     found = _tried(lambda: file_questions.splits(cfg), path)
-    made = _tried(lambda: dataset.prepare(cfg, tokenizer=tokenizer, max_prompt_tokens=512, out_dir=out_dir), path)
+    made = _tried(
+        lambda: dataset.prepare(cfg, tokenizer=tokenizer, vocab_size=49_152, max_prompt_tokens=512, out_dir=out_dir),
+        path,
+    )
     assert (found is None) == (made is None)
     if found is None:
         return
@@ -155,7 +158,7 @@ def test_any_change_to_a_data_set(count: int, tokenizer: PreTrainedTokenizerFast
     rows, folder = tmp_path / "rows.jsonl", tmp_path / "d"
     rows.write_text("\n".join(map(json.dumps, GOOD)))
     cfg = FileData(kind="file", train_path=str(rows))
-    dataset.prepare(cfg, tokenizer=tokenizer, max_prompt_tokens=512, out_dir=folder)
+    dataset.prepare(cfg, tokenizer=tokenizer, vocab_size=49_152, max_prompt_tokens=512, out_dir=folder)
     manifest = json.loads((folder / "manifest.json").read_bytes())
     train = (folder / "train.jsonl").read_bytes()
 

@@ -1,6 +1,7 @@
 """Data sets are deterministic, split by question, and refuse bad rows by name."""
 
 import json
+from decimal import Decimal
 
 import pyarrow
 import pyarrow.parquet
@@ -27,7 +28,9 @@ def gym(**changes) -> GymData:
 
 
 def prepare(cfg, tokenizer, out_dir, *, max_prompt_tokens=512):
-    return dataset.prepare(cfg, tokenizer=tokenizer, max_prompt_tokens=max_prompt_tokens, out_dir=out_dir)
+    return dataset.prepare(
+        cfg, tokenizer=tokenizer, vocab_size=49_152, max_prompt_tokens=max_prompt_tokens, out_dir=out_dir
+    )
 
 
 def test_same_section_same_bytes(tokenizer, tmp_path):
@@ -114,6 +117,34 @@ def test_own_files(tokenizer, tmp_path, kind):
     prompt = dataset.load(tmp_path / "d", "train", tokenizer)[0]
     assert prompt.answer == str(int(prompt.text.split()[0]) + 1)
     assert prompt.metadata["level"] == "easy"
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [("0.00001", "0.00001"), ("2.5e-7", "0.00000025"), ("1e16", "10000000000000000"), ("72.0", "72"), ("-0.5", "-0.5")],
+)
+def test_a_number_is_an_answer_in_plain_decimals(tokenizer, tmp_path, written, answer):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"prompt": "q{i}", "answer": {written}}}\n' for i in range(4)))
+    prepare(FileData(kind="file", train_path=str(path)), tokenizer, tmp_path / "d")
+    assert dataset.load(tmp_path / "d", "train", tokenizer)[0].answer == answer
+
+
+@pytest.mark.parametrize(
+    ("values", "kind", "answer"),
+    [
+        ([72.0] * 4, pyarrow.float64(), "72"),  # what pandas makes of integers where one is missing
+        ([0.1] * 4, pyarrow.float32(), "0.1"),
+        ([1e-5] * 4, pyarrow.float64(), "0.00001"),
+        ([Decimal("2.50")] * 4, pyarrow.decimal128(10, 2), "2.50"),
+    ],
+)
+def test_a_number_of_a_column_is_an_answer_in_plain_decimals(tokenizer, tmp_path, values, kind, answer):
+    path = tmp_path / "rows.parquet"
+    columns = {"prompt": [f"q{i}" for i in range(4)], "answer": pyarrow.array(values, kind)}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    prepare(FileData(kind="file", train_path=str(path)), tokenizer, tmp_path / "d")
+    assert dataset.load(tmp_path / "d", "train", tokenizer)[0].answer == answer
 
 
 @pytest.mark.parametrize(

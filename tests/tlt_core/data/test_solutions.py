@@ -50,7 +50,7 @@ def test_examples_avoid_held_out_questions(embedded_model):
     both = cfg("chain_sum", "spell_backward")
     probe = gym_items(both, count=20, first_index=5_000_000, exclude=set())
     held_out = {i.question for i in probe}
-    pairs = solutions.examples(both, num_examples=20, tokenizer=tokenizer, exclude=held_out, seed=0)
+    pairs = solutions.examples(both, num_examples=20, tokenizer=tokenizer, vocab_size=49_152, exclude=held_out, seed=0)
     texts = [tokenizer.decode(p) for p, _ in pairs]
     assert not any(q in t for q in held_out for t in texts)
     assert all(int(c[-1]) == tokenizer.eos_token_id for _, c in pairs)

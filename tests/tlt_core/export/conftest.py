@@ -66,7 +66,8 @@ def tiny(tiny_config, tmp_path_factory) -> Tiny:
             "cluster": {"num_workers": 1},
         }
     )
-    dataset.prepare(cfg.data, tokenizer=load_tokenizer(policy), max_prompt_tokens=64, out_dir=root / "data")
+    tokenizer, out_dir = load_tokenizer(policy), root / "data"
+    dataset.prepare(cfg.data, tokenizer=tokenizer, vocab_size=64, max_prompt_tokens=64, out_dir=out_dir)
     drafter = root / "drafter"
     ids_J = torch.arange(2, 60)
     decoder = load_decoder(policy, dtype=torch.float32)

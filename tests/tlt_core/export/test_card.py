@@ -77,6 +77,7 @@ def test_the_commands_can_be_pasted(first):
     options = dict(itertools.pairwise(words))
     assert options["--host"] == "127.0.0.1"
     if "vllm" in first:
+        assert options["--generation-config"] == "vllm"
         assert json.loads(options["--speculative-config"]) == {
             "model": "./drafter-eagle3",
             "method": "eagle3",

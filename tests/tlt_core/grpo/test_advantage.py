@@ -1,11 +1,12 @@
 """Advantages and reward shaping, against numbers computed by hand."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
-from conf.update import KLConfig
+from conf.update import AlgorithmConfig, Estimator, KLConfig
 from tests.tlt_core.grpo.rollouts import tiny_rollouts
 from tlt_core.grpo.advantage import advantages, informative, kl_penalty, overlong_penalty
 
@@ -41,6 +42,14 @@ def test_uniform_rewards_give_exactly_zero(kind: str, reward: float) -> None:
     """Eight times 0.1 has a mean that is not 0.1 in floating point; divided by a tiny std it would be of order 1."""
     got = advantages(torch.full((8,), reward), torch.zeros(8, dtype=torch.int64), kind=kind)
     assert got.tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize("kind", get_args(Estimator))
+def test_what_needs_all_groups_says_so(kind: Estimator) -> None:
+    """A group's advantages with the rewards of the others, and with other ones."""
+    others = torch.where(PROMPTS == 7, REWARDS, REWARDS * 3)
+    found, again = (advantages(rewards, PROMPTS, kind=kind)[PROMPTS == 7] for rewards in (REWARDS, others))
+    assert AlgorithmConfig(advantage=kind).needs_all_groups == (not torch.equal(found, again))
 
 
 def test_group_of_one_is_zero() -> None:

@@ -70,7 +70,7 @@ def test_the_check_does_not_import_user_code_into_this_process() -> None:
 
 def test_a_function_that_ends_its_process_when_it_is_imported_is_refused() -> None:
     functions = (RewardFunction(kind="python", path="tests.tlt_core.grpo.dying_rewards:f"),)
-    with pytest.raises(RewardError, match=r"dying_rewards:f' cannot be loaded \(importing it ends the process .* 3"):
+    with pytest.raises(RewardError, match=r"dying_rewards:f' cannot be used \(importing it ends the process .* 3"):
         check_reward_functions(RewardConfig(functions=functions))
 
 

@@ -8,6 +8,7 @@ from conf.update import AlgorithmConfig, LoraConfig, UpdateConfig
 from tests.tlt_core.grpo.rollouts import make_trainer, tiny_decoder, tiny_scored
 from tlt_core.grpo.batch import TrainBatch, make_train_batches
 from tlt_core.grpo.update import PolicyTrainer
+from tlt_core.model.config import ModelError
 
 LORA = LoraConfig(enabled=True, rank=4, alpha=8.0, target_modules=("qkv_proj", "down_proj"))
 
@@ -59,5 +60,5 @@ def test_resume_is_bitwise() -> None:
 
 
 def test_unknown_target_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"q_proj.*down_proj"):
+    with pytest.raises(ModelError, match=r"q_proj.*down_proj"):
         _trainer(torch.float32, LoraConfig(enabled=True, target_modules=("q_proj",)))

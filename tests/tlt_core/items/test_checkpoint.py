@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.tlt_core.items.killed import killed_before
 from tlt_core.items import checkpoint
 from tlt_core.items.checkpoint import CheckpointError, DriverState
 
@@ -119,6 +120,17 @@ def test_a_killed_save_leaves_the_older_one(tmp_path):
     assert checkpoint.newest_valid(tmp_path) == older
     assert checkpoint.load_state(checkpoint.save(tmp_path, state(2), write_part)).step == 2
     assert not list(tmp_path.glob(".partial*"))
+
+
+def test_a_checkpoint_that_is_written_again_is_there_after_a_kill_at_any_moment(tmp_path):
+    """It may be the only one."""
+    checkpoint.save(tmp_path, state(2, best=0.0), write_part)
+    seen, number = [], 0
+    while killed_before(number, lambda: checkpoint.save(tmp_path, state(2, best=1.0), write_part)):
+        seen.append(checkpoint.load_state(checkpoint.newest_valid(tmp_path)).best_metric)
+        number += 1
+    assert {0.0, 1.0} == set(seen)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000002"]
 
 
 def test_full_disk_leaves_nothing_behind(tmp_path):

@@ -13,10 +13,12 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
+from kernels.attention.packed_attention import packed_causal_attention
 from tlt_core.items.store import StoreError
 from tlt_core.model.config import ModelError
+from tlt_core.model.ends import PolicyEnds
 from tlt_core.model.load import (
     check_finite,
     load_config,
@@ -25,6 +27,8 @@ from tlt_core.model.load import (
     random_decoder,
     resolve,
     save_hf,
+    save_stop_token_ids,
+    stop_token_ids,
 )
 
 
@@ -199,6 +203,85 @@ def test_bad_config(folder, text, message):
 def test_generation_settings_name_the_stop_tokens(folder):
     (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
     assert load_config(folder).eos_token_ids == (5, 6)
+
+
+def _tied_with_a_head(folder, *, noise: float):
+    """As fine-tuning with a saved head leaves a folder whose config.json still says that the two are one."""
+
+    def add(tensors):
+        embedding = tensors["model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = embedding + noise * torch.randn(embedding.shape)
+
+    edit_tensors(folder, add)
+    assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is True
+    return folder
+
+
+def test_a_head_of_its_own_counts_though_the_configuration_ties_it(folder, tmp_path):
+    """As in transformers 5 and vLLM; the exported policy has it too."""
+    _tied_with_a_head(folder, noise=0.5)
+    tokens = torch.arange(3, 40)
+
+    def attend(layer, q, k, v):
+        return packed_causal_attention(q, k, v, torch.tensor([0, len(tokens)]))
+
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(tokens[None]).logits[0]
+        ours = load_decoder(folder, dtype=torch.float32)
+        found = ours.logits(ours(tokens, torch.arange(len(tokens)), attend).last_TD)
+        torch.testing.assert_close(found, theirs, rtol=1e-4, atol=1e-4)
+        head_VD = load_file(folder / "model.safetensors")["lm_head.weight"]
+        assert torch.equal(PolicyEnds.load(folder, dtype=torch.float32).head_weight, head_VD)
+        save_hf(ours.named_parameters(), ours.config, tmp_path / "out", tokenizer_from=folder, dtype=torch.float32)
+    assert not load_config(tmp_path / "out").tie_word_embeddings
+    assert torch.equal(load_decoder(tmp_path / "out", dtype=torch.float32).head_weight, head_VD)
+
+
+def test_a_head_that_is_the_embedding_again_changes_nothing(folder):
+    assert load_config(_tied_with_a_head(folder, noise=0.0)).tie_word_embeddings
+    load_decoder(folder, dtype=torch.float32)
+
+
+def _as_base_model(embedded_model, out_dir):
+    """Its files name <|endoftext|> as the end of a sequence, its chat template ends a turn with <|im_end|>."""
+    out = shutil.copytree(embedded_model, out_dir, ignore=shutil.ignore_patterns("*.safetensors"))
+    for name in ("config.json", "generation_config.json"):
+        if (out / name).is_file():
+            raw = json.loads((out / name).read_text())
+            (out / name).write_text(json.dumps(raw | {"eos_token_id": 0}))
+    raw = json.loads((out / "tokenizer_config.json").read_text())
+    (out / "tokenizer_config.json").write_text(json.dumps(raw | {"eos_token": "<|endoftext|>"}))
+    return out
+
+
+def test_a_response_ends_where_the_chat_template_ends_a_turn(embedded_model, tmp_path):
+    base = _as_base_model(embedded_model, tmp_path / "base")
+    tokenizer = load_tokenizer(base)
+    assert (tokenizer.eos_token_id, load_config(base).eos_token_ids) == (0, (0,))
+    assert stop_token_ids(base, tokenizer) == (0, 2)
+    assert tokenizer.convert_ids_to_tokens(2) == "<|im_end|>"
+    assert stop_token_ids(base, tokenizer, also=(28,)) == (0, 2, 28)
+    save_stop_token_ids(base, (0, 2, 28))
+    assert load_config(base).eos_token_ids == (0, 2, 28)
+    assert GenerationConfig.from_pretrained(base).eos_token_id == [0, 2, 28], "what servers read"
+    before = (base / "generation_config.json").stat().st_mtime_ns
+    save_stop_token_ids(base, (2,))
+    assert (base / "generation_config.json").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",  # it ends turns with no special token
+        "{% for m in messages %}<|im_start|>{{ m.role }}{% endfor %}",  # it renders no content
+        "{{ raise_exception('only prompts') }}",
+        None,
+    ],
+)
+def test_a_template_without_an_end_of_turn_adds_no_stop_token(embedded_model, template):
+    tokenizer = load_tokenizer(embedded_model)
+    tokenizer.chat_template = template
+    assert stop_token_ids(embedded_model, tokenizer) == (2,)
 
 
 def test_missing_folder():

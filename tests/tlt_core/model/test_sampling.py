@@ -3,9 +3,19 @@
 import pytest
 import torch
 
+from conf.section import MOST_STEPS
 from tlt_core.items.types import NoiseKey, SamplingParams
 from tlt_core.model import sampling
-from tlt_core.model.sampling import choose, choose_no_sync, lognorms, policy_scores, row_keys, stream_key
+from tlt_core.model.sampling import (
+    NoiseStep,
+    choose,
+    choose_no_sync,
+    lognorms,
+    of_validation,
+    policy_scores,
+    row_keys,
+    stream_key,
+)
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, -1.0, 0.0, 3.0, -2.0, 1.5])
 
@@ -109,8 +119,15 @@ def test_log_normalisers_are_those_without_filters_at_temperature_one(params):
 
 def test_noise_keys_are_splitmix64() -> None:
     """Its published first outputs; a position's key is the output that many steps after its stream."""
-    assert sampling._splitmix64(0) == 0xE220A8397B1DCDAF
-    assert sampling._splitmix64(1234567) == 6457827717110365317
-    expected = [sampling._splitmix64((1234567 + step * 0x9E3779B97F4A7C15) % 2**64) for step in range(3)]
+    assert sampling.splitmix64(0) == 0xE220A8397B1DCDAF
+    assert sampling.splitmix64(1234567) == 6457827717110365317
+    expected = [sampling.splitmix64((1234567 + step * 0x9E3779B97F4A7C15) % 2**64) for step in range(3)]
     keys = row_keys(torch.full((3,), 1234567), torch.arange(1, 4)).view(torch.int64).flatten()
     assert [key % 2**64 for key in keys.tolist()] == expected
+
+
+def test_no_other_use_shares_the_noise_of_a_run_s_steps() -> None:
+    """RL and validation, as far as a run may get."""
+    assert len(NoiseStep) == len(NoiseStep.__members__) > 3, "one number each"
+    assert of_validation(0) < 0
+    assert not [step for step in NoiseStep if of_validation(MOST_STEPS) <= step < 0 or 0 < step <= MOST_STEPS]

@@ -3,9 +3,11 @@
 Imports no configuration: GPU tests need that, too.
 """
 
+import itertools
+
 import torch
 
-from tlt_core.items.speculation import DraftTree
+from tlt_core.items.speculation import NO_FLOORS, DraftTree
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout
 
 VOCAB = 64
@@ -38,8 +40,8 @@ class Knows:
 
     name, taps, backlog_s = "knows", (), 0.0
 
-    def __init__(self, plain: dict[NoiseKey, Rollout]) -> None:
-        self._plain = plain
+    def __init__(self, plain: dict[NoiseKey, Rollout], *, vocab: int = VOCAB) -> None:
+        self._plain, self._vocab = plain, vocab
 
     def propose(self, view, strategy):
         tokens, parents, rows, depths = [], [], [], []
@@ -47,9 +49,9 @@ class Knows:
             parent = -1
             truth = self._plain[request.key].tokens[length:].tolist()
             for depth, right in enumerate(truth[: min(strategy.depth, room - 1)], start=1):
-                right = (right + (length + depth) % 4 // 3) % VOCAB
+                right = (right + (length + depth) % 4 // 3) % self._vocab
                 for wrong in range(strategy.width - 1, -1, -1):
-                    tokens.append((right + 9 * wrong) % VOCAB)
+                    tokens.append((right + 9 * wrong) % self._vocab)
                     parents.append(parent), rows.append(row), depths.append(depth)
                 parent = len(tokens) - 1
         return DraftTree.of_lists(tokens, parents, rows, depths)
@@ -57,3 +59,23 @@ class Knows:
     def admit(self, row, request): ...
     def move(self, source, target): ...
     def release(self, row, tokens): ...
+
+
+class Cycle:
+    """A tuner that goes round its arms: every switch between plain and speculative rounds occurs."""
+
+    floors = NO_FLOORS
+
+    def __init__(self, arms) -> None:
+        self._arms = itertools.cycle(arms)
+        self.reports = []
+
+    def choose(self, rows, context):
+        assert len(set(rows)) == len(rows)
+        return next(self._arms)
+
+    def observe(self, rows, report):
+        self.reports.append((tuple(rows), report))
+
+    def forget(self, row):
+        self.last_forgotten = row

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tests.tlt_core.rollout.test_spec_round import Recorder
-from tlt_core.data.dataset import encode_prompt
+from tlt_core.data.chat import encode_prompt
 from tlt_core.items.speculation import DraftTree, Strategy
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.model.load import load_decoder, load_tokenizer

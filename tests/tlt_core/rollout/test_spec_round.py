@@ -1,12 +1,11 @@
 """Speculation changes no token, whatever is drafted: the theorem of `spec_round`, checked token by token."""
 
-import itertools
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tlt_core.items.speculation import NO_FLOORS, OFF, DraftTree, LiveView, Strategy
+from tests.tlt_core.rollout.playing import Cycle
+from tlt_core.items.speculation import OFF, DraftTree, LiveView, Strategy
 from tlt_core.items.types import FinishReason, GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.model.load import load_decoder
 from tlt_core.rollout.engine import RolloutEngine, RoundTrace, Speculation
@@ -129,26 +128,6 @@ class Broken(Recorder):
 
     def propose(self, view, strategy):
         raise RuntimeError("no draft today")
-
-
-class Cycle:
-    """A tuner that goes round its arms: every switch between plain and speculative rounds occurs."""
-
-    floors = NO_FLOORS
-
-    def __init__(self, arms) -> None:
-        self._arms = itertools.cycle(arms)
-        self.reports = []
-
-    def choose(self, rows, context):
-        assert len(set(rows)) == len(rows)
-        return next(self._arms)
-
-    def observe(self, rows, report):
-        self.reports.append((tuple(rows), report))
-
-    def forget(self, row):
-        self.last_forgotten = row
 
 
 def run(decoder, params, drafter=None, arms=(OFF,), *, max_live=7, items=None):

@@ -12,16 +12,18 @@ from tlt_core.machine.precision import settle
 from tlt_core.run import coldstart
 
 
-def config(*settings):
-    return settle(load("conf/smoke.yaml", settings))
+@pytest.fixture
+def config(tmp_path):
+    """The smoke run with settings, in a folder where no run of that name has ever been."""
+    return lambda *settings: settle(load("conf/smoke.yaml", [f"output_dir={tmp_path}", *settings]))
 
 
 @pytest.mark.parametrize("change", ["seed=1", "coldstart.num_examples=7", "data.num_train=3", "update.dtype=bfloat16"])
-def test_another_setting_is_another_folder(change):
+def test_another_setting_is_another_folder(config, change):
     assert coldstart.output_dir(config(change)) != coldstart.output_dir(config())
 
 
-def test_what_rollouts_compute_in_is_not_part_of_it():
+def test_what_rollouts_compute_in_is_not_part_of_it(config):
     both = [config(f"rollout.dtype={dtype}", "update.dtype=float32") for dtype in ("bfloat16", "float32")]
     assert coldstart.output_dir(both[0]) == coldstart.output_dir(both[1])
 
@@ -31,7 +33,7 @@ def test_a_machine_decides_before_anything_is_named():
         coldstart.output_dir(load("conf/smoke.yaml"))
 
 
-def test_other_worked_solutions_are_another_folder(monkeypatch):
+def test_other_worked_solutions_are_another_folder(config, monkeypatch):
     """What an earlier release had trained on its own wording is not taken for this one's."""
     cfg = config("num_steps=9")
     before = coldstart.output_dir(cfg)
@@ -40,7 +42,7 @@ def test_other_worked_solutions_are_another_folder(monkeypatch):
     assert coldstart.output_dir(cfg) != before
 
 
-def test_it_is_sharded_as_the_update_is():
+def test_it_is_sharded_as_the_update_is(config):
     """A model whose optimizer does not fit on one GPU has to start, too."""
     sharded = config("update.backend={kind: deepspeed, zero_stage: 3}")
     spec = coldstart._spec(sharded, Path("model"), num_steps=2)

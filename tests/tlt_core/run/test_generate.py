@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from conf.rollout import SpeculationConfig
+from tests.tlt_core.export.conftest import write_policy
 from tlt_core.data.dataset import DataError
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import Eagle3Config, random_eagle3
@@ -99,6 +100,18 @@ def test_sampled_tokens_do_not_depend_on_batch_size_or_workers(tmp_path):
 def test_bad_input_names_file_and_line(tmp_path, embedded_model, text, problem):
     with pytest.raises(DataError, match=problem):
         refuse(tmp_path, embedded_model, text)
+
+
+def test_a_template_variable_that_is_none_is_refused(tmp_path, embedded_model):
+    with pytest.raises(DataError, match=r"--chat-template-kwargs: 'thinking' is no variable"):
+        refuse(tmp_path, embedded_model, '{"prompt": "a"}', template_kwargs={"thinking": False})
+
+
+def test_a_prompt_with_a_token_beyond_the_embedding_names_file_and_line(tmp_path, tiny_config):
+    """The tokenizer knows 64 words, the model 60."""
+    model = write_policy(tmp_path / "model", replace(tiny_config, vocab_size=60))
+    with pytest.raises(DataError, match=r"in\.jsonl, line 2: the tokenizer has 'w63' as token 63, but .* ends at 59"):
+        refuse(tmp_path, model, '{"prompt": "w3"}\n{"prompt": "w3 w63"}\n', params=SamplingParams(max_new_tokens=4))
 
 
 def refuse(tmp_path, model, text, **settings):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from conf.load import load
+from conf.load import ConfigError, load
 from tests.tasks.scored_batches import scored_batch
 from tlt_core.data.question import DataError
 from tlt_core.drafter.eagle3.files import save_eagle3
@@ -175,3 +175,52 @@ def test_a_model_that_vllm_cannot_divide_is_refused_with_what_would_do() -> None
         preflight.check_division(2, KNOWN["smollm2-135m-instruct"])
     with pytest.raises(ModelError, match=r"tensor_parallel=8 .* 28 attention heads.*one of \[1, 2, 4\]"):
         preflight.check_division(8, KNOWN["qwen2.5-7b"])
+
+
+def test_a_response_longer_than_the_context_is_refused_before_the_data_are_made(tiny_folder: Path) -> None:
+    model = f"model={{kind: pretrained, path: {tiny_folder}}}"
+    preflight.check_run(load("conf/smoke.yaml", [model, "rollout.max_new_tokens=511"]))
+    with pytest.raises(ModelError, match=r"rollout\.max_new_tokens=600 exceeds the model's context of 512 positions"):
+        preflight.check_run(load("conf/smoke.yaml", [model, "rollout.max_new_tokens=600"]))
+
+
+def test_stop_tokens_that_the_model_does_not_have_are_refused(tiny_folder: Path) -> None:
+    model = f"model={{kind: pretrained, path: {tiny_folder}}}"
+    preflight.check_run(load("conf/smoke.yaml", [model, "rollout.stop_token_ids=[0, 63]"]))
+    with pytest.raises(ModelError, match=r"stop_token_ids=\[-1, 64\]: the model has tokens 0 to 63"):
+        preflight.check_run(load("conf/smoke.yaml", [model, "rollout.stop_token_ids=[-1, 63, 64]"]))
+
+
+def test_no_drafter_is_promised_for_a_target_of_one_layer() -> None:
+    """It has two streams to tap, and EAGLE-3's layout needs three."""
+    one = ["model.num_layers=1", "drafter.warmup=true"]
+    with pytest.raises(ModelError, match=r"taps three streams .* a target of 1 layer has two: .*drafter\.warmup"):
+        preflight.check_run(load("conf/smoke.yaml", one))
+    preflight.check_run(load("conf/smoke.yaml", [*one, "rollout.speculation.policy=off"]))
+    preflight.check_run(load("conf/smoke.yaml", ["model.num_layers=1", "drafter.warmup=false"]))
+
+
+@pytest.mark.parametrize("model", ["model.kind=random", "model={kind: pretrained}"])
+def test_adapters_on_layers_that_the_decoder_does_not_have_are_refused(model: str) -> None:
+    lora = [model, "update.lora.enabled=true"]
+    with pytest.raises(ModelError, match=r"lora\.target_modules=\['q_proj', 'v_proj'\].* it has .*'qkv_proj'"):
+        preflight.check_run(load("conf/smoke.yaml", [*lora, "update.lora.target_modules=[q_proj, o_proj, v_proj]"]))
+    preflight.check_run(load("conf/smoke.yaml", [*lora, "update.lora.target_modules=[qkv_proj]"]))
+
+
+@pytest.mark.parametrize(
+    ("metric", "samples", "said"),
+    [
+        ("val-core/all/reward/mean@2", 2, "did you mean 'val-core/all/reward/mean_at_2'"),
+        ("val-core/all/reward/mean_at_2", 0, r"mean_at_K and pass_at_K need evaluation\.num_samples=K"),
+        ("critic/rewards/mean", 0, "choose one of val-core/all/reward/greedy, val-core/chain_sum/reward/greedy"),
+    ],
+)
+def test_a_best_metric_that_validation_does_not_give_is_refused(metric: str, samples: int, said: str) -> None:
+    num_samples = f"evaluation.num_samples={samples}"
+    with pytest.raises(ConfigError, match=rf"checkpoint\.best_metric='{metric}' is no figure of this run's.*{said}"):
+        preflight.check_run(load("conf/smoke.yaml", [num_samples, f"checkpoint.best_metric={metric}"]))
+    for good in ("val-core/all/reward/pass_at_2", "val-core/chain_sum/reward/greedy"):
+        preflight.check_best_metric(
+            load("conf/smoke.yaml", ["evaluation.num_samples=2", f"checkpoint.best_metric={good}"])
+        )

@@ -16,9 +16,10 @@ from tlt_core.cluster.group import Generated
 from tlt_core.cluster.messages import GenerateReport, UpdateReport
 from tlt_core.data.prompt_order import PromptOrder
 from tlt_core.grpo.batch import TrainBatch
-from tlt_core.grpo.reward import Score
+from tlt_core.grpo.reward import RewardError, Score
 from tlt_core.items.checkpoint import CheckpointError
 from tlt_core.items.types import FinishReason, GenerationRequest, Prompt, Rollout, ScoredBatch, ScoreStatus
+from tlt_core.run import resumable
 from tlt_core.run import session as module
 from tlt_core.run.progress import Progress
 from tlt_core.run.prompts import Prompts
@@ -32,6 +33,8 @@ VALIDATION = [Prompt(8, torch.tensor([1], dtype=torch.int32), "held out", "7", "
 
 
 class _Tokenizer:
+    bos_token_id = eos_token_id = pad_token_id = None
+
     def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
         return " ".join(map(str, tokens))
 
@@ -82,6 +85,9 @@ class _Group:
     def save(self, folder: Path) -> None:
         (folder / "rank_0").mkdir()
 
+    def __enter__(self) -> "_Group":
+        return self
+
     def __exit__(self, *_: object) -> None:
         pass
 
@@ -91,8 +97,11 @@ def _answer(request: GenerationRequest) -> Rollout:
     return Rollout(request.key, tokens, len(request.prompt_tokens), torch.zeros(2), FinishReason.STOP, 0)
 
 
+_FAILED = Score((0.0,), 0.0, ScoreStatus.ERROR, 0.25, "own:judge: the judge is away")
+
+
 class _Scorer:
-    """Gives the planned scores, 0 where nothing is planned."""
+    """Gives the planned scores, 0 where nothing is planned; a negative one is a failure."""
 
     def __init__(self, plan: Scores) -> None:
         self._plan = plan
@@ -110,10 +119,16 @@ class _Scorer:
         for key in keys:
             del self.submitted[key]  # like the real one, which knows a response until it is collected
         values = [self._plan[prompt][sample] if prompt in self._plan else 0.0 for prompt, sample in keys]
-        return [Score((value,), value, ScoreStatus.OK, 0.25) for value in values]
+        return [Score((value,), value, ScoreStatus.OK, 0.25) if value >= 0 else _FAILED for value in values]
 
     def close(self) -> None:
         pass
+
+    def __enter__(self) -> "_Scorer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def _config(folder: Path, *changes: str) -> RunConfig:
@@ -171,12 +186,24 @@ def test_advantages_compare_the_responses_of_one_prompt(begin: Callable[..., Ses
     assert (metrics["critic/rewards/mean"], metrics["training/frac_reward_zero_std"]) == (2.25, 0.0)
 
 
+def test_a_step_whose_every_score_is_an_error_ends_the_run(begin: Callable[..., Session]) -> None:
+    first, second = _next_ids(2)
+    session = begin(scores={first: (1.0, -1.0), second: (-1.0, -1.0)})
+    session.begin_step(1)
+    assert session.score(1, session.sample_step(1)).rewards_R.sum() == 1.0
+    session = begin(scores={first: (-1.0, -1.0), second: (-1.0, -1.0)})
+    session.begin_step(1)
+    rollouts = session.sample_step(1)
+    with pytest.raises(RewardError, match=r"failed for all 4 responses of this step .own:judge: the judge is away"):
+        session.score(1, rollouts)
+
+
 def test_every_response_is_scored_as_text_under_its_prompt(begin: Callable[..., Session]) -> None:
     session = begin("update.streamed=off")
     session.begin_step(1)
     session.sample_step(1)
     scorer: Any = session._scorer
-    assert scorer.submitted == {(prompt, sample): f"{sample} 2" for prompt in _next_ids(2) for sample in (0, 1)}
+    assert scorer.submitted == {(prompt, sample): f"{sample}" for prompt in _next_ids(2) for sample in (0, 1)}
 
 
 def test_sampled_texts_are_spread_over_the_batch(begin: Callable[..., Session]) -> None:
@@ -185,8 +212,8 @@ def test_sampled_texts_are_spread_over_the_batch(begin: Callable[..., Session]) 
     session.begin_step(1)
     rows = session.scoring.sample_texts(session.score(1, session.sample_step(1)), 2)
     assert [(row["prompt_id"], row["sample"], row["response"]) for row in rows] == [
-        (first, 0, "0 2"),
-        (second, 1, "1 2"),
+        (first, 0, "0"),
+        (second, 1, "1"),
     ]
     assert rows[0] | {"reward": 1.0, "advantage": 0.5, "num_tokens": 2, "finish": "STOP", "status": "OK"} == rows[0]
     assert len(session.scoring.sample_texts(session.score(1, session.sample_step(1)), 99)) == 4
@@ -470,12 +497,50 @@ def test_what_changes_no_result_may_change_on_resume(begin: Callable[..., Sessio
     assert begin(change).completed_steps == 1
 
 
+def test_a_decaying_learning_rate_that_jumps_is_told_before_a_longer_run_goes_on(begin: Callable[..., Session]) -> None:
+    decay = "update.optimizer={learning_rate: 1e-3, schedule: {kind: linear}}"
+    session = begin(decay, "num_steps=2")
+    for step in (1, 2):
+        _step(session, step)
+        session.save_checkpoint(step)
+
+    def said(*changes: str) -> str:
+        return resumable.rate_jumps(session.cfg.model_copy(update={"num_steps": int(changes[0])}))
+
+    assert "num_steps is 4 now and was 2" in said("4")
+    assert "after step 2 it goes on at 0.0005, where it was to be 0." in said("4")
+    assert said("2") == ""
+    constant = begin("name=other", "num_steps=1")
+    _step(constant, 1)
+    constant.save_checkpoint(1)
+    assert resumable.rate_jumps(constant.cfg.model_copy(update={"num_steps": 9})) == ""
+
+
 def test_more_steps_remain_when_a_resumed_run_asks_for_more(begin: Callable[..., Session]) -> None:
     session = begin("num_steps=2")
     assert list(session.remaining_steps()) == [1, 2]
     _step(session, 1)
     session.save_checkpoint(1)
     assert list(begin("num_steps=4").remaining_steps()) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("failing", ["__init__", "load"])
+def test_what_was_started_ends_when_a_later_part_fails(
+    begin: Callable[..., Session], monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    ended: list[str] = []
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(_Scorer, "close", lambda _: ended.append("scorer"))
+    monkeypatch.setattr(_Group, "__exit__", lambda *_: ended.append("group"))
+    begin()
+    assert ended == []
+    monkeypatch.setattr(_Group, failing, fail)
+    with pytest.raises(RuntimeError, match="no room"):
+        begin()
+    assert ended == (["scorer"] if failing == "__init__" else ["group", "scorer"])
 
 
 def test_the_first_attempt_loads_no_checkpoint(begin: Callable[..., Session]) -> None:

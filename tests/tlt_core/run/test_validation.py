@@ -1,5 +1,6 @@
 """When the policy is validated, and what is said of it."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from tlt_core.grpo.reward import Score
 from tlt_core.items.types import SamplingParams, ScoreStatus
 from tlt_core.run.step_metrics import StepMetrics, greedy_metrics, sampled_metrics
 from tlt_core.run.validation import Validation, passes
+from tlt_core.run.worker_spec import worker_spec
 
 
 def _validation(*settings: str) -> Validation:
@@ -22,6 +24,18 @@ def _validation(*settings: str) -> Validation:
 def test_validation_is_due_before_the_first_step_every_n_steps_and_after_the_last(every: int, due: list[int]) -> None:
     validation = _validation("num_steps=5", f"evaluation.every_steps={every}")
     assert [step for step in range(6) if validation.is_due(step)] == due
+
+
+@pytest.mark.parametrize(("limit", "longest"), [("null", 24), ("8", 8), ("4096", 4096)])
+def test_validation_has_the_limit_that_was_asked_for_and_workers_have_room_for_it(
+    limit: str, longest: int, tiny_folder: Path
+) -> None:
+    settings = ["rollout.max_new_tokens=24", f"evaluation.max_new_tokens={limit}"]
+    nobody: Any = None
+    cfg = load("conf/smoke.yaml", settings)
+    params = SamplingParams(max_new_tokens=24)
+    assert Validation(cfg, [], nobody, nobody, params, StepMetrics()).params.max_new_tokens == longest
+    assert worker_spec(cfg, tiny_folder, longest_prompt=8).max_len == 8 + max(24, longest)
 
 
 def test_a_response_passes_when_its_main_reward_is_full() -> None:

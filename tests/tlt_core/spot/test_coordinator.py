@@ -37,15 +37,15 @@ def test_passes_of_the_update_by_hand():
     c = Coordinator(2, SpotSettings(min_idle_s=0.0))
     c.handle(PhaseBegan(step=7, at_s=10.0))
     c.handle(PassesOffered(2))
-    assert c.handle(WorkerIdle(0, 11.0)) == stream
+    assert c.handle(WorkerIdle(0, 11.0, has_data=True)) == stream
     assert c.state(0) == WorkerState.STREAMING
-    assert c.handle(Progress(0, 0, 12.0)) == stream
-    assert c.handle(Progress(0, 0, 13.0)) == TRAIN  # none is left
+    assert c.handle(Progress(0, 0, 12.0, has_data=True)) == stream
+    assert c.handle(Progress(0, 0, 13.0, has_data=True)) == TRAIN  # none is left
     c.handle(PassesOffered(1))
-    assert c.handle(WorkerIdle(1, 13.5)) == stream
+    assert c.handle(WorkerIdle(1, 13.5, has_data=True)) == stream
     c.handle(RolloutOver(14.0))
     c.handle(PassesOffered(1))
-    assert c.handle(Progress(1, 0, 14.1)) == Order(Action.STOP, "rollout_over")
+    assert c.handle(Progress(1, 0, 14.1, has_data=True)) == Order(Action.STOP, "rollout_over")
     report = c.report(14.2)
     assert WorkerSpan(0, WorkerState.STREAMING, 11.0, 13.0) in report.spans
     assert WorkerSpan(1, WorkerState.STREAMING, 13.5, 14.1) in report.spans
@@ -66,23 +66,23 @@ def test_passes_of_the_update_by_hand():
     last = Coordinator(1, SpotSettings(min_idle_s=0.0, stream_first=False))
     last.handle(PhaseBegan(step=7, at_s=10.0))
     last.handle(PassesOffered(1))
-    assert last.handle(WorkerIdle(0, 11.0)) == TRAIN
+    assert last.handle(WorkerIdle(0, 11.0, has_data=True)) == TRAIN
     assert last.handle(Progress(0, 1, 12.0, has_data=False)) == stream
 
 
 def test_a_phase_by_hand():
     c = Coordinator(2, SpotSettings(min_idle_s=0.2))
     assert c.handle(PhaseBegan(step=7, at_s=10.0)) is None
-    assert c.handle(WorkerIdle(0, 11.0)) == wait("min_idle")
-    assert c.handle(Progress(0, 0, 11.1)) == wait("min_idle")
-    assert c.handle(Progress(0, 0, 11.25)) == TRAIN
-    assert c.handle(Progress(0, 1, 12.0)) == TRAIN
+    assert c.handle(WorkerIdle(0, 11.0, has_data=True)) == wait("min_idle")
+    assert c.handle(Progress(0, 0, 11.1, has_data=True)) == wait("min_idle")
+    assert c.handle(Progress(0, 0, 11.25, has_data=True)) == TRAIN
+    assert c.handle(Progress(0, 1, 12.0, has_data=True)) == TRAIN
     assert c.handle(Progress(0, 2, 13.0, has_data=False)) == wait("no_data")
-    assert c.handle(Progress(0, 2, 13.5)) == TRAIN
-    assert c.handle(WorkerIdle(1, 14.0)) == wait("min_idle")
+    assert c.handle(Progress(0, 2, 13.5, has_data=True)) == TRAIN
+    assert c.handle(WorkerIdle(1, 14.0, has_data=True)) == wait("min_idle")
     assert c.handle(RolloutOver(14.05)) is None
-    assert c.handle(Progress(0, 3, 14.15)) == Order(Action.STOP, "rollout_over")
-    assert c.handle(Progress(1, 0, 14.06)) == Order(Action.STOP, "rollout_over")
+    assert c.handle(Progress(0, 3, 14.15, has_data=True)) == Order(Action.STOP, "rollout_over")
+    assert c.handle(Progress(1, 0, 14.06, has_data=True)) == Order(Action.STOP, "rollout_over")
     report = c.report(14.2)
     assert report.spans == (
         WorkerSpan(0, BUSY, 10.0, 11.0),
@@ -137,8 +137,8 @@ def test_p95_of_preemption_is_a_measured_one():
 def test_a_phase_that_does_not_train_says_why(settings, step, reason):
     c = Coordinator(1, settings)
     c.handle(PhaseBegan(step, 0.0))
-    assert c.handle(WorkerIdle(0, 1.0)) == wait(reason)
-    assert c.handle(Progress(0, 0, 9.0)) == wait(reason)
+    assert c.handle(WorkerIdle(0, 1.0, has_data=True)) == wait(reason)
+    assert c.handle(Progress(0, 0, 9.0, has_data=True)) == wait(reason)
     c.handle(RolloutOver(10.0))
     assert c.report(10.0).idle_by_reason_s == {reason: 9.0}
 
@@ -148,20 +148,20 @@ def test_every_third_step_trains():
     trained = []
     for step in range(1, 8):
         c.handle(PhaseBegan(step, float(step)))
-        trained.append(c.handle(WorkerIdle(0, step + 0.5)) == TRAIN)
+        trained.append(c.handle(WorkerIdle(0, step + 0.5, has_data=True)) == TRAIN)
     assert trained == [False, False, True, False, False, True, False]
 
 
 def test_pauses_are_of_all_workers_and_not_harvested():
     c = Coordinator(3, SpotSettings(min_idle_s=0, duty=0.75, cycle_s=4.0))
     c.handle(PhaseBegan(1, 0.0))
-    assert c.handle(WorkerIdle(0, 10.0)) == TRAIN
-    assert c.handle(WorkerIdle(1, 11.5)) == TRAIN
-    assert c.handle(Progress(0, 1, 12.9)) == TRAIN
-    assert c.handle(Progress(0, 2, 13.1)) == wait("throttled")
-    assert c.handle(Progress(1, 1, 13.2)) == wait("throttled")
-    assert c.handle(Progress(0, 2, 14.0)) == TRAIN
-    assert c.handle(Progress(1, 1, 14.1)) == TRAIN
+    assert c.handle(WorkerIdle(0, 10.0, has_data=True)) == TRAIN
+    assert c.handle(WorkerIdle(1, 11.5, has_data=True)) == TRAIN
+    assert c.handle(Progress(0, 1, 12.9, has_data=True)) == TRAIN
+    assert c.handle(Progress(0, 2, 13.1, has_data=True)) == wait("throttled")
+    assert c.handle(Progress(1, 1, 13.2, has_data=True)) == wait("throttled")
+    assert c.handle(Progress(0, 2, 14.0, has_data=True)) == TRAIN
+    assert c.handle(Progress(1, 1, 14.1, has_data=True)) == TRAIN
     c.handle(RolloutOver(15.0))
     report = c.report(15.0)
     assert report.idle_by_reason_s == pytest.approx({"training": 3.1 + 1.0 + 1.7 + 0.9, "throttled": 0.9 + 0.9})
@@ -180,21 +180,21 @@ def test_bad_duty(changes):
 def test_max_steps_counts_steps_that_are_under_way():
     c = Coordinator(3, SpotSettings(min_idle_s=0, max_steps=2))
     c.handle(PhaseBegan(1, 0.0))
-    assert [c.handle(WorkerIdle(w, 1.0)) for w in range(3)] == [TRAIN, TRAIN, wait("max_steps")]
+    assert [c.handle(WorkerIdle(w, 1.0, has_data=True)) for w in range(3)] == [TRAIN, TRAIN, wait("max_steps")]
     c.handle(WorkerLost(0, 1.5))  # what it was ordered to do is free again
-    assert c.handle(Progress(2, 0, 2.0)) == TRAIN
-    assert c.handle(Progress(1, 1, 3.0)) == wait("max_steps")
-    assert c.handle(Progress(2, 1, 3.0)) == wait("max_steps")
+    assert c.handle(Progress(2, 0, 2.0, has_data=True)) == TRAIN
+    assert c.handle(Progress(1, 1, 3.0, has_data=True)) == wait("max_steps")
+    assert c.handle(Progress(2, 1, 3.0, has_data=True)) == wait("max_steps")
 
 
 def test_late_and_unknown_reports_are_answered():
     c = Coordinator(1, SpotSettings())
-    assert c.handle(Progress(0, 0, 0.0)) == Order(Action.STOP, "rollout_over")  # before the first phase
+    assert c.handle(Progress(0, 0, 0.0, has_data=True)) == Order(Action.STOP, "rollout_over")  # before the first phase
     c.handle(PhaseBegan(1, 1.0))
     c.handle(WorkerLost(0, 2.0))
-    assert c.handle(Progress(0, 0, 3.0)) == Order(Action.STOP, "lost")
+    assert c.handle(Progress(0, 0, 3.0, has_data=True)) == Order(Action.STOP, "lost")
     c.handle(RolloutOver(4.0))
-    assert c.handle(WorkerIdle(0, 5.0)) == Order(Action.STOP, "rollout_over")
+    assert c.handle(WorkerIdle(0, 5.0, has_data=True)) == Order(Action.STOP, "rollout_over")
     assert c.report(6.0).spans == (WorkerSpan(0, BUSY, 1.0, 2.0),)
 
 
@@ -349,14 +349,18 @@ TestAnyEvents.settings = hypothesis_settings(max_examples=120, stateful_step_cou
 
 def test_a_lost_worker_blocks_nobody():
     """Whatever one worker was doing when it died, the others go on as if it had never been."""
-    for last_words in ([], [WorkerIdle(0, 1.0)], [WorkerIdle(0, 1.0), Progress(0, 0, 2.0)]):
+    for last_words in (
+        [],
+        [WorkerIdle(0, 1.0, has_data=True)],
+        [WorkerIdle(0, 1.0, has_data=True), Progress(0, 0, 2.0, has_data=True)],
+    ):
         c = Coordinator(2, SpotSettings(max_steps=3))
         c.handle(PhaseBegan(1, 0.0))
         for event in last_words:
             c.handle(event)
         c.handle(WorkerLost(0, 2.5))
-        c.handle(WorkerIdle(1, 3.0))
-        orders = [c.handle(Progress(1, done, 4.0 + done)) for done in range(4)]
+        c.handle(WorkerIdle(1, 3.0, has_data=True))
+        orders = [c.handle(Progress(1, done, 4.0 + done, has_data=True)) for done in range(4)]
         assert orders == [TRAIN, TRAIN, TRAIN, wait("max_steps")]
         c.handle(RolloutOver(9.0))
-        assert c.handle(Progress(1, 3, 9.1)).action == Action.STOP
+        assert c.handle(Progress(1, 3, 9.1, has_data=True)).action == Action.STOP

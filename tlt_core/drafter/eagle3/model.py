@@ -54,14 +54,22 @@ class Eagle3Config:
 
 
 def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """The taps that vLLM and SGLang assume; first, middle and last stream where a target is too small for them."""
+    """The taps that vLLM and SGLang assume; first, middle and last stream where a target is too small for them.
+
+    Raises ModelError on a target of one layer, which has only two streams.
+    """
+    if num_layers < 2:
+        raise ModelError(
+            f"an EAGLE-3 drafter taps three streams of its target, and a target of {num_layers} layer has two: use a "
+            "deeper model, or leave drafter.warmup and rollout.speculation.drafter_path out (the n-gram drafter stays)"
+        )
     usual = (2, num_layers // 2, num_layers - 3)
     return usual if usual[0] < usual[1] < usual[2] else (0, num_layers // 2, num_layers)
 
 
 def check_taps(taps: tuple[int, ...], target: DecoderConfig) -> None:
     """Raises ModelError unless these are three ascending taps of the target."""
-    if len(taps) != 3 or list(taps) != sorted(taps) or not 0 <= taps[0] <= taps[-1] <= target.num_layers:
+    if len(taps) != 3 or list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] <= target.num_layers:
         raise ModelError(
             f"an EAGLE-3 drafter taps three ascending layer ids between 0 and {target.num_layers} of this target, got "
             f"{taps}; is it a drafter of another model?"

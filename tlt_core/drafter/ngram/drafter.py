@@ -34,11 +34,12 @@ from tlt_core.drafter.ngram.suffix_automaton import ROOT, SuffixAutomaton
 from tlt_core.items.hidden_states import HiddenStates
 from tlt_core.items.speculation import DraftTree, LiveView, Strategy
 from tlt_core.items.types import GenerationRequest
+from tlt_core.model.sampling import position_key
 
 _BLENDED_MATCHES = 4
 _NEGLIGIBLE = 0.02  # escape below which shorter matches are not consulted
 _NEGLIGIBLE_TOKEN = 0.01  # of hundreds of continuations that a short match can have, most are not worth ranking
-_MASK_32, _MASK_64 = (1 << 32) - 1, (1 << 64) - 1
+_MASK_32 = (1 << 32) - 1
 
 
 class Candidate(NamedTuple):
@@ -301,15 +302,6 @@ class _Draft(NamedTuple):
             timed.sort()
         total = sum([1 / time for time, _ in timed])
         return [(math.exp(-escape * time) / (time * total), candidate) for time, candidate in timed[: self.width]]
-
-
-def position_key(stream: int, position: int) -> tuple[int, int]:
-    """`sampling.row_keys` of one position, in Python integers: the two words as unsigned 32-bit numbers."""
-    state = (stream + position * 0x9E3779B97F4A7C15) & _MASK_64
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK_64
-    state ^= state >> 31
-    return state & _MASK_32, state >> 32
 
 
 def clock(low: int, high: int, token: int) -> float:

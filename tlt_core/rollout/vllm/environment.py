@@ -5,8 +5,12 @@ Nothing of vLLM is imported by this package: its pinned packages do not fit ours
 
 import os
 import re
+import tempfile
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
+
+from tlt_core.machine.socket_folder import socket_folder
 
 
 def vllm_python() -> Path:
@@ -33,6 +37,8 @@ def environment(python: Path, *, threads: int, devices: Sequence[str] = ()) -> d
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
+        "TQDM_DISABLE": "1",  # its output is a file
+        "VLLM_RPC_BASE_PATH": socket_folder(tempfile.gettempdir(), behind=f"/{uuid.uuid4()}"),
         "HF_HUB_OFFLINE": "1",
         **({"CUDA_VISIBLE_DEVICES": ",".join(devices)} if devices else {}),
         **({"LD_PRELOAD": str(openmp), "KMP_BLOCKTIME": "5"} if openmp.is_file() else {}),

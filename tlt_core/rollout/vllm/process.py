@@ -74,7 +74,8 @@ class Server:
             tensor_parallel_size=settings["tensor_parallel"],
             **_memory(settings),
             enforce_eager=_on_cpu() if settings["eager"] is None else settings["eager"],
-            enable_prefix_caching=True,  # the responses of a group share their prompt
+            # Responses of a group share whole blocks of their prompt; on a CPU a block has 128 tokens.
+            enable_prefix_caching=True,
             speculative_config=settings["speculative"],
             logprobs_mode="processed_logprobs",  # after temperature and filters, as the update computes them
             disable_log_stats=False,  # counters of speculation

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from kernels.sampling.coupled_sample import gumbel_noise
-from tlt_core.drafter.ngram.drafter import NgramDrafter, clock, position_key
+from tlt_core.drafter.ngram.drafter import NgramDrafter, clock
 from tlt_core.drafter.ngram.suffix_automaton import ROOT, SuffixAutomaton
 from tlt_core.items.speculation import OFF, Drafter, DraftTree, Floors, LiveView, Strategy
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
-from tlt_core.model.sampling import row_keys, stream_key
+from tlt_core.model.sampling import position_key, row_keys, stream_key
 
 CHAIN = Strategy("ngram", depth=4, width=1, tokens=4)
 TREE = Strategy("ngram", depth=4, width=2, tokens=8)

@@ -1,0 +1,166 @@
+"""A kit of packages is installed where it fits, part by part, and says what is wrong where it does not."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+VERSION = "{}.{}".format(*sys.version_info)
+
+
+def module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("wheelhouse", DEPLOY / "wheelhouse.py")
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made
+
+
+wheelhouse = module()
+
+
+def wheel(folder: Path, name: str, files: dict[str, bytes], *, requires: tuple[str, ...] = ()) -> Path:
+    """A wheel of version 1.0 that pip accepts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path, info = folder / f"{name}-1.0-py3-none-any.whl", f"{name}-1.0.dist-info"
+    told = "".join(f"Requires-Dist: {requirement}\n" for requirement in requires)
+    files = files | {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n{told}".encode(),
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = "".join(f"{file},,\n" for file in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(path, "w") as archive:
+        for file, data in (files | {f"{info}/RECORD": record.encode()}).items():
+            item = zipfile.ZipInfo(file)
+            item.external_attr = (0o755 if file.endswith("/server") else 0o644) << 16
+            archive.writestr(item, data)
+    return path
+
+
+def kit(tmp_path: Path, *, python: str = VERSION, relies_on: tuple[str, ...] = ("pytest",)) -> Path:
+    """Two parts of a project whose larger package is cut; the first has 4,000 bytes and the second the rest."""
+    files = tmp_path / "files"
+    wheel(files, "tlt", {"flows/train.py": b"", "tlt_core/cluster/worker.py": b"import big.thing"})
+    wheel(files, "big", {"big/thing.py": b"", "big/data.bin": os.urandom(4_000)})
+    with zipfile.ZipFile(files / "model.zip", "w") as archive:
+        archive.writestr("model/tokenizer.json", "{}")
+    out = tmp_path / "kit"
+    wheelhouse.pack(files, out, python_version=python, relies_on=relies_on, part_bytes=4_000)
+    return out
+
+
+def install(part: Path, target: Path) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "install.py", "--target", str(target), "--home", str(target.parent / "home")]
+    return subprocess.run(command, cwd=part, capture_output=True, text=True)
+
+
+def test_parts_come_in_any_order_and_the_last_one_installs(tmp_path: Path) -> None:
+    out, target = kit(tmp_path), tmp_path / "site"
+    first, second = sorted(out.iterdir())
+    assert any(name.endswith("-of-2") for name in json.loads((first / "kit.json").read_text())["parts"]["part-1"])
+    waiting = install(second, target)
+    assert (waiting.returncode, waiting.stdout.count("still to come: part-1")) == (0, 1), waiting.stderr
+    assert not target.exists()
+    (piece,) = first.glob("big*")
+    piece.write_bytes(bytes(1) + (whole := piece.read_bytes())[1:])
+    damaged = install(first, target)
+    assert damaged.returncode == 1
+    assert f"{piece.name} is missing or damaged" in damaged.stderr
+    piece.write_bytes(whole)
+    done = install(first, target)
+    assert done.returncode == 0, done.stderr
+    assert f"export PYTHONPATH={target}" in done.stdout
+    assert (target / "big" / "data.bin").stat().st_size == 4_000
+    assert (tmp_path / "home" / "models" / "model" / "tokenizer.json").is_file()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "home", "kit", "site"], (
+        "nothing is left behind"
+    )
+
+
+def test_a_machine_that_lacks_what_the_kit_relies_on_is_told_so(tmp_path: Path) -> None:
+    out = kit(tmp_path, relies_on=("pytest", "no-such-package"))
+    told = install(out / "part-1", tmp_path / "site")
+    assert told.returncode == 1
+    assert "no-such-package" in told.stderr
+    assert "PRESENT=present.txt" in told.stderr
+    assert "pytest" not in told.stderr
+
+
+def test_another_python_is_refused(tmp_path: Path) -> None:
+    told = install(kit(tmp_path, python="2.7") / "part-1", tmp_path / "site")
+    assert told.returncode == 1
+    assert f"the kit is for python 2.7, this is {VERSION}" in told.stderr
+
+
+def test_a_project_that_cannot_be_imported_is_no_success(tmp_path: Path) -> None:
+    files = tmp_path / "files"
+    wheel(files, "tlt", {"flows/train.py": b"import a_package_that_the_trace_missed"})
+    wheelhouse.pack(files, tmp_path / "kit", python_version=VERSION, relies_on=[])
+    told = install(tmp_path / "kit" / "part-1", tmp_path / "site")
+    assert told.returncode == 1
+    assert "No module named 'a_package_that_the_trace_missed'" in told.stderr
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Package  Version  Editable project location\n-------  -------\nPy_YAML  6.0.2\nTorch 2.11.0+cu130\n",
+        "Py.YAML==6.0.2\n-e git+ssh://host/x@1#egg=x\ntorch==2.11.0+cu130\n",
+        "# a comment\npy-yaml == 6.0.2\n\ntorch 2.11.0+cu130",
+    ],
+)
+def test_what_is_there_may_be_told_in_pip_s_forms(text: str) -> None:
+    assert wheelhouse.present_versions(text) == {"py-yaml": "6.0.2", "torch": "2.11.0+cu130"}
+
+
+def test_names_may_come_without_versions() -> None:
+    assert wheelhouse.present_versions("numpy\nlocal @ file:///x.whl\n") == {"numpy": "", "local": ""}
+
+
+def test_what_the_machine_has_in_a_version_that_does_not_fit_is_brought(tmp_path: Path) -> None:
+    path = wheel(
+        tmp_path, "a", {}, requires=("numpy<2", "rich>=13", "click<8; python_version<'3.0'", "x<1; extra=='y'")
+    )
+    present = {"numpy": "2.5.2", "rich": "15.0.0", "click": "8.5", "x": "2"}
+    assert wheelhouse.refused([path], present, "3.12") == {"numpy"}
+    assert wheelhouse.refused([path], {"numpy": ""}, "3.12") == set()
+
+
+def test_a_folder_is_left_out_of_a_wheel(tmp_path: Path) -> None:
+    path = wheel(tmp_path, "a", {"a/__init__.py": b"", "a/server": b"", "a/jars/x.jar": b"java"})
+    wheelhouse.leave_out(path, "a/jars/")
+    with zipfile.ZipFile(path) as archive:
+        assert [name for name in archive.namelist() if "info" not in name] == ["a/__init__.py", "a/server"]
+        assert b"jars" not in archive.read("a-1.0.dist-info/RECORD")
+        assert archive.getinfo("a/server").external_attr >> 16 == 0o755, "Ray starts its server"
+
+
+def test_the_example_s_kit_can_be_made() -> None:
+    """Each package that runs import has a hash, or is on the machine."""
+    traced = wheelhouse.present_versions((DEPLOY / "wheelhouse.txt").read_text()).keys()
+    present = wheelhouse.present_versions((DEPLOY / "present-cuda-image.txt").read_text())
+    assert {"torch", "ray", "prefect", "mlflow", "reasoning-gym"} <= traced
+    assert traced - present.keys() <= wheelhouse.locked().keys()
+
+
+@pytest.mark.parametrize("name", ["constraints-older.txt", "deploy/present-cuda-image.txt"])
+def test_bounds_admit_older_versions(name: str) -> None:
+    present = wheelhouse.present_versions((ROOT / name).read_text())
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    bounds = {requirement.name: requirement.specifier for requirement in map(Requirement, declared)}
+    for package in ("torch", "triton", "transformers"):
+        assert bounds[package].contains(present[package]), package
+        assert not bounds[package].contains("2.10" if package == "torch" else "1.0"), package
+    assert re.search(r"^torch==2\.11\.0$", (ROOT / name).read_text(), re.MULTILINE)

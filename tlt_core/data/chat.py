@@ -1,0 +1,72 @@
+"""A user's message -> token ids of a prompt, by the model's chat template.  What cannot become a prompt is named."""
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from tlt_core.data.question import DataError
+
+_NO_VARIABLES: Mapping[str, Any] = {}
+
+
+def encode_prompt(
+    tokenizer: Any, text: str, *, system_prompt: str | None, template_kwargs: Mapping[str, Any] = _NO_VARIABLES
+) -> list[int]:
+    """Token ids of one user message, ready for the answer.  Raises DataError where the chat template refuses it.
+
+    system_prompt: None leaves the system message to the chat template, as chat calls of serving engines do.  Without a
+    chat template the text is encoded as it is.  template_kwargs: variables of the template, see `check_variables`.
+    """
+    if not tokenizer.chat_template:
+        return tokenizer.encode(f"{system_prompt}\n{text}\n" if system_prompt else f"{text}\n")
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    messages = [*system, {"role": "user", "content": text}]
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, **dict(template_kwargs)
+        )
+    except (TemplateError, TypeError) as error:  # TypeError: it computes with a variable of another kind
+        remedies = ["edit the model's chat_template.jinja"]
+        if template_kwargs:
+            remedies.insert(0, f"mend data.chat_template_kwargs={dict(template_kwargs)}")
+        if system_prompt is not None:
+            remedies.insert(0, "leave data.system_prompt (--system-prompt) out and put its text into data.instruction")
+        told = "a user's message" if system_prompt is None else "a system message before the user's"
+        raise DataError(f"the model's chat template fails on {told} ({error}): {', or '.join(remedies)}") from None
+
+
+def check_variables(tokenizer: Any, template_kwargs: Mapping[str, Any], *, setting: str) -> None:
+    """Does the chat template read these variables?  A misspelt one would have no effect.  Raises DataError.
+
+    setting: where they were given, for the message.
+    """
+    if not template_kwargs:
+        return
+    if not tokenizer.chat_template:
+        raise DataError(f"{setting}={dict(template_kwargs)}: the model has no chat template; leave {setting} out")
+    options = inspect.signature(tokenizer.apply_chat_template).parameters.keys() | {"messages"}
+    template = tokenizer.get_chat_template()
+    for name in template_kwargs:
+        if name in options or not re.search(rf"\b{re.escape(name)}\b", template):
+            raise DataError(
+                f"{setting}: {name!r} is no variable of the model's chat template, so it would have no effect; leave "
+                "it out, or see chat_template.jinja (or tokenizer_config.json) for the names there are"
+            )
+
+
+def require_embedded(tokens: Sequence[int], tokenizer: Any, *, vocab_size: int, where: str) -> None:
+    """Raises DataError for a token that the tokenizer has and the model's embedding has not.
+
+    where: file and line, or so.
+    """
+    beyond = max(tokens, default=0)
+    if beyond >= vocab_size:
+        raise DataError(
+            f"{where}: the tokenizer has {tokenizer.convert_ids_to_tokens(beyond)!r} as token {beyond}, but the "
+            f"model's embedding ends at {vocab_size - 1}: the token was added to the tokenizer alone.  Enlarge the "
+            "embedding (transformers: model.resize_token_embeddings(len(tokenizer))) and save the model, or remove "
+            "the token from the tokenizer"
+        )
