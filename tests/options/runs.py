@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from conf.load import load
-from tlt_core.data import dataset
+from tasks.prepare import prepare_data
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import eagle3_from_target
 from tlt_core.machine import precision
-from tlt_core.model.load import load_config, load_tokenizer, random_decoder, save_hf
+from tlt_core.model.load import load_config, random_decoder, save_hf
 from tlt_core.run import inputs, preflight
 from tlt_core.run.session import Session
 
@@ -64,8 +64,7 @@ def train(parts: Parts, name: str, settings: Sequence[str]) -> list[dict[str, fl
     settings = [s.replace("ROWS", str(parts.rows)).replace("DRAFTER", str(parts.drafter)) for s in [*own, *settings]]
     cfg = precision.settle(load("conf/smoke.yaml", settings))
     preflight.check_model(cfg, parts.model)
-    data_dir = inputs.data_dir(cfg)
-    dataset.prepare(cfg.data, tokenizer=load_tokenizer(parts.model), max_prompt_tokens=64, out_dir=data_dir)
+    data_dir = Path(prepare_data.fn(cfg, parts.model).path)
     steps = []
     with Session.resume_or_init(
         cfg, data_dir=data_dir, start_model=parts.model, on_progress=lambda _: None, resume=False
