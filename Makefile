@@ -3,6 +3,7 @@
 #   make demo      train SmolLM2-135M by reinforcement learning on this machine's CPU, a quarter of an hour
 #   make test      the test suite        make test-all  ... and the tests that take minutes
 #   make test-faults   every fault in many phases of a real run; writes docs/faults.md; half an hour on two idle cores
+#   make test-options  every two values of options meet in a run of two steps (tests/options); some minutes
 #   make test-mutations   single changes of the code at random: which does no test notice?  an hour
 #   make test-gpu  all that needs a GPU, in stages, at most 8 minutes; make test-gpu STAGES=a,b: some of them (docs/gpu.md)
 #   make test-older   the core's tests with the oldest torch, Triton and transformers that it runs with, on a CPU;
@@ -43,8 +44,8 @@ TEST_PROCESSES ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SHARED := -n $(TEST_PROCESSES) --dist loadfile
 
-.PHONY: demo test test-all test-faults test-mutations test-gpu test-older test-vllm vllm-env check format ui doctor deploy \
-  deploy-stop install lock audit wheelhouse wheelhouse-trace
+.PHONY: demo test test-all test-faults test-options test-mutations test-gpu test-older test-vllm vllm-env check format \
+  ui doctor deploy deploy-stop install lock audit wheelhouse wheelhouse-trace
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -60,6 +61,10 @@ test-all: $(STAMP)
 test-faults: $(STAMP)
 	FAULTS_REPORT=reports/faults/matrix.json $(PYTEST) -m faults tests/faults; code=$$?; \
 	  $(BIN)/python -m tests.faults.table && exit $$code
+
+# Runs of vLLM are skipped where it is not installed.
+test-options: $(STAMP)
+	$(PYTEST) tests/options
 
 # The tool runs in an environment of its own, which is not kept; the tests run in the project's.
 test-mutations: $(STAMP)

@@ -1,7 +1,6 @@
 """Commands in the documents are real: each parses with its program's own parser, and what it names exists.
 
-Nothing is run.  A command is a line of a fenced bash block, or a part of one between `;`, `&&` and `|`.  Words in
-capitals (TAG, REPOSITORY) stand for the reader's own.
+Nothing is run here: see `test_commands_run.py`.
 """
 
 import ast
@@ -12,7 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -24,54 +23,15 @@ from ray.scripts.scripts import cli as ray_cli
 from conf.data import FileData
 from conf.load import ConfigError, load
 from flows import cli
+from tests.docs.commands import BLOCK, PAGES, ROOT, commands_of, files_of, text_of
 from tlt_core.data import file_questions
 from tlt_core.export.card import model_card
 from tlt_core.grpo import verifiers
 
-ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md"]
-PAGES += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
 GUIDES = ["README.md", "docs/platform.md", "docs/research.md", "docs/serving.md", "docs/versioning.md"]
 GENERATED = {"docs/faults.md", "docs/results.md", "docs/metrics.md"}  # of older commits
 OURS = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-ENDS = {";", "&&", "||", "|", "&", "(", ")"}
-BLOCK = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
-HEREDOC = re.compile(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF\n", re.DOTALL | re.MULTILINE)
 SETTING = re.compile(r"(\w+(?:\.\w+)+)(?:=(\S+))?")
-
-
-def text_of(page: str) -> str:
-    return (ROOT / page).read_text(encoding="utf-8")
-
-
-def files_of(page: str) -> dict[str, str]:
-    """What the page has its reader write: `cat > NAME <<'EOF'`."""
-    return {name: text for block in BLOCK.findall(text_of(page)) for name, text in HEREDOC.findall(block)}
-
-
-def commands_of(text: str) -> Iterator[list[str]]:
-    """Words of each command, without variables set in front of it."""
-    for block in BLOCK.findall(text):
-        pending = ""
-        for line in HEREDOC.sub("", block).replace("\\\n", " ").splitlines():
-            pending += line
-            lexer = shlex.shlex(pending, posix=True, punctuation_chars=True)
-            lexer.whitespace_split = True
-            try:
-                words = list(lexer)
-            except ValueError:  # a quotation goes on in the next line
-                continue
-            pending = ""
-            while words:
-                end = next((i for i, word in enumerate(words) if word in ENDS), len(words))
-                command, words = words[:end], words[end + 1 :]
-                while command and re.match(r"[A-Z_]+=", command[0]):
-                    command = command[1:]
-                if command:
-                    yield command
-        assert not pending, f"a quotation without end: {pending}"
-
-
 COMMANDS = [(page, command) for page in PAGES for command in commands_of(text_of(page))]
 
 

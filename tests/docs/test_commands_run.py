@@ -1,0 +1,160 @@
+"""Every command of the documents is run as it stands, in a small copy of the project (`sandbox.py`).
+
+Those that cannot be are in `NOT_RUN`, with the reason.  A new command that is neither fails here.
+"""
+
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from flows import cli
+from flows._server import PrivateServer
+from tests.docs.commands import PAGES, ROOT, VARIABLE, files_of, lines_of, text_of
+from tests.docs.sandbox import Sandbox
+
+DEPLOYED = "tests/flows/test_deploy.py runs such commands on a server of its own"
+IN_CLONES = "tests/flows/test_dvc.py runs such commands in clones"
+OTHERS = "needs a repository, a bucket or a remote of the reader's"
+DOCKER, GPU, VLLM = "needs Docker", "needs a GPU", "needs vLLM, SGLang or a server of theirs"
+KUBERNETES = "needs Kubernetes"
+CLUSTER = "needs several machines; tests/tlt_core/cluster/test_placement.py joins such a cluster"
+REGISTRY = "needs a registry with several versions; tests/docs/test_commands.py runs its commands"
+INSTALLS = "installs other packages"
+NOT_RUN = {  # how such commands begin
+    "docker": DOCKER,
+    ".": DOCKER,  # its last word
+    "vllm": VLLM,
+    "python -m sglang.launch_server": VLLM,
+    "curl": VLLM,
+    "grep vllm:spec_decode_num": VLLM,
+    "tlt train conf/demo.yaml rollout.engine=vllm": VLLM,
+    "tlt train conf/single_gpu.yaml": GPU,
+    "tlt bench kernels --device cuda": GPU,
+    "tlt bench sizes --device cuda": GPU,
+    "ray": CLUSTER,
+    "tlt train conf/multi_node.yaml": CLUSTER,
+    "prefect work-pool": KUBERNETES,
+    "prefect --no-prompt deploy": KUBERNETES,
+    "prefect worker": KUBERNETES,
+    "prefect deployment": DEPLOYED,
+    "tlt recover": DEPLOYED,
+    "dvc get": OTHERS,
+    "dvc import": OTHERS,
+    "dvc update": OTHERS,
+    "dvc remote": OTHERS,
+    "tlt train conf/demo.yaml tracking.uri=http://HOST:5000": OTHERS,
+    "dvc": IN_CLONES,
+    "git": IN_CLONES,
+    "tlt export conf/demo.yaml --track": "tests/tasks/test_version.py tracks a folder in a clone",
+    "mlflow artifacts": REGISTRY,
+    "tlt rollback": REGISTRY,
+    "tlt export conf/demo.yaml --drafter champion-eagle3": "exports what the registry has given; others export here",
+    "tlt verify-export exports/champion": "reads that export",
+    "pip": INSTALLS,
+    "tlt bench engines": INSTALLS,
+    "tlt bench peers": INSTALLS,
+    "tlt train mine.yaml name=mine-qwen": "downloads a model",
+    "python tests/gpu_suite.py": "takes an hour; tests/test_gpu_suite.py runs parts",
+    "tlt ui": "serves until it is stopped",
+    "source": "the shell's own",
+    "export": "the shell's own",
+}
+LESS = {  # added to commands that begin so, in this order
+    "tlt train": ["num_steps=1"],
+    "tlt train conf/demo.yaml": ["num_steps=2"],
+    "tlt train conf/demo.yaml name=dapo": ["algorithm.overlong_buffer_tokens=8"],
+    "tlt bench": ["--repeats", "1"],
+    "tlt bench e2e": ["num_steps=2"],
+    "tlt bench spot": ["num_steps=2"],
+    "tlt bench sizes": ["--shape", "tiny"],
+    "tlt plan --gpu": ["--prompts", "8", "--samples", "4"],
+    "tlt generate": ["--max-new-tokens", "8", "--num-workers", "1"],
+}
+FOR_THE_READER = {"NAME": "policy", "FOLDER": "exports/demo/policy", "DRAFTER": "runs/demo/drafter-eagle3"}
+FAST = ("tlt doctor", "tlt plan --gpu", "tlt params")
+COMMANDS = list(dict.fromkeys(tuple(line) for page in PAGES for line in lines_of(text_of(page))))
+
+
+def _begins(command: Sequence[str], beginnings: Sequence[str]) -> list[str]:
+    """Those that the command begins with, without variables."""
+    words = [*command]
+    while words and VARIABLE.match(words[0]):
+        words.pop(0)
+    return [b for b in beginnings if words[: len(b.split())] == b.split()]
+
+
+def _less(command: Sequence[str]) -> list[str]:
+    return list(itertools.chain(*(LESS[b] for b in _begins(command, [*LESS]))))
+
+
+RUN = [c for c in COMMANDS if not _begins(c, [*NOT_RUN, "make"])]
+SLOW = [c for c in RUN if not _begins(c, FAST)]
+
+
+@pytest.mark.parametrize("command", [c for c in RUN if _begins(c, FAST)], ids=shlex.join)
+def test_a_command_that_takes_no_time(
+    command: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "conf").symlink_to(ROOT / "conf")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("TLT_HOME", raising=False)
+    words = [*command]
+    while VARIABLE.match(words[0]):
+        name, _, value = words.pop(0).partition("=")
+        monkeypatch.setenv(name, value)
+    assert cli.main([*words[1:], *_less(command)]) == 0
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if _begins(c, ["make"])], ids=shlex.join)
+def test_make_knows_what_to_do(command: Sequence[str]) -> None:
+    """Its recipes install, serve, test or take minutes; those of `tlt` commands are run above and below."""
+    words = command[command.index("make") :]
+    words = [*words, "--dry-run", "--always-make", f"PYTHON={sys.executable}"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("beginning", NOT_RUN)
+def test_what_is_not_run_is_still_there(beginning: str) -> None:
+    assert any(_begins(command, [beginning]) for command in COMMANDS), "no command begins so: remove the entry"
+
+
+@pytest.fixture(scope="module")
+def sandbox(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sandbox]:
+    """The run `demo` is there, as after `make demo`."""
+    folder = tmp_path_factory.mktemp("documents")
+    with pytest.MonkeyPatch.context() as environment:
+        for name in ("TLT_HOME", "PREFECT_API_URL"):
+            environment.delenv(name, raising=False)
+        environment.setenv("PREFECT_HOME", str(folder / ".prefect"))
+        with PrivateServer() as server:
+            server.wait_ready()
+            variables = {"PREFECT_API_URL": os.environ["PREFECT_API_URL"], "OMP_NUM_THREADS": "1"}
+            made = Sandbox(folder, embedded_model=embedded_model, variables=variables)
+            for name, text in files_of("docs/research.md").items():
+                (folder / name).write_text(text)
+            with (folder / "rows.jsonl").open("a") as file:
+                file.writelines(f'{{"prompt": "What is {n} + 1?", "answer": "{n + 1}"}}\n' for n in range(6))
+            done = made.run(["tlt", "train", "conf/demo.yaml"])
+            assert done.code == 0, done.output
+            shutil.copytree(folder / "runs" / "demo" / "policy", folder / "runs" / "warm" / "policy")
+            yield made
+
+
+@pytest.mark.slow
+@pytest.mark.prefect
+@pytest.mark.parametrize("command", SLOW, ids=shlex.join)
+def test_a_command_does_what_it_says(command: Sequence[str], sandbox: Sandbox) -> None:
+    words = [re.sub(r"\b(NAME|FOLDER|DRAFTER)$", lambda m: FOR_THE_READER[m[1]], word) for word in command]
+    done = sandbox.run([*words, *_less(command)])
+    assert done.code == 0, done.output[-4000:]
