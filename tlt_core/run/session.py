@@ -110,7 +110,7 @@ class Session:
 
         Raises CheckpointError when the checkpoint belongs to a run with another configuration.
         """
-        assert "auto" not in Precision.of(cfg), "settle() comes first"
+        assert "auto" not in (*Precision.of(cfg), cfg.rollout.engine), "settle() comes first"
         with resumable.newest(cfg) if resume else nullcontext() as found:
             prompts = Prompts.load(data_dir, start_model, num_prompts=cfg.rollout.num_prompts)
             reporter = Reporter(on_progress, num_steps=cfg.num_steps, num_workers=cfg.cluster.num_workers)
@@ -251,6 +251,7 @@ class Session:
                 fingerprint=resumable.fingerprint(self.cfg),
                 best_metric=self.validation.take_score(),
                 precision=Precision.of(self.cfg)._asdict(),
+                engine=self.cfg.rollout.engine,
                 metrics=self.metrics.values(),
                 **self.drafter.state(),
             )
