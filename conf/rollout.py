@@ -112,7 +112,8 @@ class RolloutConfig(Section):
     """Speculative decoding."""
     engine: Literal["auto", "own", "vllm"] = "auto"
     """own: the engine of this package; vllm: vLLM with the plug-in `tlt_vllm`, for rollouts and validation; auto: vllm
-    where workers have GPUs, own on CPUs.  Responses are the same up to rounding.  vLLM drafts chains of one drafter."""
+    where each worker has a GPU and vLLM is installed (make vllm-env), else own; a resumed run keeps its engine.
+    Responses are the same up to rounding.  vLLM drafts chains of one drafter."""
     max_probs_diff: float = Field(0.05, gt=0, le=1)
     """The run ends when the probabilities of sampled tokens in the engine and in the update differ by more than this,
     as a mean over a step (`training/rollout_probs_diff_mean`).  Not checked with top_p or top_k, which the update does
@@ -123,7 +124,7 @@ class RolloutConfig(Section):
     @property
     def workers_per_engine(self) -> int:
         """Workers that share a rollout engine."""
-        return self.vllm.tensor_parallel if self.engine == "vllm" else 1
+        return 1 if self.engine == "own" else self.vllm.tensor_parallel
 
     @property
     def why_not_vllm(self) -> str:

@@ -108,6 +108,10 @@ class RunConfig(Section):
         spot = self.drafter.spot.model_copy(update={"enabled": False})
         return self.model_copy(update={"drafter": self.drafter.model_copy(update={"spot": spot})})
 
+    def with_engine(self, engine: str) -> "RunConfig":
+        """The same run with this rollout engine."""
+        return self.model_copy(update={"rollout": self.rollout.model_copy(update={"engine": engine})})
+
     def with_dtypes(self, *, rollout: str, update: str, coldstart: str) -> "RunConfig":
         """The same run with these types."""
         return self.model_copy(
@@ -134,13 +138,30 @@ class RunConfig(Section):
             return "cluster.release_rollout_memory is true, so there is no room for the update during the rollout"
         return ""
 
+    @property
+    def why_not_vllm(self) -> str:
+        """Why vLLM cannot sample this run's responses on its workers' devices, and the remedy; empty where it can."""
+        cluster, sharers = self.cluster, self.cluster.workers_per_gpu
+        if sharers > 1:
+            return (
+                f"cluster.gpus_per_worker={cluster.gpus_per_worker:g}, {sharers} workers to a GPU: a vLLM engine wants "
+                "one for itself; set gpus_per_worker to 1"
+            )
+        if cluster.release_rollout_memory and not cluster.gpus_per_worker:
+            return (
+                "cluster.release_rollout_memory=true: vLLM cannot sleep on a CPU; set cluster.release_rollout_memory "
+                "to false"
+            )
+        return self.rollout.why_not_vllm
+
     @model_validator(mode="after")
-    def _engine_of_this_machine(self) -> "RunConfig":
-        """`auto` is settled before anything reads it."""
-        chosen, why = self.rollout.engine, ""
+    def _engine_is_possible(self) -> "RunConfig":
+        """`auto` is settled here where the configuration alone decides, else by `run/engine_choice`."""
+        chosen = self.rollout.engine
         if chosen == "auto":
-            chosen = "vllm" if self.cluster.gpus_per_worker else "own"
-            why = " (auto: vllm where workers have GPUs)"
+            divided = self.cluster.gpus_per_worker and self.rollout.vllm.tensor_parallel > 1
+            can = self.cluster.gpus_per_worker and not self.why_not_vllm
+            chosen = "vllm" if divided else "auto" if can else "own"
             # The section is frozen for its readers; it is not born yet here.
             object.__setattr__(self, "rollout", self.rollout.model_copy(update={"engine": chosen}))
         if chosen == "own":
@@ -155,13 +176,8 @@ class RunConfig(Section):
                 f"cluster.num_workers={self.cluster.num_workers} with rollout.vllm.tensor_parallel="
                 f"{self.rollout.vllm.tensor_parallel}: engines share all workers evenly; set num_workers to a multiple"
             )
-        if self.rollout.why_not_vllm:
-            raise ValueError(f"rollout.engine='vllm'{why} with {self.rollout.why_not_vllm}, or rollout.engine to own")
-        if self.cluster.release_rollout_memory and not self.cluster.gpus_per_worker:
-            raise ValueError(
-                "rollout.engine='vllm' with cluster.release_rollout_memory=true: vLLM cannot sleep on a CPU; set "
-                "cluster.release_rollout_memory to false, or rollout.engine to own"
-            )
+        if self.why_not_vllm:
+            raise ValueError(f"rollout.engine='vllm' with {self.why_not_vllm}, or rollout.engine to own")
         return self
 
     @model_validator(mode="after")
@@ -200,6 +216,12 @@ class RunConfig(Section):
             raise ValueError(
                 "update.lora.enabled=true with update.backend.zero_stage=3: sharding the frozen weights is not "
                 "supported; set update.backend.zero_stage to 2 or lower"
+            )
+        if self.cluster.shares_gpus and self.update.backend.kind == "deepspeed":
+            raise ValueError(
+                f"update.backend.kind='deepspeed' with cluster.gpus_per_worker={self.cluster.gpus_per_worker:g}, "
+                f"{self.cluster.workers_per_gpu} workers to a GPU: DeepSpeed divides its state among GPUs over NCCL, "
+                "which refuses two workers on one; set update.backend.kind to torch, or gpus_per_worker to 1"
             )
         if not math.isclose(self.rollout.top_p, 1.0) and self.algorithm.tis_cap == 0:
             raise ValueError(

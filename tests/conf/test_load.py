@@ -93,6 +93,20 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
             ],
             "set cluster.release_rollout_memory to false",
         ),
+        (["cluster.gpus_per_worker=1.5"], "set it to 1, or to a part from 0.01 on (0.5: two"),
+        (["cluster.gpus_per_worker=0.001"], "set it to 1, or to a part from 0.01 on"),
+        (
+            ["cluster.gpus_per_worker=0.4", "rollout.engine=vllm"],
+            "2 workers to a GPU: a vLLM engine wants one for itself",
+        ),
+        (
+            ["cluster.gpus_per_worker=0.5", "rollout.engine=vllm", "rollout.vllm.tensor_parallel=2"],
+            "set gpus_per_worker to 1, or rollout.engine to own",
+        ),
+        (
+            ["cluster.gpus_per_worker=0.5", "update.backend={kind: deepspeed}"],
+            "set update.backend.kind to torch, or gpus_per_worker to 1",
+        ),
         (
             ["rollout.engine=own", "rollout.vllm.tensor_parallel=2"],
             "set rollout.engine to vllm, or tensor_parallel to 1",
@@ -106,6 +120,12 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
 def test_impossible_combinations_say_what_to_do(overrides: list[str], remedy: str) -> None:
     with pytest.raises(ConfigError, match=remedy.replace("(", r"\(")):
         load(SMOKE, overrides)
+
+
+def test_what_one_worker_on_half_a_gpu_may_do() -> None:
+    """It is alone there."""
+    cfg = load(SMOKE, ["cluster.gpus_per_worker=0.5", "cluster.num_workers=1", "update.backend={kind: deepspeed}"])
+    assert (cfg.rollout.engine, cfg.cluster.device) == ("own", "cuda")
 
 
 def test_a_group_of_one_is_possible_where_the_baseline_is_the_batch() -> None:

@@ -24,7 +24,8 @@ def has_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cuda")])
 def test_workers(gpus: int, device: str, tiny_folder: Path) -> None:
-    cfg = settle(load("conf/smoke.yaml", [f"cluster.gpus_per_worker={gpus}", "update.dtype=float32"]))
+    given = [f"cluster.gpus_per_worker={gpus}", "rollout.engine=own", "update.dtype=float32"]
+    cfg = settle(load("conf/smoke.yaml", given))
     assert coldstart._spec(cfg, tiny_folder, num_steps=2).device == device
     assert worker_spec(cfg, tiny_folder, longest_prompt=8).device == device
 
