@@ -275,7 +275,7 @@ def test_first_drafter_from_its_rollouts_to_its_file(folder, tmp_path, monkeypat
     prompts = [Prompt(n, tokens.int(), "", "", "file") for n, tokens in enumerate(texts((3, 4, 5) * 3))]
     monkeypatch.setattr(drafter_warmup.dataset, "load", lambda *_: prompts)
     monkeypatch.setattr(drafter_warmup, "load_tokenizer", lambda _: None)
-    monkeypatch.setattr(drafter_warmup, "stop_token_ids", lambda *_: (2,))
+    monkeypatch.setattr(drafter_warmup, "stop_token_ids", lambda *_, **__: (2,))
     on_gpu: list[bool] = []  # of each decoder that is loaded
 
     def loaded(*arguments, **options):

@@ -49,7 +49,7 @@ def test_a_drafter_is_measured(gpus: int, device: str, tmp_path: Path, monkeypat
     for module in (drafter_trial, drafter_folder):
         monkeypatch.setattr(module.dataset, "load", lambda *_: [])
         monkeypatch.setattr(module, "load_tokenizer", lambda _: None)
-        monkeypatch.setattr(module, "stop_token_ids", lambda *_: (2,))
+        monkeypatch.setattr(module, "stop_token_ids", lambda *_, **__: (2,))
         monkeypatch.setattr(module, "load_decoder", lambda *_, device, dtype: given.append(device))
     monkeypatch.setattr(drafter_folder, "measure", lambda *_, **__: None)
     drafter_trial._workload(cfg, tmp_path, tmp_path, dtype=torch.float32)
