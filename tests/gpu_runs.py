@@ -138,6 +138,7 @@ def _in_server(stage: Stage, names: Sequence[str], options: Sequence[str]) -> No
     _environment.set_defaults()
     logging.getLogger().handlers.clear()
     logging.basicConfig(level=logging.INFO, format="%(relativeCreated)7d %(name)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each call of Prefect's server
     own = ["name=steps", f"output_dir={stage.folder}", f"tracking.uri=sqlite:///{stage.folder / 'mlflow.db'}", *options]
     if stage.device == "cuda":
         cfg = load("conf/longtail_gpu.yaml", [*own, *_weights(stage)])

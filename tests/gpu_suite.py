@@ -182,6 +182,7 @@ def _in_process(part: Part, args: argparse.Namespace, seconds: float, log: Path)
         "XDG_CACHE_HOME": str(args.work / "cache"),
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
+        "TQDM_DISABLE": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     command = [sys.executable, sys.argv[0], "--stage", part.name, "--device", args.device, "--seconds", str(seconds)]

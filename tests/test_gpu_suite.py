@@ -9,6 +9,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -269,7 +270,8 @@ def test_stages_mix_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
     monkeypatch.setenv("TLT_HOME", str(tmp_path))
     report = Report(tmp_path / f"{stage}.json", command="by hand")
-    with pretended_gpu():
+    monkeypatch.setattr(gpu_stages, "planned_owners", lambda _: {"all": 1 << 33})  # a pretended GPU has no meta tensors
+    with pretended_gpu(), mock.patch.object(torch.cuda, "mem_get_info", return_value=(1 << 33, 1 << 34)):
         getattr(gpu_stages, stage)(Stage(report, "cuda", tmp_path, time.monotonic() + 60))
     must_hold = ("no near-ties", "waits a round", "tokens are plain decoding's")
     held = [v["holds"] for v in report.content["verdicts"] if any(claim in v["claim"] for claim in must_hold)]
