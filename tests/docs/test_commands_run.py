@@ -78,6 +78,7 @@ LESS = {  # added to commands that begin so, in this order
     "tlt plan --gpu": ["--prompts", "8", "--samples", "4"],
     "tlt generate": ["--max-new-tokens", "8", "--num-workers", "1"],
 }
+ANSWERS = {"tlt check-drafter": "dropped: "}  # with exit code 1, which is no error
 FOR_THE_READER = {"NAME": "policy", "FOLDER": "exports/demo/policy", "DRAFTER": "runs/demo/drafter-eagle3"}
 FAST = ("tlt doctor", "tlt plan --gpu", "tlt params")
 COMMANDS = list(dict.fromkeys(tuple(line) for page in PAGES for line in lines_of(text_of(page))))
@@ -157,4 +158,5 @@ def sandbox(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 def test_a_command_does_what_it_says(command: Sequence[str], sandbox: Sandbox) -> None:
     words = [re.sub(r"\b(NAME|FOLDER|DRAFTER)$", lambda m: FOR_THE_READER[m[1]], word) for word in command]
     done = sandbox.run([*words, *_less(command)])
-    assert done.code == 0, done.output[-4000:]
+    answers = [ANSWERS[b] for b in _begins(command, [*ANSWERS])]
+    assert done.code == 0 or any(answer in done.output for answer in answers), done.output[-4000:]
