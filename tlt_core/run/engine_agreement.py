@@ -4,7 +4,6 @@ Rollout records the log-probability of every token that it samples; the update c
 rounding.  Another temperature, other weights or another tokenizer make a much larger difference.
 """
 
-import math
 from collections.abc import Mapping
 
 from conf.rollout import RolloutConfig
@@ -22,7 +21,7 @@ def require_agreement(metrics: Mapping[str, float], cfg: RolloutConfig) -> None:
     Only vLLM is checked: our engine runs the update's own network.  With top-k or top-p nothing is checked,
     as the update's policy has no such filters.
     """
-    if cfg.engine != "vllm" or cfg.top_k or not math.isclose(cfg.top_p, 1.0):
+    if cfg.engine != "vllm" or cfg.filters:
         return
     found = metrics.get(_DIFFERENCE, 0.0)  # missing when nothing was left to update on
     if not found <= cfg.vllm.max_probs_diff:  # NaN is no agreement

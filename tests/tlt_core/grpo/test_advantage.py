@@ -18,10 +18,10 @@ CENTRED = [0.5, -1.5, -0.5, 0, -0.5, 1.5, 0.5, 0, 0]
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("grpo", [0.866025, -0.707107, -0.866025, 0, -0.866025, 0.707107, 0.866025, 0, 0]),
+        ("grpo", [0.865875, -0.707073, -0.865875, 0, -0.865875, 0.707073, 0.865875, 0, 0]),  # c / (std + 1e-4)
         ("dr_grpo", CENTRED),
         ("rloo", [2 / 3, -3, -2 / 3, 0, -2 / 3, 3, 2 / 3, 0, 0]),  # (r - mean) n / (n - 1)
-        ("reinforce_pp_baseline", [c / math.sqrt(5.5 / 8) for c in CENTRED]),  # squares sum to 5.5, 9 values
+        ("reinforce_pp_baseline", [c / (math.sqrt(5.5 / 8) + 1e-4) for c in CENTRED]),  # squares sum to 5.5, 9 values
     ],
 )
 def test_by_hand(kind: str, expected: list[float]) -> None:
@@ -41,6 +41,15 @@ def test_uniform_rewards_give_exactly_zero(kind: str, reward: float) -> None:
     """Eight times 0.1 has a mean that is not 0.1 in floating point; divided by a tiny std it would be of order 1."""
     got = advantages(torch.full((8,), reward), torch.zeros(8, dtype=torch.int64), kind=kind)
     assert got.tolist() == [0.0] * 8
+
+
+@pytest.mark.parametrize("kind", ["grpo", "reinforce_pp_baseline"])
+def test_rounding_noise_is_no_advantage(kind: str) -> None:
+    """1e-6 is a few roundings of a float32; a difference of 0.01 is meant."""
+    noise = advantages(torch.tensor([1.0] * 7 + [1.000001]), torch.zeros(8, dtype=torch.int64), kind=kind)
+    meant = advantages(torch.tensor([1.0] * 7 + [1.01]), torch.zeros(8, dtype=torch.int64), kind=kind)
+    assert 0 < noise[-1] < 0.01
+    assert meant[-1] > 2.4
 
 
 def test_group_of_one_is_zero() -> None:
