@@ -132,6 +132,7 @@ class AlgorithmConfig(Section):
     mask_truncated: bool = False
     """Leave responses that were cut at max_new_tokens out of the loss."""
     tis_cap: float = Field(2.0, ge=0)
-    """Truncated importance sampling between rollout and update: weight = min(probability ratio, tis_cap).  0: off."""
+    """Truncated importance sampling between rollout and update: weight = min(probability ratio, tis_cap).  0: off.
+    Probabilities are those before top_p and top_k, so these do not shrink it; with vLLM they need 0."""
     kl: KLConfig = KLConfig()
     """KL penalty against the starting policy."""
