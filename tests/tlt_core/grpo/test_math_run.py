@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 
 from conf.reward import RewardConfig, RewardFunction
@@ -31,6 +32,7 @@ def row(number: int) -> tuple[str, str, str]:
     )[number % 10]
 
 
+@pytest.mark.slow
 def test_planted_responses_score_as_expected() -> None:
     cfg = RewardConfig(functions=(RewardFunction(kind="math_verify"),), timeout_s=60)
     with Scorer(cfg) as scorer:
