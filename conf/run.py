@@ -5,7 +5,6 @@ library and pydantic are imported, so a wrong key is reported in well under a se
 class that uses it; only flows and `Session` see the whole tree.
 """
 
-import math
 from pathlib import Path
 
 from pydantic import Field, model_validator
@@ -182,7 +181,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _possible_together(self) -> "RunConfig":
-        if self.rollout.num_samples == 1 and self.algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
+        if self.rollout.num_samples == 1:  # every estimator subtracts a mean of the group
             raise ValueError(
                 f"rollout.num_samples=1 with algorithm.advantage={self.algorithm.advantage!r}: a group of one has no "
                 "baseline and every advantage would be 0; set rollout.num_samples to 2 or more"
@@ -223,9 +222,13 @@ class RunConfig(Section):
                 f"{self.cluster.workers_per_gpu} workers to a GPU: DeepSpeed divides its state among GPUs over NCCL, "
                 "which refuses two workers on one; set update.backend.kind to torch, or gpus_per_worker to 1"
             )
-        if not math.isclose(self.rollout.top_p, 1.0) and self.algorithm.tis_cap == 0:
+        kl = self.algorithm.kl
+        compares = self.algorithm.tis_cap > 0 or (kl.coef > 0 and kl.place == "reward")
+        if self.rollout.engine == "vllm" and self.rollout.filters and compares:
             raise ValueError(
-                f"rollout.top_p={self.rollout.top_p} with algorithm.tis_cap=0: the policy that samples is not the "
-                "one that is updated; set algorithm.tis_cap to 2.0 or rollout.top_p to 1.0"
+                f"rollout.engine='vllm' with rollout.top_p={self.rollout.top_p}, top_k={self.rollout.top_k}: vLLM "
+                "reports probabilities after these filters, the update computes them before, so importance weights "
+                "and a KL penalty in the reward would be wrong; set algorithm.tis_cap to 0 and algorithm.kl.place to "
+                "loss, or rollout.engine to own, or top_p to 1 and top_k to 0"
             )
         return self

@@ -59,6 +59,8 @@ def test_every_run_has_a_folder_of_its_own() -> None:
         ("rollout.top_p=1.5", ("rollout.top_p", "1.5")),
         ("data.tasks=[]", ("data.tasks", "at least 1")),
         ("name=a/b", ("name", "'a/b'")),
+        ("seed=017", ("seed=017", "octal", "decimals")),
+        ("cluster.silence_s=1:30", ("cluster.silence_s=1:30", "sexagesimal")),
     ],
 )
 def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> None:
@@ -72,6 +74,22 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
     ("overrides", "remedy"),
     [
         (["rollout.num_samples=1"], "set rollout.num_samples to 2 or more"),
+        (
+            ["rollout.num_samples=1", "algorithm.advantage=reinforce_pp_baseline"],
+            "set rollout.num_samples to 2 or more",
+        ),
+        (["algorithm.kl={kind: k1, coef: 0.1}"], "set kind to k2 or k3, or place to reward"),
+        (["rollout.engine=vllm", "rollout.temperature=0.005"], "set rollout.temperature to 0.01 or more"),
+        (["rollout.engine=vllm", "rollout.top_k=20"], "set algorithm.tis_cap to 0"),
+        (
+            [
+                "rollout.engine=vllm",
+                "rollout.top_p=0.9",
+                "algorithm.tis_cap=0",
+                "algorithm.kl={coef: 1, place: reward}",
+            ],
+            "algorithm.kl.place to loss",
+        ),
         (["rollout.temperature=0"], "set rollout.temperature above 0"),
         (["update.num_minibatches=9"], "minibatches are made of whole groups"),
         (["algorithm.overlong_buffer_tokens=24"], "must be below"),
@@ -126,11 +144,6 @@ def test_what_one_worker_on_half_a_gpu_may_do() -> None:
     """It is alone there."""
     cfg = load(SMOKE, ["cluster.gpus_per_worker=0.5", "cluster.num_workers=1", "update.backend={kind: deepspeed}"])
     assert (cfg.rollout.engine, cfg.cluster.device) == ("own", "cuda")
-
-
-def test_a_group_of_one_is_possible_where_the_baseline_is_the_batch() -> None:
-    cfg = load(SMOKE, ["rollout.num_samples=1", "algorithm.advantage=reinforce_pp_baseline"])
-    assert cfg.rollouts_per_step == 2
 
 
 def test_overrides_are_read_as_yaml_and_win() -> None:
