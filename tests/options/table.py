@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {  # option: name of a value: s
             f"{kind}_{place}": ("algorithm.kl.coef=0.05", f"algorithm.kl.kind={kind}", f"algorithm.kl.place={place}")
             for place in ("loss", "reward")
             for kind in ("k1", "k2", "k3")
+            if (kind, place) != ("k1", "loss")  # refused by itself
         },
     },
     "dynamic_sampling": {"no": (), "yes": ("algorithm.dynamic_sampling=true",)},

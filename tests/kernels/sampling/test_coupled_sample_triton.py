@@ -13,7 +13,7 @@ from kernels.dispatch import jit, tl
 from kernels.sampling import coupled_sample as module
 from kernels.sampling.coupled_sample import coupled_sample, gumbel_noise
 from tlt_core.items.types import SamplingParams
-from tlt_core.model.sampling import _choose, choose_no_sync, row_keys
+from tlt_core.model.sampling import _choose, _choose_for_policy, choose_no_sync, row_keys
 
 CASES = {
     "one block": dict(rows=10, vocab=64, scale=1.0, dtype=torch.float32),
@@ -123,7 +123,7 @@ def test_sampling_on_a_device_is_the_policys_definition(
     logits, keys = inputs(**CASES["bf16"])
     params = SamplingParams(temperature=temperature, top_k=top_k)
     found = choose_no_sync(logits.to(device), keys.to(device), params)
-    wanted = _choose(logits, keys, params)
+    wanted = _choose_for_policy(logits, keys, params)
     assert torch.equal(found.tokens_N.cpu(), wanted.tokens_N)
     torch.testing.assert_close(found.logprobs_N.cpu(), wanted.logprobs_N, rtol=1e-6, atol=4e-6)
 

@@ -362,7 +362,7 @@ def test_a_deviation_of_the_batch_is_that_of_the_joined_batch(begin: Callable[..
     deviation = torch.tensor([0.5, -0.5, -2.0, 2.0]).std()
     expected = {first: [0.5, -0.5], third: [-2.0, 2.0]}
     for prompt, advantages in _by_prompt(scored).items():
-        assert advantages == pytest.approx([a / float(deviation) for a in expected[prompt]], rel=1e-5)
+        assert advantages == pytest.approx([a / float(deviation) for a in expected[prompt]], rel=1e-4)
 
 
 @pytest.mark.parametrize(
