@@ -90,8 +90,9 @@ class _Actor:
         return self
 
     def remote(self, *arguments: Any) -> Handle:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(MODULES)
+        # A process that was forked from the server itself has all modules, and would start a server of its own.
+        context: Any = multiprocessing.get_context("forkserver" if multiprocessing.parent_process() is None else "fork")
+        multiprocessing.set_forkserver_preload(MODULES)
         here, there = context.Pipe()
         process = context.Process(target=_serve, args=(there, self._kind, arguments), daemon=True)
         process.start()
