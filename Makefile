@@ -9,6 +9,8 @@
 #   make test-older   the core's tests with the oldest torch, Triton and transformers that it runs with, on a CPU;
 #                  OTHER_PYTHON=/path/to/python3.12 if that is not python3.12
 #   make test-vllm drafter and plug-in in a real vLLM, in an environment of its own (make vllm-env)
+#   make vllm-env  that environment: vLLM's build for GPUs where there is one, else for CPUs; make vllm-env VLLM=cuda: the
+#                  first (4 GB to download); VLLM=cpu: the second
 #   make check     lint, format, types, layers
 #   make ui        show the runs         make doctor    what this machine has and uses, and how long the demo takes here
 #   make wheelhouse     a kit of packages for a machine without an index, in OUT (docs/gpu.md); PRESENT=FILE: what is
@@ -20,6 +22,7 @@
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 OLDER_VENV ?= .venv-older
+VLLM ?= $(shell { command -v nvidia-smi || test -e /dev/nvidiactl; } >/dev/null && echo cuda || echo cpu)
 CONFIG ?= conf/demo.yaml
 PORT ?= 5000
 GPU_OUT ?= reports/gpu
@@ -37,7 +40,9 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-VLLM_STAMP := $(VLLM_VENV)/.installed
+VLLM_STAMP := $(VLLM_VENV)/.installed-$(VLLM)
+VLLM_PINS := $(if $(filter cuda,$(VLLM)),deploy/requirements-vllm-cuda.txt,constraints-vllm.txt)
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check
 OLDER_STAMP := $(OLDER_VENV)/.installed
 # Tests use tiny tensors, which threads only slow down; two processes share the test files.
 TEST_PROCESSES ?= 2
@@ -129,13 +134,16 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard deploy/requirements*.txt)
 	@$(BIN)/python deploy/install.py
 	@touch $@
 
-# vLLM's pins conflict with ours.  Every package is pinned without dependencies; only torch brings its own.
-$(VLLM_STAMP): constraints-vllm.txt pyproject.toml
+# vLLM's pins conflict with ours.  Every package is pinned without dependencies; only torch for CPUs brings its own.  The
+# two builds share no environment.
+$(VLLM_STAMP): $(VLLM_PINS) pyproject.toml
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.11-3.13 with venv was found" >&2; exit 2; }
-	test -x $(VLLM_VENV)/bin/python || "$(PYTHON)" -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check torch==2.13.0
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@test cpu = "$(VLLM)" -o cuda = "$(VLLM)" || { echo "make: VLLM=$(VLLM): say VLLM=cpu or VLLM=cuda" >&2; exit 2; }
+	@echo "vLLM's build for $(VLLM) goes into $(VLLM_VENV); make vllm-env VLLM=cpu or VLLM=cuda chooses"
+	test -e $@ || "$(PYTHON)" -m venv --clear $(VLLM_VENV)
+	test cuda = $(VLLM) || $(VLLM_PIP) torch==2.13.0
+	$(VLLM_PIP) --no-deps $(if $(filter cuda,$(VLLM)),--require-hashes) -r $(VLLM_PINS)
+	$(VLLM_PIP) --no-deps --no-build-isolation -e .
 	touch $@
 
 # As deploy/install.py does it, with other versions of a few packages.  PyPI's torch of that version brings CUDA.

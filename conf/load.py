@@ -28,9 +28,14 @@ class ConfigError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """Says where a value stands that does not fit its type, such as a date of month 13."""
+    """Says where a value stands that does not fit its type, such as a date of month 13.
+
+    Refuses 017 and 1:30, which would be 15 and 90."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if node.tag == "tag:yaml.org,2002:int" and re.match(r"[-+]?(0[0-9_]|[0-9_]+:)", str(node.value)):
+            problem = "a number that begins with 0 is octal to YAML, one with a colon sexagesimal; write it in decimals"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
         try:
             return super().construct_object(node, deep)
         except (ValueError, TypeError, LookupError, AttributeError) as error:  # PyYAML lets Python's own errors out

@@ -6,6 +6,8 @@ from pydantic import Field, field_validator, model_validator
 
 from conf.section import MANY, MOST_LIVE, MOST_MB, MOST_TOKENS, Dtype, Section
 
+_LEAST_VLLM = 0.01  # vLLM's lowest temperature above 0
+
 
 class StrategyConfig(Section):
     """One way to speculate.  The tuner chooses among several."""
@@ -88,7 +90,7 @@ class RolloutConfig(Section):
     max_prompt_tokens: int = Field(1024, ge=1, le=MOST_TOKENS)
     """Longest prompt, in tokens.  Longer prompts are dropped, and `tlt prepare` says how many."""
     temperature: float = Field(1.0, ge=0, le=10)
-    """Sampling temperature; 0 is greedy."""
+    """Sampling temperature; 0 is greedy.  At least 0.01 with vLLM, which takes less as 0.01."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling: keep the smallest set of tokens with this total probability.  1: off."""
     top_k: int = Field(0, ge=0, le=MANY)
@@ -112,22 +114,33 @@ class RolloutConfig(Section):
     """Speculative decoding."""
     engine: Literal["auto", "own", "vllm"] = "auto"
     """own: the engine of this package; vllm: vLLM with the plug-in `tlt_vllm`, for rollouts and validation; auto: vllm
-    where workers have GPUs, own on CPUs.  Responses are the same up to rounding.  vLLM drafts chains of one drafter."""
+    where each worker has a GPU and vLLM is installed (make vllm-env), else own; a resumed run keeps its engine.
+    Responses are the same up to rounding.  vLLM drafts chains of one drafter."""
     max_probs_diff: float = Field(0.05, gt=0, le=1)
     """The run ends when the probabilities of sampled tokens in the engine and in the update differ by more than this,
-    as a mean over a step (`training/rollout_probs_diff_mean`).  Not checked with top_p or top_k, which the update does
-    not apply."""
+    as a mean over a step (`training/rollout_probs_diff_mean`).  Not checked where vLLM applies top_p or top_k, which
+    the update does not."""
     vllm: VllmConfig = VllmConfig()
     """Settings of engine vllm."""
 
     @property
+    def filters(self) -> bool:
+        """Are some tokens left out before sampling?"""
+        return self.top_p < 1 or self.top_k > 0
+
+    @property
     def workers_per_engine(self) -> int:
         """Workers that share a rollout engine."""
-        return self.vllm.tensor_parallel if self.engine == "vllm" else 1
+        return 1 if self.engine == "own" else self.vllm.tensor_parallel
 
     @property
     def why_not_vllm(self) -> str:
         """What vLLM cannot do of this, and the remedy; empty where it can all."""
+        if 0 < self.temperature < _LEAST_VLLM:
+            return (
+                f"rollout.temperature={self.temperature}: vLLM samples at {_LEAST_VLLM} then, while the update would "
+                f"compute with {self.temperature}; set rollout.temperature to {_LEAST_VLLM} or more"
+            )
         if self.speculation.policy == "off":
             return ""
         menu = self.speculation.menu or ()

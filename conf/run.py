@@ -5,7 +5,6 @@ library and pydantic are imported, so a wrong key is reported in well under a se
 class that uses it; only flows and `Session` see the whole tree.
 """
 
-import math
 from pathlib import Path
 
 from pydantic import Field, model_validator
@@ -108,6 +107,10 @@ class RunConfig(Section):
         spot = self.drafter.spot.model_copy(update={"enabled": False})
         return self.model_copy(update={"drafter": self.drafter.model_copy(update={"spot": spot})})
 
+    def with_engine(self, engine: str) -> "RunConfig":
+        """The same run with this rollout engine."""
+        return self.model_copy(update={"rollout": self.rollout.model_copy(update={"engine": engine})})
+
     def with_dtypes(self, *, rollout: str, update: str, coldstart: str) -> "RunConfig":
         """The same run with these types."""
         return self.model_copy(
@@ -134,13 +137,30 @@ class RunConfig(Section):
             return "cluster.release_rollout_memory is true, so there is no room for the update during the rollout"
         return ""
 
+    @property
+    def why_not_vllm(self) -> str:
+        """Why vLLM cannot sample this run's responses on its workers' devices, and the remedy; empty where it can."""
+        cluster, sharers = self.cluster, self.cluster.workers_per_gpu
+        if sharers > 1:
+            return (
+                f"cluster.gpus_per_worker={cluster.gpus_per_worker:g}, {sharers} workers to a GPU: a vLLM engine wants "
+                "one for itself; set gpus_per_worker to 1"
+            )
+        if cluster.release_rollout_memory and not cluster.gpus_per_worker:
+            return (
+                "cluster.release_rollout_memory=true: vLLM cannot sleep on a CPU; set cluster.release_rollout_memory "
+                "to false"
+            )
+        return self.rollout.why_not_vllm
+
     @model_validator(mode="after")
-    def _engine_of_this_machine(self) -> "RunConfig":
-        """`auto` is settled before anything reads it."""
-        chosen, why = self.rollout.engine, ""
+    def _engine_is_possible(self) -> "RunConfig":
+        """`auto` is settled here where the configuration alone decides, else by `run/engine_choice`."""
+        chosen = self.rollout.engine
         if chosen == "auto":
-            chosen = "vllm" if self.cluster.gpus_per_worker else "own"
-            why = " (auto: vllm where workers have GPUs)"
+            divided = self.cluster.gpus_per_worker and self.rollout.vllm.tensor_parallel > 1
+            can = self.cluster.gpus_per_worker and not self.why_not_vllm
+            chosen = "vllm" if divided else "auto" if can else "own"
             # The section is frozen for its readers; it is not born yet here.
             object.__setattr__(self, "rollout", self.rollout.model_copy(update={"engine": chosen}))
         if chosen == "own":
@@ -155,18 +175,13 @@ class RunConfig(Section):
                 f"cluster.num_workers={self.cluster.num_workers} with rollout.vllm.tensor_parallel="
                 f"{self.rollout.vllm.tensor_parallel}: engines share all workers evenly; set num_workers to a multiple"
             )
-        if self.rollout.why_not_vllm:
-            raise ValueError(f"rollout.engine='vllm'{why} with {self.rollout.why_not_vllm}, or rollout.engine to own")
-        if self.cluster.release_rollout_memory and not self.cluster.gpus_per_worker:
-            raise ValueError(
-                "rollout.engine='vllm' with cluster.release_rollout_memory=true: vLLM cannot sleep on a CPU; set "
-                "cluster.release_rollout_memory to false, or rollout.engine to own"
-            )
+        if self.why_not_vllm:
+            raise ValueError(f"rollout.engine='vllm' with {self.why_not_vllm}, or rollout.engine to own")
         return self
 
     @model_validator(mode="after")
     def _possible_together(self) -> "RunConfig":
-        if self.rollout.num_samples == 1 and self.algorithm.advantage in ("grpo", "dr_grpo", "rloo"):
+        if self.rollout.num_samples == 1:  # every estimator subtracts a mean of the group
             raise ValueError(
                 f"rollout.num_samples=1 with algorithm.advantage={self.algorithm.advantage!r}: a group of one has no "
                 "baseline and every advantage would be 0; set rollout.num_samples to 2 or more"
@@ -201,9 +216,19 @@ class RunConfig(Section):
                 "update.lora.enabled=true with update.backend.zero_stage=3: sharding the frozen weights is not "
                 "supported; set update.backend.zero_stage to 2 or lower"
             )
-        if not math.isclose(self.rollout.top_p, 1.0) and self.algorithm.tis_cap == 0:
+        if self.cluster.shares_gpus and self.update.backend.kind == "deepspeed":
             raise ValueError(
-                f"rollout.top_p={self.rollout.top_p} with algorithm.tis_cap=0: the policy that samples is not the "
-                "one that is updated; set algorithm.tis_cap to 2.0 or rollout.top_p to 1.0"
+                f"update.backend.kind='deepspeed' with cluster.gpus_per_worker={self.cluster.gpus_per_worker:g}, "
+                f"{self.cluster.workers_per_gpu} workers to a GPU: DeepSpeed divides its state among GPUs over NCCL, "
+                "which refuses two workers on one; set update.backend.kind to torch, or gpus_per_worker to 1"
+            )
+        kl = self.algorithm.kl
+        compares = self.algorithm.tis_cap > 0 or (kl.coef > 0 and kl.place == "reward")
+        if self.rollout.engine == "vllm" and self.rollout.filters and compares:
+            raise ValueError(
+                f"rollout.engine='vllm' with rollout.top_p={self.rollout.top_p}, top_k={self.rollout.top_k}: vLLM "
+                "reports probabilities after these filters, the update computes them before, so importance weights "
+                "and a KL penalty in the reward would be wrong; set algorithm.tis_cap to 0 and algorithm.kl.place to "
+                "loss, or rollout.engine to own, or top_p to 1 and top_k to 0"
             )
         return self

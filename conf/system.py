@@ -11,6 +11,8 @@ from conf.section import MANY, MOST_STEPS, Section
 _FOLDER = ("", "file", "sqlite")
 _DATABASES = ("postgresql", "mysql", "mssql")  # with a driver behind a plus sign: mysql+pymysql
 _SERVERS = ("http", "https", "databricks", "databricks-uc", "uc")
+_RAY_COUNTS = 10_000  # to a whole
+_SMALLEST_SHARE = 0.01  # of a GPU
 _SECRET_OPTION = re.compile(r"([?&;]\w*(?:password|passwd|secret|token)=)[^&;\s'\"]*", re.IGNORECASE)
 
 
@@ -23,8 +25,9 @@ class ClusterConfig(Section):
     """Number of workers (Ray actors).  Each decodes with a copy of the policy and computes a share of the update."""
     threads_per_worker: int = Field(1, ge=1, le=1024)
     """CPU threads of each worker, and the CPUs that it requests from Ray."""
-    gpus_per_worker: int = Field(0, ge=0, le=1)
-    """1: each worker owns a GPU; 0: CPU."""
+    gpus_per_worker: float = Field(0.0, ge=0)
+    """1: each worker owns a GPU; 0: CPU.  A part of 1: as many workers as fit share a GPU and its memory evenly, two
+    with 0.5 (and with 0.4), four with 0.25.  Then rollouts run on our engine, and the update's back end is torch."""
     placement: Literal["pack", "spread"] = "pack"
     """pack: place the workers on as few nodes as possible; spread: on as many as possible."""
     silence_s: float = Field(300.0, gt=0)
@@ -40,6 +43,32 @@ class ClusterConfig(Section):
     def device(self) -> Literal["cpu", "cuda"]:
         """What workers compute on."""
         return "cuda" if self.gpus_per_worker else "cpu"
+
+    @property
+    def workers_per_gpu(self) -> int:
+        """That fit on one, and share it evenly; 1 on CPUs.  Ray counts in ten-thousandths, so 0.3333 is a third."""
+        return _RAY_COUNTS // round(_RAY_COUNTS * self.gpus_per_worker) if self.gpus_per_worker else 1
+
+    @property
+    def gpu_share(self) -> float:
+        """What a worker requests of a GPU from Ray: as much as all that fit on it can have."""
+        return _RAY_COUNTS // self.workers_per_gpu / _RAY_COUNTS if self.gpus_per_worker else 0.0
+
+    @property
+    def shares_gpus(self) -> bool:
+        """May two workers of this group be on one GPU?"""
+        return min(self.workers_per_gpu, self.num_workers) > 1
+
+    @field_validator("gpus_per_worker")
+    @classmethod
+    def _one_gpu_or_a_part_of_it(cls, gpus: float) -> float:
+        if gpus and not _SMALLEST_SHARE <= gpus <= 1:
+            raise ValueError(
+                f"a worker computes on one GPU or on a part of it, found {gpus:g}: set it to 1, or to a part from "
+                f"{_SMALLEST_SHARE:g} on (0.5: two workers share a GPU).  Workers divide a model that one GPU does not "
+                "hold: rollout.vllm.tensor_parallel, update.backend.zero_stage=3"
+            )
+        return gpus
 
 
 class CheckpointConfig(Section):

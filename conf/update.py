@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from conf.optimizer import AdamWConfig
 from conf.section import MANY, MOST_CHANNELS, MOST_MB, MOST_TOKENS, Dtype, Section
@@ -93,7 +93,16 @@ class KLConfig(Section):
     coef: float = Field(0.0, ge=0)
     """Weight of the penalty.  0: off, and no reference model is loaded."""
     place: Literal["loss", "reward"] = "loss"
-    """loss: a term of the loss; reward: subtracted from the reward of each response."""
+    """loss: a term of the loss (k2 or k3); reward: subtracted from the reward of each response."""
+
+    @model_validator(mode="after")
+    def _has_a_gradient(self) -> "KLConfig":
+        if self.coef > 0 and self.place == "loss" and self.kind == "k1":
+            raise ValueError(
+                "kind='k1' with place='loss': the expected gradient of log r is 0, so the penalty would do nothing; "
+                "set kind to k2 or k3, or place to reward"
+            )
+        return self
 
 
 Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
@@ -127,7 +136,8 @@ class AlgorithmConfig(Section):
     mask_truncated: bool = False
     """Leave responses that were cut at max_new_tokens out of the loss."""
     tis_cap: float = Field(2.0, ge=0)
-    """Truncated importance sampling between rollout and update: weight = min(probability ratio, tis_cap).  0: off."""
+    """Truncated importance sampling between rollout and update: weight = min(probability ratio, tis_cap).  0: off.
+    Probabilities are those before top_p and top_k, so these do not shrink it; with vLLM they need 0."""
     kl: KLConfig = KLConfig()
     """KL penalty against the starting policy."""
 

@@ -17,6 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 from importlib import metadata
 from pathlib import Path
@@ -45,12 +46,14 @@ def main() -> int:
     try:
         kit = json.loads((HERE / "kit.json").read_text())
         _require_this_machine(kit)
+        if HERE.name not in kit["parts"]:
+            raise KitError(f"{HERE}: this folder has another name than when it was made: {', '.join(kit['parts'])}")
         _keep(kit["parts"][HERE.name], kept)
         away = [part for part, files in kit["parts"].items() if not _are_there(files, kept)]
         if away:
             print(f"{HERE.name} is verified and kept in {kept}; still to come: {', '.join(away)}")
             return 0
-        _install(_whole_files(kit, kept), target, Path(args.home))
+        _install(_whole_files(kit, kept), target, args.home)
         _check(kit, target)
     except KitError as error:
         print(f"install.py: {error}", file=sys.stderr)
@@ -58,7 +61,7 @@ def main() -> int:
     shutil.rmtree(kept)
     print(f"installed in {time.monotonic() - began_s:.0f} s")
     paths = "" if target is None else f"PYTHONPATH={target} PATH={target}/bin:$PATH "
-    print(f"export {paths}TLT_HOME={Path(args.home).resolve()}")
+    print(f"export {paths}TLT_HOME={args.home.resolve()}")
     return 0
 
 
@@ -123,6 +126,9 @@ def _install(files: list[Path], target: Path | None, home: Path) -> None:
     command += [] if target is None else ["--target", str(target)]
     if subprocess.run([*command, *(str(path) for path in files if path.suffix == ".whl")]).returncode:
         raise KitError(f"pip did not install the kit, see above; the files stay in {files[0].parent}")
+    # On all cores; Ray's services, which have seconds to start, should not wait for it.  Some packages have old code.
+    folder = target or sysconfig.get_path("purelib")
+    subprocess.run([sys.executable, "-W", "ignore", "-m", "compileall", "-q", "-j", "0", folder], capture_output=True)
 
 
 def _check(kit: dict[str, Any], target: Path | None) -> None:

@@ -100,7 +100,9 @@ def kernels_in_words(cfg: RunConfig) -> str:
     cluster, rollout, update = cfg.cluster, cfg.rollout.dtype, cfg.update.dtype
     if cluster.gpus_per_worker:
         shared = f", {cfg.rollout.workers_per_engine} to an engine" if cfg.rollout.workers_per_engine > 1 else ""
-        return f"{cluster.num_workers} workers with a GPU each{shared}: rollout in {rollout}, update in {update}"
+        gpus = f", {cluster.workers_per_gpu} to a GPU" if cluster.workers_per_gpu > 1 else " with a GPU each"
+        engine = "in vLLM" if cfg.rollout.engine == "vllm" else "on our engine"
+        return f"{cluster.num_workers} workers{gpus}{shared}: rollout in {rollout} {engine}, update in {update}"
     isa = precision.kernels_isa() if rollout == "bfloat16" else None
     kernels = _KERNELS.get(isa, f"C kernels ({isa})")
     threads = f"{cluster.threads_per_worker} thread{'s' if cluster.threads_per_worker > 1 else ''}"

@@ -119,9 +119,11 @@ def _bench(cfg: RunConfig, args: argparse.Namespace) -> None:
         if args.benchmark not in _BENCH_ONLY[name]:
             option, takers = name.replace("_", "-"), " and ".join(f"'tlt bench {b}'" for b in _BENCH_ONLY[name])
             raise ConfigError(f"--{option}={given[name]}: only {takers} take it; leave it out")
-    from tlt_core.machine.precision import settle
+    from tlt_core.machine import precision
+    from tlt_core.run import engine_choice
 
-    report = _run(settle(cfg), flow, repeats=args.repeats, out=out, command=command, **given)
+    settled = precision.settle(engine_choice.settle(cfg))
+    report = _run(settled, flow, repeats=args.repeats, out=out, command=command, **given)
     for verdict in report["verdicts"]:
         print(f"{'holds' if verdict['holds'] else 'FAILS'}: {verdict['claim']}: {verdict['value']:.3f}")
     _write_metrics(args.metrics, {v["claim"]: v["value"] for v in report["verdicts"]})
@@ -255,13 +257,14 @@ def _run(cfg: RunConfig, flow: str, *, before: str = "", **arguments: Any) -> An
     """
     from flows._server import PrivateServer
     from tlt_core.machine import precision
-    from tlt_core.run import preflight
+    from tlt_core.run import engine_choice, preflight
 
     began_s = time.monotonic()
-    preflight.check_run(cfg)
-    precision.decide(cfg)
+    settled = cfg.with_engine(engine_choice.choose(cfg).engine)
+    preflight.check_run(settled)
+    precision.decide(settled)
     if before:
-        pkgutil.resolve_name(before)(cfg)
+        pkgutil.resolve_name(before)(settled)
     with PrivateServer() as server:
         with Heartbeat(lambda: f"starting Prefect: {time.monotonic() - began_s:.0f} s so far"):
             call = pkgutil.resolve_name(flow)

@@ -7,12 +7,16 @@ from prefect.runtime import flow_run
 from conf.load import ConfigError, load
 from conf.run import RunConfig
 from flows import _attempts
+from tlt_core.run import engine_choice
 
 
 def as_config(config: RunConfig | str, overrides: list[str] | None) -> RunConfig:
-    """The configuration.  Raises ConfigError, or GaveUp when this flow run has crashed too often."""
+    """The configuration, with its rollout engine settled.
+
+    Raises ConfigError, CheckpointError, or GaveUp when this flow run has crashed too often."""
     _attempts.check()
-    return config if isinstance(config, RunConfig) else load(_of_project(config), overrides or ())
+    given = config if isinstance(config, RunConfig) else load(_of_project(config), overrides or ())
+    return engine_choice.settle(given)
 
 
 def _of_project(path: str) -> Path:

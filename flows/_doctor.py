@@ -11,8 +11,9 @@ from flows import _announcement
 from tlt_core.machine import doctor, precision
 from tlt_core.machine.memory import gpu_bytes, named_gpu_bytes
 from tlt_core.model.shapes import shape_of
-from tlt_core.rollout.vllm.environment import installed_version, vllm_python
-from tlt_core.run import memory_plan
+from tlt_core.rollout.vllm.environment import installed, vllm_python
+from tlt_core.run import engine_choice, memory_plan
+from tlt_core.run.engine_choice import Choice
 from tlt_core.run.forecast import ToDo
 from tlt_core.run.memory_plan import MemoryPlan
 from tlt_core.run.progress import minutes
@@ -30,11 +31,13 @@ def show(config: str | None, *, default: str, gpu: str | None) -> None:
     # No run has this name: the forecast is of a run from nothing, whatever precision an earlier run had.
     cfg = load(config or default, ["name=doctor"]) if config or Path(default).is_file() else None
     table = Table("what", "found", "verdict", "why", box=None, pad_edge=False)
-    for row in [*doctor.findings(), _vllm(cfg)]:
+    chosen = None if cfg is None else engine_choice.choose(cfg)
+    for row in [*doctor.findings(), *_engine(chosen)]:
         table.add_row(row.name, row.found, f"[{_COLORS[row.verdict]}]{row.verdict}[/]", row.reason)
     Console().print(table)
-    if cfg is None:
+    if cfg is None or chosen is None:
         return
+    cfg = cfg.with_engine(chosen.engine)
     if cfg.cluster.device == "cuda":  # GPUs that train models of these sizes compute in bfloat16
         cfg = cfg.with_dtypes(rollout="bfloat16", update="bfloat16", coldstart="bfloat16")
     cfg = cfg.with_dtypes(**precision.decide(cfg)._asdict())
@@ -43,15 +46,17 @@ def show(config: str | None, *, default: str, gpu: str | None) -> None:
     _show_memory(cfg, device_bytes)
 
 
-def _vllm(cfg: RunConfig | None) -> doctor.Finding:
-    """It has an environment of its own."""
-    python, wanted = vllm_python(), cfg is not None and cfg.rollout.engine == "vllm"
-    version = installed_version(python)
-    if not version:
+def _engine(chosen: Choice | None) -> list[doctor.Finding]:
+    """vLLM, which has an environment of its own, and the engine that the configuration's rollouts run on."""
+    python, wanted = vllm_python(), chosen is not None and chosen.engine == "vllm"
+    found = installed(python)
+    if found is None:
         why = f"not in {python.parents[1]}: run 'make vllm-env', or set VLLM_PYTHON"
-        return doctor.Finding("vllm", "not installed", "missing" if wanted else "skipped", why)
-    why = "rollout.engine=vllm, with the plug-in tlt_vllm" if wanted else "rollouts run on our own engine"
-    return doctor.Finding("vllm", version, "used" if wanted else "skipped", why)
+        vllm = doctor.Finding("vllm", "not installed", "missing" if wanted else "skipped", why)
+    else:
+        why = "with the plug-in tlt_vllm" if wanted else "rollouts run on our own engine"
+        vllm = doctor.Finding("vllm", f"{found.version} for {found.device}", "used" if wanted else "skipped", why)
+    return [vllm] if chosen is None else [vllm, doctor.Finding("rollout engine", chosen.engine, "used", chosen.why)]
 
 
 def _show_time(cfg: RunConfig) -> None:
@@ -82,8 +87,8 @@ def _show_memory(cfg: RunConfig, named_bytes: int | None) -> None:
         print("no GPU is here: --gpu 80 compares the plan with one of 80 GB")
         return
     memory_plan.check(plan, cfg, device_bytes=device_bytes)
-    free = device_bytes / 1e9 - plan.peak[1] / 1e9
-    print(f"it fits into a GPU of {device_bytes / 1e9:.0f} GB: {free:.1f} GB are free at the {plan.peak[0]}")
+    free = (device_bytes / cfg.cluster.workers_per_gpu - plan.peak[1]) / 1e9
+    print(f"it fits into {memory_plan.place(cfg, device_bytes)}: {free:.1f} GB are free at the {plan.peak[0]}")
     if cfg.rollout.engine == "vllm":
         share, most = memory_plan.vllm_room(plan, cfg, model, device_bytes=device_bytes)
         print(f"vLLM gets {share / 1e9:.1f} GB: room for {most} responses of full length at once")
@@ -92,6 +97,8 @@ def _show_memory(cfg: RunConfig, named_bytes: int | None) -> None:
 def _table(cfg: RunConfig, plan: MemoryPlan) -> Table:
     """Owners by phases, in GB."""
     where = "GB of a worker's GPU" if cfg.cluster.device == "cuda" else "GB of a worker"
+    if cfg.cluster.workers_per_gpu > 1:
+        where = f"GB of a worker, {cfg.cluster.workers_per_gpu} to a GPU"
     table = Table(where, *plan.phases, *(["host"] if plan.host else []), box=None, pad_edge=False)
     columns = [*plan.phases.values(), *([plan.host] if plan.host else [])]
     for name in dict.fromkeys(name for owners in columns for name in owners):

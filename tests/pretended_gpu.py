@@ -254,7 +254,7 @@ def _tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
 
 @contextlib.contextmanager
 def _patched() -> Iterator[PretendedGpu]:
-    memory = 1 << 34
+    memory, shares = 1 << 34, [1.0]
     with contextlib.ExitStack() as stack:
         for target, name, substitute in (
             (torch.cuda, "_lazy_init", lambda: None),
@@ -264,6 +264,8 @@ def _patched() -> Iterator[PretendedGpu]:
             (torch.cuda, "memory_allocated", lambda device=None: 0),
             (torch.cuda, "max_memory_allocated", lambda device=None: 0),
             (torch.cuda, "mem_get_info", lambda device=None: (memory, memory)),
+            (torch.cuda, "get_per_process_memory_fraction", lambda device=None: shares[-1]),
+            (torch.cuda, "set_per_process_memory_fraction", lambda share, device=None: shares.append(share)),
             (torch.cuda, "is_bf16_supported", lambda including_emulation=True: True),
             (torch.cuda, "Event", HostEvent),
             (static_rounds, "make_pool", lambda device: EagerPool()),

@@ -9,11 +9,15 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from bench.sizes import measure, planted
 from tests import gpu_runs, gpu_stages, gpu_suite
+from tests.gpu_report import Report, Stage
+from tests.pretended_gpu import pretended_gpu
 
 ROOT = gpu_suite.ROOT
 SCRIPT = ROOT / "tests/gpu_suite.py"
@@ -121,7 +125,15 @@ def test_a_crash_stops_nothing_and_all_is_kept(tmp_path: Path, probes) -> None:
     assert "SystemError: the device is gone" in done.stdout
     with tarfile.open(tmp_path / "out/logs.tar.gz") as archive:
         names = set(archive.getnames())
-        assert {"crash.json", "crash.log", "kill.log", "flood.log", "flood.json", "missing.json", "summary.txt"} <= names
+        assert {
+            "crash.json",
+            "crash.log",
+            "kill.log",
+            "flood.log",
+            "flood.json",
+            "missing.json",
+            "summary.txt",
+        } <= names
         assert archive.extractfile("summary.txt").read().decode() in done.stdout
 
 
@@ -235,6 +247,44 @@ def test_each_failure_of_a_run_is_seen(codes: list[int], wrong: dict[str, float]
     assert _failing([0, 0], dict.fromkeys((1, 2, 3), GOOD)) == 0
     assert _failing(codes, dict.fromkeys((1, 2, 3), GOOD | wrong)) == 1
     assert _failing([0, 0], {1: GOOD, 2: GOOD}) >= 2, "the third step is missing"
+
+
+def _made_on_cpu(make):
+    return lambda *sizes, dtype, device, **options: make(*sizes, dtype=dtype, device="cpu", **options).to(device)
+
+
+@pytest.mark.parametrize("stage", ["rounds", "decoding", "large"])
+def test_stages_mix_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """As on a GPU, with a tiny model in place of real ones."""
+    for name in (gpu_stages._SMOLLM2, "qwen2.5-7b"):
+        monkeypatch.setitem(planted.SHAPES, name, planted.SHAPES["tiny"])
+    tiny = measure.Sizes((1, 2), 12, 8, 128)
+    for name, value in (("_TOKENS", {"cuda": 6}), ("_WATCHED", 2), ("_SMOL", tiny), ("_LARGE", tiny)):
+        monkeypatch.setattr(gpu_stages, name, value)
+    for name in ("planted_target", "random_drafter"):  # a generator of random numbers cannot be pretended
+        monkeypatch.setattr(planted, name, _made_on_cpu(getattr(planted, name)))
+    monkeypatch.setattr(gpu_stages, "_tests", lambda *_: None)
+    monkeypatch.setattr(gpu_stages, "_peer", lambda *_: None)
+    monkeypatch.setattr(measure, "QWEN_7B", measure.SMALL)
+    monkeypatch.setattr(measure.launches, "smallest_s", lambda _: 1e-6)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda _: None)
+    monkeypatch.setenv("TLT_HOME", str(tmp_path))
+    report = Report(tmp_path / f"{stage}.json", command="by hand")
+    monkeypatch.setattr(gpu_stages, "planned_owners", lambda _: {"all": 1 << 33})  # a pretended GPU has no meta tensors
+    with pretended_gpu(), mock.patch.object(torch.cuda, "mem_get_info", return_value=(1 << 33, 1 << 34)):
+        getattr(gpu_stages, stage)(Stage(report, "cuda", tmp_path, time.monotonic() + 60))
+    must_hold = ("no near-ties", "waits a round", "tokens are plain decoding's")
+    held = [v["holds"] for v in report.content["verdicts"] if any(claim in v["claim"] for claim in must_hold)]
+    assert len(held) == {"rounds": 9, "decoding": 2, "large": 2}[stage]
+    assert all(held), report.content["verdicts"]
+
+
+def test_what_the_large_stage_plans() -> None:
+    """64 requests of 608 tokens and their drafts, 57 kB a token, beside 7.6 billion weights."""
+    owners = gpu_stages.planned_owners(gpu_stages._LARGE)
+    assert owners["rollout weights"] == pytest.approx(15.2e9, rel=0.01)
+    assert owners["keys and values"] == pytest.approx(64 * (608 + 8) * 57_344, rel=0.01)
+    assert 0.6e9 < owners["drafter"] < 1.5e9  # 0.4 billion weights
 
 
 def test_files_are_those_with_tests_for_a_gpu() -> None:

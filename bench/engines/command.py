@@ -148,8 +148,15 @@ def engines(
     missing = [{"configuration": name, "reason": reason} for name, reason in found.reasons.items()]
     python = vllm_environment.vllm_python()
     kinds = _vllm_kinds(cfg.rollout.speculation)
+    reason = ""
     if not python.is_file():
         reason = "left out: vLLM's environment is not there; 'make vllm-env' builds it"
+    elif (there := vllm_environment.installed(python)) is not None and there.device != "cpu":
+        reason = (
+            f"left out: {python} has vLLM's build for GPUs, and CPUs are compared; 'make vllm-env VLLM=cpu "
+            "VLLM_VENV=.venv-vllm-cpu' makes another environment, VLLM_PYTHON=.venv-vllm-cpu/bin/python names it"
+        )
+    if reason:
         return specs, [*missing, *({"configuration": name, "reason": reason} for name in kinds)]
     # The scheduler in a process of its own would compete with the computing threads for the same cores.
     environment = vllm_environment.environment(python, threads=threads) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

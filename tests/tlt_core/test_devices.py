@@ -4,6 +4,7 @@ Results differ by rounding, since the references that stand in for a GPU's kerne
 CPU's: by at most 1e-5 in trained drafters, 2e-6 in weights, 4e-8 in gradients (Xeon with AMX).
 """
 
+import contextlib
 import dataclasses
 from pathlib import Path
 from unittest import mock
@@ -11,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from conf.drafter import DrafterConfig, SpotConfig
 from conf.load import load
@@ -25,6 +27,7 @@ from tests.tlt_core.grpo.rollouts import make_trainer, tiny_decoder, tiny_scored
 from tlt_core.cluster.drafting import Drafting
 from tlt_core.cluster.messages import TrainerSpec
 from tlt_core.cluster.policy_shard import PolicyShard
+from tlt_core.cluster.rendezvous import backend_of, host_store, join_group
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import eagle3_from_target
 from tlt_core.drafter.eagle3.observe import observe
@@ -39,6 +42,7 @@ from tlt_core.rollout.vllm.drafts import VllmDrafts
 from tlt_core.run import drafter_warmup
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 SPOT = SpotConfig(micro_step_s=1e6, rows_per_step=32, window_rows=16, canary_tokens=60)
 
 
@@ -271,7 +275,7 @@ def test_first_drafter_from_its_rollouts_to_its_file(folder, tmp_path, monkeypat
     prompts = [Prompt(n, tokens.int(), "", "", "file") for n, tokens in enumerate(texts((3, 4, 5) * 3))]
     monkeypatch.setattr(drafter_warmup.dataset, "load", lambda *_: prompts)
     monkeypatch.setattr(drafter_warmup, "load_tokenizer", lambda _: None)
-    monkeypatch.setattr(drafter_warmup, "stop_token_ids", lambda *_: (2,))
+    monkeypatch.setattr(drafter_warmup, "stop_token_ids", lambda *_, **__: (2,))
     on_gpu: list[bool] = []  # of each decoder that is loaded
 
     def loaded(*arguments, **options):
@@ -296,6 +300,49 @@ def test_first_drafter_from_its_rollouts_to_its_file(folder, tmp_path, monkeypat
     with pretended_gpu():
         assert warmed_up("cuda:0") == pytest.approx(expected, rel=1e-3)
     assert on_gpu == [False, False, True, True], "the one that is trained on, and the one that samples"
+
+
+def shared(rank: int, meeting_point: str, folder: Path, pretended: bool) -> None:
+    """One of two workers on a GPU makes two steps.  rank -1: a lone worker makes them."""
+    torch.set_num_threads(1)
+    workers = 1 if rank < 0 else 2
+    if workers > 1:
+        backend = backend_of("cuda", shares_gpus=True)
+        join_group(meeting_point, own_address="127.0.0.1", rank=rank, world_size=2, backend=backend, store=None)
+    cfg = UpdateConfig(tokens_per_micro_batch=64, dtype="float32", optimizer=AdamWConfig(learning_rate=MOVE))
+    algorithm = AlgorithmConfig()
+    with pretended_gpu() if pretended else contextlib.nullcontext():
+        trainer = make_trainer(
+            tiny_decoder(torch.float32).to(GPU),
+            cfg,
+            algorithm=algorithm,
+            rank=max(rank, 0),
+            world_size=workers,
+            device=GPU,
+        )
+        for seed in (0, 1):
+            scored = tiny_scored(seed=seed, num_groups=4)
+            trainer.step(make_train_batches(scored, cfg, algorithm, num_workers=workers, seed=0, step=1)[0][rank])
+        weights = dict(trainer.weights())
+        assert all(w.device == GPU for w in weights.values())
+        torch.save({name: w.cpu() for name, w in weights.items()}, folder / f"{rank}.pt")
+    if workers > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("pretended", [True, pytest.param(False, marks=[pytest.mark.gpu, NEEDS_GPU])])
+def test_two_workers_on_one_gpu_make_the_update_of_one_to_the_bit(pretended: bool, tmp_path: Path) -> None:
+    """Their gradients, on the GPU, are summed over gloo."""
+    store, meeting_point = host_store("127.0.0.1", world_size=2)
+    mp.spawn(shared, args=(meeting_point, tmp_path, pretended), nprocs=2)
+    del store
+    shared(-1, "", tmp_path, pretended)
+    expected, *found = (torch.load(tmp_path / f"{rank}.pt") for rank in (-1, 0, 1))
+    start = dict(tiny_decoder(torch.float32).named_parameters())
+    assert any(not torch.equal(expected[name], start[name.removeprefix("decoder.")]) for name in expected)
+    for weights in found:
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
 def test_the_driver_uses_a_gpu_where_it_has_one(monkeypatch) -> None:

@@ -25,7 +25,7 @@ from tlt_core.cluster.engines import Engines
 from tlt_core.cluster.messages import GenerateReport, UpdateReport, WorkerSpec
 from tlt_core.cluster.placement import require_room, reserve, start_ray
 from tlt_core.cluster.post_mortem import dead_processes, own_error, who
-from tlt_core.cluster.rendezvous import LOOPBACK
+from tlt_core.cluster.rendezvous import LOOPBACK, backend_of
 from tlt_core.cluster.shared_folders import expected_files, probe_file, require_seen
 from tlt_core.cluster.watch import Watch
 from tlt_core.cluster.weight_digest import outliers
@@ -88,7 +88,7 @@ class WorkerGroup:
     def _start(self, cluster: ClusterConfig, spec: WorkerSpec, shared: Path | None) -> None:
         require_room(cluster, self.engines.workers_each)
         self._placement = reserve(cluster, self.engines.workers_each)
-        actor = ray.remote(num_cpus=cluster.threads_per_worker, num_gpus=cluster.gpus_per_worker)(Worker)
+        actor = ray.remote(num_cpus=cluster.threads_per_worker, num_gpus=cluster.gpu_share)(Worker)
         self._workers = [
             actor.options(name=f"worker-{rank}-{os.getpid()}", scheduling_strategy=self._placement.worker(rank)).remote(
                 rank, self.num_workers, spec
@@ -102,7 +102,7 @@ class WorkerGroup:
         if not self._placement.is_local:
             self._require_shared_folders(spec, shared)
         if self.num_workers > 1 or (spec.trainer is not None and spec.trainer.update.backend.kind == "deepspeed"):
-            self._join()
+            self._join(backend_of(spec.device, shares_gpus=cluster.shares_gpus))
 
     def _require_shared_folders(self, spec: WorkerSpec, shared: Path | None) -> None:
         drafter = spec.rollout.speculation.drafter_path
@@ -113,10 +113,10 @@ class WorkerGroup:
             missing = self._on_all("unseen", files)
         require_seen(missing, self._placement.nodes, driver=self._placement.driver)
 
-    def _join(self) -> None:
+    def _join(self, backend: str) -> None:
         addresses = [LOOPBACK if self._placement.is_local else node.address for node in self._placement.nodes]
         (meeting_point,) = self._wait_for([self._workers[0].host_group.remote(addresses[0])], "join")
-        self._gpus = self._on_each("join", [(meeting_point, address) for address in addresses])
+        self._gpus = self._on_each("join", [(meeting_point, address, backend) for address in addresses])
 
     def __enter__(self) -> "WorkerGroup":
         return self

@@ -39,6 +39,7 @@ class WorkerSpec(NamedTuple):
     vllm: VllmSpec | None = None  # needed where `rollout.engine` is vllm
     release_memory: bool = False  # of the rollout, while the policy is trained
     gpu_bytes: int = 0  # most that a worker takes of its GPU, as planned
+    workers_per_gpu: int = 1
     decodes: bool = True  # False: the workers train and sample nothing
 
 

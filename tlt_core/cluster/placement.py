@@ -7,6 +7,7 @@ produces: a placement group with one bundle per worker, or a ClusterError before
 """
 
 import logging
+import math
 import os
 import signal
 import socket
@@ -78,12 +79,14 @@ class Placement(NamedTuple):
 def check_cluster(cluster: ClusterConfig, *, workers_per_engine: int = 1) -> None:
     """Is there room for the workers?  Joins a running cluster for a moment to see.  Raises ClusterError."""
     if cluster.address == "local":
-        wanted, found = cluster.num_workers * cluster.gpus_per_worker, torch.cuda.device_count()
+        wanted, found = _gpus(cluster), torch.cuda.device_count()
         if wanted > found:
+            share = round(1 / math.ceil(cluster.num_workers / found), 4) if found else 0
             raise ClusterError(
-                f"cluster.num_workers={cluster.num_workers} with gpus_per_worker={cluster.gpus_per_worker} asks for "
-                f"{wanted} GPUs, this machine has {found}; lower cluster.num_workers, set cluster.gpus_per_worker=0, "
-                "or give cluster.address of a Ray cluster that has as many"
+                f"cluster.num_workers={cluster.num_workers} with gpus_per_worker={cluster.gpus_per_worker:g} asks for "
+                f"{_count(wanted, 'GPU')}, this machine has {found}; lower cluster.num_workers, set "
+                f"cluster.gpus_per_worker={share:g}{' (workers then share a GPU)' if found else ''}, or give "
+                "cluster.address of a Ray cluster that has as many"
             )
         return
     start_ray(cluster)
@@ -222,7 +225,7 @@ def reserve(cluster: ClusterConfig, workers_per_engine: int = 1) -> Placement:
 
     Raises ClusterError when the processors stay taken.
     """
-    bundle = {"CPU": float(cluster.threads_per_worker), "GPU": float(cluster.gpus_per_worker)}
+    bundle = {"CPU": float(cluster.threads_per_worker), "GPU": cluster.gpu_share}
     bundle = {name: amount * workers_per_engine for name, amount in bundle.items() if amount}
     count = cluster.num_workers // workers_per_engine
     group = placement_group([bundle] * count, strategy=_STRATEGIES[cluster.placement])
@@ -251,15 +254,21 @@ def lost_nodes(nodes: Sequence[Node]) -> set[str]:
 
 
 def _workers_that_fit(resources: Mapping[str, float], cluster: ClusterConfig) -> int:
-    wanted = {"CPU": cluster.threads_per_worker, "GPU": cluster.gpus_per_worker}
-    return min(int(resources.get(name, 0.0) // amount) for name, amount in wanted.items() if amount)
+    by_cpus = int(resources.get("CPU", 0.0) // cluster.threads_per_worker)
+    by_gpus = int(resources.get("GPU", 0.0)) * cluster.workers_per_gpu
+    return min(by_cpus, by_gpus) if cluster.gpus_per_worker else by_cpus
+
+
+def _gpus(cluster: ClusterConfig) -> int:
+    """That hold all workers."""
+    return math.ceil(cluster.num_workers / cluster.workers_per_gpu) if cluster.gpus_per_worker else 0
 
 
 def _asked(cluster: ClusterConfig) -> str:
     workers, threads, gpus = cluster.num_workers, cluster.threads_per_worker, cluster.gpus_per_worker
-    with_gpus = f" and {_count(workers * gpus, 'GPU')}" if gpus else ""
+    with_gpus = f" and {_count(_gpus(cluster), 'GPU')}" if gpus else ""
     return (
-        f"cluster.num_workers={workers} with threads_per_worker={threads} and gpus_per_worker={gpus} asks for "
+        f"cluster.num_workers={workers} with threads_per_worker={threads} and gpus_per_worker={gpus:g} asks for "
         f"{_count(workers * threads, 'CPU')}{with_gpus}"
     )
 

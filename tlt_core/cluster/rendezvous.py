@@ -11,7 +11,6 @@ import socket
 from collections.abc import Iterable
 
 import psutil
-import torch
 import torch.distributed as dist
 
 LOOPBACK = "127.0.0.1"
@@ -31,13 +30,13 @@ def host_store(address: str, *, world_size: int) -> tuple[dist.TCPStore, str]:
 
 
 def join_group(
-    meeting_point: str, *, own_address: str, rank: int, world_size: int, device: torch.device, store: dist.Store | None
+    meeting_point: str, *, own_address: str, rank: int, world_size: int, backend: str, store: dist.Store | None
 ) -> None:
-    """Form the torch.distributed group: gloo on CPU; on GPU NCCL, and gloo for CPU tensors.
+    """Form the torch.distributed group.
 
-    store: given by the worker that hosts it.  own_address: of this worker's node.  Traffic goes through the interface
-    with that address, because the host's name resolves to the loopback on many machines.  GLOO_SOCKET_IFNAME and
-    NCCL_SOCKET_IFNAME take precedence.
+    backend: see `backend_of`.  store: given by the worker that hosts it.  own_address: of this worker's node.  Traffic
+    goes through the interface with that address, because the host's name resolves to the loopback on many machines.
+    GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME take precedence.
     """
     host, _, port = meeting_point.rpartition(":")
     if store is None:
@@ -45,10 +44,15 @@ def join_group(
     interface = interface_of(own_address, _addresses())
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        if device.type == "cuda" and not ipaddress.ip_address(own_address).is_loopback:
+        if "nccl" in backend and not ipaddress.ip_address(own_address).is_loopback:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+
+
+def backend_of(device: str, *, shares_gpus: bool) -> str:
+    """Of torch.distributed: gloo on CPUs; on GPUs NCCL, and gloo for CPU tensors.  NCCL refuses two workers on one GPU;
+    there gloo sums the GPU's tensors, too, in main memory.  Sums of gradients are exact, so both give the same bits."""
+    return "cpu:gloo,cuda:nccl" if device == "cuda" and not shares_gpus else "gloo"
 
 
 def interface_of(address: str, known: Iterable[tuple[str, str, str | None]]) -> str | None:

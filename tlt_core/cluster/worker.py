@@ -83,8 +83,8 @@ class Worker:
         self._store, meeting_point = host_store(address, world_size=self._world_size)
         return meeting_point
 
-    def join(self, meeting_point: str, own_address: str) -> tuple[str, ...]:
-        """Form the torch.distributed group of all workers (gloo on CPU, NCCL on GPU).
+    def join(self, meeting_point: str, own_address: str, backend: str) -> tuple[str, ...]:
+        """Form the torch.distributed group of all workers.
 
         Returns this worker's GPUs, as CUDA_VISIBLE_DEVICES names them on its node."""
         join_group(
@@ -92,7 +92,7 @@ class Worker:
             own_address=own_address,
             rank=self._rank,
             world_size=self._world_size,
-            device=self._device,
+            backend=backend,
             store=self._store,
         )
         self._phase_end = PhaseEnd.at(meeting_point, world_size=self._world_size)
@@ -104,7 +104,7 @@ class Worker:
         spec = self._spec
         self._policy_version = policy_version
         if self._device.type == "cuda":
-            require_gpu(spec.gpu_bytes)  # the driver may not see it
+            require_gpu(spec.gpu_bytes, workers=spec.workers_per_gpu)  # the driver may not see it
         self._started = start_replica(
             spec,
             checkpoint=checkpoint,

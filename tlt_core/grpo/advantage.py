@@ -16,7 +16,9 @@ from conf.update import Estimator, KLConfig
 from tlt_core.grpo.loss import kl_estimate
 from tlt_core.items.types import RolloutBatch
 
-_EPS = 1e-6  # added to a deviation before dividing by it
+# Added to a deviation before dividing by it.  Rewards are float32 sums of terms of about 1, so their rounding is 1e-7
+# to 1e-6, and differences that mean something are 1e-3 and more: noise must not become an advantage of about 1.
+_EPS = 1e-4
 
 
 class _Groups(NamedTuple):

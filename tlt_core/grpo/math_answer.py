@@ -65,7 +65,7 @@ _BASE = re.compile(r"^([0-9A-Fa-f]+)_\{?(\d+)\}?$")
 _UNIT = re.compile(r"^(.*[\d})\].!]|.*\\pi)( ?)(\^ ?\\circ ?[CFK]?|[A-Za-z][A-Za-z/. ]*?)(?: ?\^ ?\{?([23])\}?)?\.?$")
 _ANCHOR = re.compile(r"(?:\banswer\b[^\n:=]{0,40}?(?:\bis\b|:|=)|\b(?:is|are|equals?|be)\b|[:=])\s*:?\s*", re.I)
 _LAST_ANSWER = re.compile(r"\banswer\b[^\n:=]{0,40}?(?:\bis\b|:|=)\s*:?\s*([^\n]+)", re.I)
-_DELIMITED = re.compile(r"(?<!\\)\$[^$]+\$|\\\(.+?\\\)|\\\[.+?\\\]")
+_DELIMITED = re.compile(r"(?<!\\)\$[^$]+\$|\\\((?:(?!\\\().)+?\\\)|\\\[(?:(?!\\\[).)+?\\\]")
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?")
 _PLAIN_WORD = re.compile(r"[\"'(]*[A-Za-z][A-Za-z'-]*[\"'),.;:!?]*")
 

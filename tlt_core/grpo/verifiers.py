@@ -209,15 +209,26 @@ def _checked(value: float) -> float:
 
 
 def reasoning_gym_reward(item: Item) -> float:
-    """1 when the task's own scorer gives the extracted answer full marks, else 0."""
+    """1 when the task's own scorer gives the extracted answer full marks, else 0.
+
+    Most scorers take all marks for a period at the end ("4."), which no task means: it is tried without, too.
+    """
     answer = extract_answer(item.response)
     import reasoning_gym
 
     entry = {"question": item.prompt, "answer": item.answer, "metadata": dict(item.metadata)}
-    try:
-        return float(reasoning_gym.get_score_answer_fn(item.task)(answer, entry) >= _RIGHT)
-    except ValueError as error:  # some scorers raise for an answer that is not a number
-        raise Unparseable(str(error)) from None
+    score = reasoning_gym.get_score_answer_fn(item.task)
+    unreadable: ValueError | None = None
+    for said in dict.fromkeys((answer, answer.removesuffix(".").rstrip())):
+        try:
+            if score(said, entry) >= _RIGHT:
+                return 1.0
+            unreadable = None
+        except ValueError as error:  # some scorers raise for an answer that is not a number
+            unreadable = error
+    if unreadable is not None:
+        raise Unparseable(str(unreadable))
+    return 0.0
 
 
 def exact_reward(item: Item) -> float:

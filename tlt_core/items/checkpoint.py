@@ -44,6 +44,7 @@ class DriverState:
     fingerprint: str  # of the parts of the configuration that may not change between attempts
     best_metric: float | None  # value that ranks this checkpoint
     precision: dict[str, str] = field(default_factory=dict)  # see `machine/precision`; empty in older states
+    engine: str = ""  # that samples: own or vllm; empty in older states
     drafter_version: int = 0  # publishes so far
     drafter_policy_version: int = 0  # of the newest responses that the drafter in use was trained on
     payoff: dict[str, Any] = field(default_factory=dict)  # of drafter training, see `spot/payoff`

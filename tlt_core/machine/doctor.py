@@ -76,7 +76,9 @@ def _hardware(gpus: int) -> list[Finding]:
             "GPU",
             ", ".join(torch.cuda.get_device_name(i) for i in range(gpus)) or "none",
             "used" if gpus else "skipped",
-            "set cluster.gpus_per_worker=1" if gpus else "the CPU path is used: torch.cuda finds no device",
+            "set cluster.gpus_per_worker=1, or 0.5 for two workers on each"
+            if gpus
+            else "the CPU path is used: torch.cuda finds no device",
         ),
     ]
 

@@ -59,19 +59,24 @@ def gpu_bytes() -> int | None:
     return min(sizes, default=None)
 
 
-def require_gpu(needed: int) -> None:
-    """Raises GpuError where this process's GPU has fewer bytes that can be used than `needed`."""
+def require_gpu(needed: int, *, workers: int) -> None:
+    """Take this process's share of its GPU, which `workers` processes have: beyond it torch first gives back what it
+    keeps, and then fails here rather than in a neighbour.  Raises GpuError where the share is smaller than `needed`
+    bytes."""
     found = gpu_bytes()
     if found is None:
         raise GpuError(
             "cluster.device=cuda, and a worker sees no GPU: set cluster.gpus_per_worker=1, and check that its torch is "
             "built for CUDA (tlt doctor).  cluster.device=cpu runs without"
         )
-    if needed > found * USABLE:
+    if needed > found * USABLE / workers:
         raise GpuError(
-            f"a worker takes {needed / 1e9:.1f} GB, and its GPU has {found * USABLE / 1e9:.1f} GB that can be used: "
-            f"'tlt doctor CONFIG --gpu {found / 1e9:.0f}' says what takes them and what to change"
+            f"a worker takes {needed / 1e9:.1f} GB, and its GPU has {found * USABLE / 1e9:.1f} GB that can be used"
+            f"{f' by {workers} workers' if workers > 1 else ''}: 'tlt doctor CONFIG --gpu {found / 1e9:.0f}' says what "
+            "takes them and what to change"
         )
+    if workers > 1:
+        torch.cuda.set_per_process_memory_fraction(USABLE / workers)
 
 
 def named_gpu_bytes(name: str) -> int:

@@ -1,12 +1,13 @@
 """The policy's probability as rollout and verification compute it, and the noise of a token.
 
     z = logits / T, then top-k, then top-p filtering (filtered tokens get -inf)
-    p = softmax(z),  log p = z - logsumexp(z)            (T = 0: arg-max; log p is then reported at T = 1)
     token = arg-max(z + Gumbel noise keyed by (seed, step, prompt, sample, position))
+    log p = logits / T - logsumexp(logits / T)           (T = 0: arg-max; log p is then reported at T = 1)
 
 The noise depends on the key alone, so a response does not depend on the batch, the worker or the decoding strategy
-that produced it.  The update computes the same p without filters (`kernels/sampling/token_logprob`); with top-k or
-top-p, `algorithm.tis_cap` corrects for the difference.
+that produced it.  log p is that of the policy, before the filters, as the update computes it
+(`kernels/sampling/token_logprob`): after them it would be larger by the log of the kept mass, and importance weights
+would shrink every gradient by that mass.
 
 Shapes: N positions to sample, one row of logits and one key each; V vocabulary.
 """
@@ -104,7 +105,7 @@ def choose(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice
         return choose_no_sync(logits_NV, keys_N2, params)
     most = max(1, _CACHED_SCORES // logits_NV.shape[-1])
     chosen = [
-        _choose(logits_NV[part], keys_N2[part.start : part.start + 1] if shared else keys_N2[part], params)
+        _choose_for_policy(logits_NV[part], keys_N2[part.start : part.start + 1] if shared else keys_N2[part], params)
         for part, shared in _parts(keys_N2, most)
     ]
     return Choice(*(torch.cat(column) for column in zip(*chosen, strict=True)))
@@ -132,14 +133,28 @@ def choose_no_sync(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -
     One fused pass where filtering is a floor under the logits.  Top-p is not: it may separate equal logits.
     """
     if params.top_p < 1:
-        return _choose(logits_NV, keys_N2, params)
-    filtered = 0 < params.top_k < logits_NV.shape[-1]
-    floors_N = logits_NV.topk(params.top_k, dim=-1).values[:, -1] if filtered else None
-    return coupled_sample(logits_NV, keys_N2, temperature=params.temperature, floors_N=floors_N)
+        return _choose_for_policy(logits_NV, keys_N2, params)
+    if not 0 < params.top_k < logits_NV.shape[-1]:
+        return coupled_sample(logits_NV, keys_N2, temperature=params.temperature)
+    floors_N = logits_NV.topk(params.top_k, dim=-1).values[:, -1]
+    choice = coupled_sample(logits_NV, keys_N2, temperature=params.temperature, floors_N=floors_N)
+    return _before_filters(choice, logits_NV, params)
+
+
+def _choose_for_policy(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
+    return _before_filters(_choose(logits_NV, keys_N2, params), logits_NV, params)
+
+
+def _before_filters(choice: Choice, logits_NV: Tensor, params: SamplingParams) -> Choice:
+    """The same tokens, with their log-probabilities under the policy."""
+    if params.temperature == 0 or (params.top_p >= 1 and not 0 < params.top_k < logits_NV.shape[-1]):
+        return choice
+    lognorms_N = (logits_NV.float() / params.temperature).logsumexp(dim=-1)
+    return Choice(choice.tokens_N, choice.logprobs_N + choice.lognorms_N - lognorms_N, lognorms_N)
 
 
 def _choose(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
-    """keys_N2: [N, 2], or [1, 2] when all positions share their noise."""
+    """Log-probabilities are after the filters.  keys_N2: [N, 2], or [1, 2] when all positions share their noise."""
     z = policy_scores(logits_NV, params)
     p = z.softmax(-1)
     tokens_N = first_argmax(z) if params.temperature == 0 else coupled_race(p, keys_N2)

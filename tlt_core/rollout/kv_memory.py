@@ -31,14 +31,17 @@ def check_fits(slot: int, *, max_live: int, positions: int, free: int, fraction:
 def check_on_device(
     config: DecoderConfig, device: torch.device, *, max_live: int, positions: int, dtype: torch.dtype, fraction: float
 ) -> None:
-    """`check_fits` on a GPU, where memory that torch has cached counts as free; nothing is checked elsewhere."""
+    """`check_fits` on a GPU, where memory that torch has cached counts as free, and what lies beyond this process's
+    share does not (`machine/memory.require_gpu`); nothing is checked elsewhere."""
     if device.type != "cuda":
         return
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    used = torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    share = int(total * torch.cuda.get_per_process_memory_fraction(device.index))
     check_fits(
         slot_bytes(config, positions=positions, dtype=dtype),
         max_live=max_live,
         positions=positions,
-        free=torch.cuda.mem_get_info(device)[0] + unused,
+        free=min(free + torch.cuda.memory_reserved(device) - used, share - used),
         fraction=fraction,
     )

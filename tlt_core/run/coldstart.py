@@ -144,5 +144,6 @@ def _spec(cfg: RunConfig, model_dir: Path, num_steps: int) -> WorkerSpec:
         trainer=TrainerSpec(update, AlgorithmConfig(), num_steps, max_new_tokens=1, temperature=1.0),
         threads=cfg.cluster.threads_per_worker,
         device=cfg.cluster.device,
+        workers_per_gpu=cfg.cluster.workers_per_gpu,
         decodes=False,
     )

@@ -75,7 +75,7 @@ class _Sizes(NamedTuple):
 
 
 def memory_plan(cfg: RunConfig, model: DecoderConfig, *, longest_prompt: int | None = None) -> MemoryPlan:
-    """cfg: with its data types settled.  longest_prompt: in tokens; None: as long as allowed."""
+    """cfg: with engine and data types settled.  longest_prompt: in tokens; None: as long as allowed."""
     prompt = cfg.rollout.max_prompt_tokens if longest_prompt is None else longest_prompt
     parameters, trained = trained_parameters(model, cfg.update)
     sizes = _Sizes(
@@ -86,6 +86,7 @@ def memory_plan(cfg: RunConfig, model: DecoderConfig, *, longest_prompt: int | N
         cfg.cluster.num_workers,
         prompt + cfg.longest_response,
     )
+    assert cfg.rollout.engine != "auto", "settle() comes first"
     on_gpu, largest = cfg.cluster.device == "cuda", model.vocab_size * model.hidden_size
     own = cfg.rollout.engine != "vllm"
     process = {"processes": _processes(cfg)}
@@ -117,15 +118,22 @@ def memory_plan(cfg: RunConfig, model: DecoderConfig, *, longest_prompt: int | N
 def check(plan: MemoryPlan, cfg: RunConfig, *, device_bytes: int) -> None:
     """Raises MemoryPlanError where a phase does not fit into the GPU."""
     phase, needed = plan.peak
-    usable = int(device_bytes * USABLE)
+    usable = int(device_bytes * USABLE / cfg.cluster.workers_per_gpu)
     if needed <= usable:
         return
     owners = sorted(plan.phases[phase].items(), key=lambda item: -item[1])
     taken = ", ".join(f"{name} {size / _GB:.1f}" for name, size in owners if size >= 0.05 * _GB)
     raise MemoryPlanError(
-        f"the run does not fit into a GPU of {device_bytes / _GB:.0f} GB: {phase} needs {needed / _GB:.1f} GB of "
+        f"the run does not fit into {place(cfg, device_bytes)}: {phase} needs {needed / _GB:.1f} GB of "
         f"{usable / _GB:.1f} usable ({taken}).  {remedies(cfg, plan, phase)}"
     )
+
+
+def place(cfg: RunConfig, device_bytes: int) -> str:
+    """What a worker has to fit into, in words."""
+    sharers = cfg.cluster.workers_per_gpu
+    part = f"a worker's part, one of {sharers}, of " if sharers > 1 else ""
+    return f"{part}a GPU of {device_bytes / _GB:.0f} GB"
 
 
 def vllm_room(plan: MemoryPlan, cfg: RunConfig, model: DecoderConfig, *, device_bytes: int) -> tuple[int, int]:
@@ -142,6 +150,8 @@ def remedies(cfg: RunConfig, plan: MemoryPlan, phase: str) -> str:
     found = []
     for name, _ in sorted(plan.phases[phase].items(), key=lambda item: -item[1]):
         found += [setting for setting in _remedies_of(name, cfg) if setting not in found]
+    if cfg.cluster.workers_per_gpu > 1:
+        found.append("cluster.gpus_per_worker=1, with as many workers as there are GPUs")
     return f"Set {'; or '.join(found)}" if found else "Take a larger GPU or a smaller model"
 
 
@@ -150,7 +160,7 @@ def _remedies_of(owner: str, cfg: RunConfig) -> list[str]:
     zero = update.backend if isinstance(update.backend, DeepSpeedBackend) else None
     if owner in ("optimizer", "gradients", "policy in training"):
         if zero is None:
-            found.append("update.backend.kind=deepspeed")
+            found += [] if cfg.cluster.shares_gpus else ["update.backend.kind=deepspeed"]
         elif not zero.offload_optimizer and owner == "optimizer":
             found.append("update.backend.offload_optimizer=true")
         if zero is not None and zero.zero_stage < 3 and cfg.cluster.num_workers > 1:
@@ -166,6 +176,8 @@ def _remedies_of(owner: str, cfg: RunConfig) -> list[str]:
             found.append(f"update.tokens_per_micro_batch below {update.tokens_per_micro_batch}")
     if owner in ("keys and values", "hidden states"):
         found.append(f"rollout.max_live_requests below {cfg.rollout.max_live_requests}")
+        if cfg.rollout.engine == "own" and cfg.cluster.device == "cuda" and not cfg.why_not_vllm:
+            found.append("rollout.engine=vllm, which takes what is left ('make vllm-env')")
     if owner in ("rollout weights", "vLLM at least") and not cfg.cluster.release_rollout_memory:
         found.append("cluster.release_rollout_memory=true")
     if owner == "vLLM at least" and cfg.cluster.num_workers % (2 * cfg.rollout.workers_per_engine) == 0:
@@ -179,8 +191,9 @@ def _remedies_of(owner: str, cfg: RunConfig) -> list[str]:
 def _processes(cfg: RunConfig) -> int:
     if cfg.cluster.device == "cpu":
         return int(_CPU_PROCESS)
-    several = cfg.cluster.num_workers > 1
-    return int(_CONTEXT * (2 if cfg.rollout.engine == "vllm" else 1) + several * _NCCL)
+    cluster = cfg.cluster
+    uses_nccl = cluster.num_workers > 1 and not cluster.shares_gpus
+    return int(_CONTEXT * (2 if cfg.rollout.engine == "vllm" else 1) + uses_nccl * _NCCL)
 
 
 def _trainer(cfg: RunConfig, model: DecoderConfig, sizes: _Sizes) -> Owners:
@@ -303,6 +316,8 @@ def _host(cfg: RunConfig, model: DecoderConfig, sizes: _Sizes) -> Owners:
         a_response = sizes.positions * ((_TAPS + 1) * model.hidden_size * sizes.rollout_item + 4)
         owners["hidden states"] = 2 * cfg.rollout.max_live_requests * a_response
     zero = cfg.update.backend
+    if cfg.cluster.shares_gpus:
+        owners["gradients that gloo sums"] = 8 * sizes.trained  # all buckets are under way at once
     if cfg.update.shards_weights:
         owners["model while it is loaded"] = sizes.item * sizes.model
     if isinstance(zero, DeepSpeedBackend) and zero.offload_optimizer:

@@ -58,7 +58,7 @@ def check_run(cfg: RunConfig) -> None:
     elif not _is_fetched(cfg.model.path):
         check_model(cfg, resolve(cfg.model.path))
     if cfg.rollout.engine == "vllm":
-        require_vllm(vllm_python())
+        require_vllm(vllm_python(), cfg.cluster.device)
     check_reward_functions(cfg.reward)  # last: it starts a process
 
 

@@ -113,7 +113,7 @@ class Session:
 
         Raises CheckpointError when the checkpoint belongs to a run with another configuration.
         """
-        assert "auto" not in Precision.of(cfg), "settle() comes first"
+        assert "auto" not in (*Precision.of(cfg), cfg.rollout.engine), "settle() comes first"
         with resumable.newest(cfg) if resume else nullcontext() as found:
             own = cfg.rollout
             prompts = Prompts.load(data_dir, start_model, num_prompts=own.num_prompts, stops=own.stop_token_ids)
@@ -255,6 +255,7 @@ class Session:
                 fingerprint=resumable.fingerprint(self.cfg),
                 best_metric=self.validation.take_score(),
                 precision=Precision.of(self.cfg)._asdict(),
+                engine=self.cfg.rollout.engine,
                 metrics=self.metrics.values(),
                 num_steps=self.cfg.num_steps,
                 **self.drafter.state(),

@@ -37,6 +37,7 @@ def worker_spec(cfg: RunConfig, start_model: Path, *, longest_prompt: int) -> Wo
         vllm=VllmSpec(vllm_python(), (cfg.run_dir / "vllm").resolve(), leave),
         release_memory=cfg.cluster.release_rollout_memory,
         gpu_bytes=0 if plan is None else plan.peak[1],
+        workers_per_gpu=cfg.cluster.workers_per_gpu,
     )
 
 

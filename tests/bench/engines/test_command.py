@@ -19,6 +19,7 @@ from bench.engines.command import (
 from bench.engines.measure import Case, Contest, EngineSpec, Measured
 from bench.engines.peers import Peers
 from conf.load import ConfigError, load
+from tests.tlt_core.rollout.vllm.environments import vllm_environment
 
 ONE = Case(1, 0.0)
 
@@ -91,6 +92,13 @@ def test_a_missing_environment_is_a_row(tmp_path, monkeypatch):
     assert [s.name for s in specs] == [*ours, *theirs]
     assert {row["configuration"] for row in missing} == {"vllm", "vllm eager", "vllm ngram"}
     assert all("make vllm-env" in row["reason"] for row in missing)
+
+
+def test_a_build_for_gpus_is_a_row(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_PYTHON", str(vllm_environment(tmp_path, "vllm", "0.32.0")))
+    _, missing = engines(load("conf/demo.yaml", []), tmp_path, max_live=4, max_len=64)
+    assert {row["configuration"] for row in missing} == {"vllm", "vllm eager", "vllm ngram"}
+    assert all("build for GPUs, and CPUs are compared; 'make vllm-env VLLM=cpu" in row["reason"] for row in missing)
 
 
 def test_all_engines_get_the_same_threads_cores_and_model(tmp_path, monkeypatch):

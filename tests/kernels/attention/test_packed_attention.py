@@ -108,7 +108,7 @@ def test_flash_without_the_package_is_no_silent_fallback():
 
 
 def grouped_varlen_attn(q, k, v, offsets, key_offsets, max_q, max_k, *, window_size, enable_gqa=False):
-    """torch's signature since 2.12, on a CPU."""
+    """The signature of newer versions of torch, on a CPU."""
     assert window_size == (-1, 0)
     assert enable_gqa or q.shape[1] == k.shape[1], "as torch's own: heads must be equal in number"
     return packed_causal_attention_reference(q, k, v, offsets, key_offsets)

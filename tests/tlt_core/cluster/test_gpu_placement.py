@@ -7,6 +7,7 @@ import pytest
 import ray
 
 from conf.load import load
+from conf.system import ClusterConfig
 from tests.fake_cluster import fake_cluster
 from tlt_core.cluster.placement import ClusterError, require_room, reserve, start_ray
 
@@ -39,6 +40,24 @@ def test_every_worker_gets_a_gpu_of_its_own_and_neighbours_have_consecutive_rank
     assert [address for address, _ in seen] == [address for address in NODES[:nodes] for _ in range(8)]
     assert len(set(seen)) == there.num_workers == 8 * nodes
     assert Counter(gpu for _, gpu in seen) == Counter(dict.fromkeys(map(str, range(8)), nodes))
+
+
+@pytest.mark.parametrize(("gpus", "each"), [(0.5, 2), (0.4, 2), (0.3333, 3)])
+def test_workers_share_gpus_and_are_refused_where_one_more_would_be(gpus: float, each: int) -> None:
+    """Four GPUs on two nodes.  Half a GPU of each would be Ray's choice for the fifth part of 0.4."""
+    wanted = ClusterConfig(num_workers=4 * each, gpus_per_worker=gpus)
+    with fake_cluster(dict.fromkeys(NODES, 2 * each), gpus=2) as cluster:
+        there = wanted.model_copy(update={"address": cluster.address})
+        start_ray(there)
+        require_room(there)
+        placement = reserve(there)
+        actor = ray.remote(num_cpus=1, num_gpus=there.gpu_share)(_Seat)
+        seats = [actor.options(scheduling_strategy=placement.worker(r)).remote() for r in range(there.num_workers)]
+        seen = ray.get([seat.see.remote() for seat in seats])
+        with pytest.raises(ClusterError, match=rf"asks for \d+ CPUs and 5 GPUs; .* room for {4 * each} workers"):
+            require_room(there.model_copy(update={"num_workers": 4 * each + 1}))
+    assert [address for address, _ in seen] == [address for address in NODES for _ in range(2 * each)]
+    assert Counter(seen) == {(node, gpu): each for node in NODES for gpu in "01"}
 
 
 def test_a_cluster_with_a_gpu_too_few_is_refused() -> None:

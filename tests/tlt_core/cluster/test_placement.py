@@ -136,8 +136,39 @@ def test_an_address_where_no_ray_is_is_refused():
 
 def test_more_gpus_than_this_machine_has_are_refused():
     found = torch.cuda.device_count()
-    with pytest.raises(ClusterError, match=rf"asks for {found + 1} GPUs, this machine has {found}"):
+    with pytest.raises(ClusterError, match=rf"asks for {found + 1} GPUs?, this machine has {found}"):
         check_cluster(ClusterConfig(num_workers=found + 1, gpus_per_worker=1))
+
+
+def test_workers_that_share_a_gpu_need_fewer():
+    found = torch.cuda.device_count()
+    check_cluster(ClusterConfig(num_workers=max(2 * found, 1), gpus_per_worker=0.5 if found else 0))
+    share = r"set cluster\.gpus_per_worker=0\.5 \(workers then share a GPU\)" if found else "=0,"
+    with pytest.raises(ClusterError, match=rf"asks for {found + 1} GPUs?, this machine has {found}"):
+        check_cluster(ClusterConfig(num_workers=2 * found + 1, gpus_per_worker=0.5))
+    with pytest.raises(ClusterError, match=share):
+        check_cluster(ClusterConfig(num_workers=max(2 * found, 1), gpus_per_worker=1))
+
+
+@pytest.mark.parametrize(
+    ("gpus", "share", "room"),
+    [
+        (1, 1.0, 2),
+        (0.5, 0.5, 4),
+        (0.4, 0.5, 4),  # as Ray would count, 2.0 GPUs have room for five: a third one on neither
+        (0.6, 1.0, 2),
+        (1 / 3, 0.3333, 6),
+        (0.3333, 0.3333, 6),
+        (0.25, 0.25, 8),
+        (0, 0.0, 9),
+    ],
+)
+def test_a_worker_gets_an_even_share_of_one_gpu(gpus, share, room):
+    cfg = ClusterConfig(gpus_per_worker=gpus, num_workers=64)
+    assert cfg.gpu_share == share
+    assert placement._workers_that_fit({"CPU": 9.0, "GPU": 2.0}, cfg) == room
+    assert cfg.shares_gpus == (0 < share < 1)
+    assert not cfg.model_copy(update={"num_workers": 1}).shares_gpus
 
 
 _FAULTS = """

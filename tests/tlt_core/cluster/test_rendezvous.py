@@ -5,7 +5,7 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from tlt_core.cluster.rendezvous import host_store, interface_of
+from tlt_core.cluster.rendezvous import backend_of, host_store, interface_of
 
 KNOWN = [
     ("lo", "127.0.0.1", "255.0.0.0"),
@@ -40,3 +40,8 @@ def test_the_store_listens_on_the_given_address_alone() -> None:
     assert store.get("greeting") == b"hello"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", int(port)), timeout=5).close()
+
+
+def test_nccl_is_for_workers_with_a_gpu_each() -> None:
+    assert backend_of("cpu", shares_gpus=False) == backend_of("cuda", shares_gpus=True) == "gloo"
+    assert backend_of("cuda", shares_gpus=False) == "cpu:gloo,cuda:nccl"

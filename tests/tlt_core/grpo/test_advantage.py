@@ -19,10 +19,10 @@ CENTRED = [0.5, -1.5, -0.5, 0, -0.5, 1.5, 0.5, 0, 0]
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        ("grpo", [0.866025, -0.707107, -0.866025, 0, -0.866025, 0.707107, 0.866025, 0, 0]),
+        ("grpo", [0.865875, -0.707073, -0.865875, 0, -0.865875, 0.707073, 0.865875, 0, 0]),  # c / (std + 1e-4)
         ("dr_grpo", CENTRED),
         ("rloo", [2 / 3, -3, -2 / 3, 0, -2 / 3, 3, 2 / 3, 0, 0]),  # (r - mean) n / (n - 1)
-        ("reinforce_pp_baseline", [c / math.sqrt(5.5 / 8) for c in CENTRED]),  # squares sum to 5.5, 9 values
+        ("reinforce_pp_baseline", [c / (math.sqrt(5.5 / 8) + 1e-4) for c in CENTRED]),  # squares sum to 5.5, 9 values
     ],
 )
 def test_by_hand(kind: str, expected: list[float]) -> None:
@@ -50,6 +50,15 @@ def test_what_needs_all_groups_says_so(kind: Estimator) -> None:
     others = torch.where(PROMPTS == 7, REWARDS, REWARDS * 3)
     found, again = (advantages(rewards, PROMPTS, kind=kind)[PROMPTS == 7] for rewards in (REWARDS, others))
     assert AlgorithmConfig(advantage=kind).needs_all_groups == (not torch.equal(found, again))
+
+
+@pytest.mark.parametrize("kind", ["grpo", "reinforce_pp_baseline"])
+def test_rounding_noise_is_no_advantage(kind: str) -> None:
+    """1e-6 is a few roundings of a float32; a difference of 0.01 is meant."""
+    noise = advantages(torch.tensor([1.0] * 7 + [1.000001]), torch.zeros(8, dtype=torch.int64), kind=kind)
+    meant = advantages(torch.tensor([1.0] * 7 + [1.01]), torch.zeros(8, dtype=torch.int64), kind=kind)
+    assert 0 < noise[-1] < 0.01
+    assert meant[-1] > 2.4
 
 
 def test_group_of_one_is_zero() -> None:

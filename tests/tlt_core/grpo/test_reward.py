@@ -42,6 +42,8 @@ def item(response: str, answer: str = "5", task: str = "chain_sum") -> Item:
     [
         ("<think>2 + 3 = 5</think><answer>5</answer>", 1.0),
         ("<answer>4</answer> no, <answer> 5 </answer>", 1.0),  # the last one counts, stripped
+        ("<answer>5.</answer>", 1.0),  # a sentence may end
+        ("<answer>6.</answer>", 0.0),
         ("<answer>5 or 6</answer>", 0.0),  # partial credit does not
         ("<answer>The answer is 5</answer>", 0.0),
     ],

@@ -36,13 +36,17 @@ def test_marginals_match_softmax(temperature):
     torch.testing.assert_close(choice.logprobs_N.double(), p.log()[choice.tokens_N], atol=1e-5, rtol=0)
 
 
-def test_top_k_and_top_p_renormalise():
+def test_filters_leave_tokens_out_and_log_probs_alone():
+    """The update knows no filters: with log p after them, each importance weight would be the kept mass."""
     assert set(draw(SamplingParams(top_k=3)).tokens_N.tolist()) == {5, 0, 7}
     # p sorted: 5 (.53), 0 (.20), 7 (.12), 1 (.07): .53 + .20 < 0.8 <= .53 + .20 + .12, so the nucleus is {5, 0, 7}
     choice = draw(SamplingParams(top_p=0.8))
     assert set(choice.tokens_N.tolist()) == {5, 0, 7}
-    p = LOGITS[[5, 0, 7]].softmax(0)
-    assert torch.isclose(choice.logprobs_N[choice.tokens_N == 5][0], p[0].log(), atol=1e-5)
+    for temperature in (1.0, 0.7):
+        for filters in ({"top_p": 0.8}, {"top_k": 3}, {"top_p": 0.8, "top_k": 2}):
+            choice = draw(SamplingParams(temperature=temperature, **filters))
+            p = (LOGITS / temperature).softmax(0)
+            torch.testing.assert_close(choice.logprobs_N, p.log()[choice.tokens_N], atol=1e-5, rtol=0)
 
 
 def test_the_nucleus_ends_as_soon_as_it_reaches_top_p():

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from tests.pretended_gpu import pretended_gpu
 from tlt_core.rollout.engine import RolloutEngine
-from tlt_core.rollout.kv_memory import check_fits, slot_bytes
+from tlt_core.rollout.kv_memory import check_fits, check_on_device, slot_bytes
 
 
 def test_bytes_are_those_of_the_cache(tiny_decoder):
@@ -26,6 +27,19 @@ def test_what_does_not_fit_is_refused_with_what_does():
 def test_a_single_request_that_does_not_fit():
     with pytest.raises(ValueError, match=r"shorter texts \(rollout\.max_new_tokens\) fits"):
         check_fits(1000, max_live=2, positions=10, free=1000, fraction=0.9)
+
+
+def test_a_gpu_that_others_share_is_not_all_free(tiny_decoder):
+    """17.2 GB, of which the process may take a share."""
+    slot = slot_bytes(tiny_decoder.config, positions=1 << 20, dtype=torch.float32)
+    sizes = {"positions": 1 << 20, "dtype": torch.float32, "fraction": 0.9}
+    most = int((1 << 34) * 0.9 / slot)
+    with pretended_gpu():
+        check_on_device(tiny_decoder.config, torch.device("cuda:0"), max_live=most, **sizes)
+        torch.cuda.set_per_process_memory_fraction(0.5)
+        check_on_device(tiny_decoder.config, torch.device("cuda:0"), max_live=most // 2, **sizes)
+        with pytest.raises(ValueError, match=r"device's 8\.59 GB free memory"):
+            check_on_device(tiny_decoder.config, torch.device("cuda:0"), max_live=most // 2 + 1, **sizes)
 
 
 @pytest.mark.gpu

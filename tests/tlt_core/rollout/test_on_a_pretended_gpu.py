@@ -148,7 +148,7 @@ def worked(spec: WorkerSpec) -> tuple[list[list[int]], ...]:
 
 def test_a_worker(spec: WorkerSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = worked(spec)
-    monkeypatch.setattr("tlt_core.cluster.worker.require_gpu", lambda needed: None)
+    monkeypatch.setattr("tlt_core.cluster.worker.require_gpu", lambda needed, workers: None)
     with pretended_gpu():
         assert worked(spec._replace(device="cuda:0")) == expected
 

@@ -24,7 +24,8 @@ def has_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cuda")])
 def test_workers(gpus: int, device: str, tiny_folder: Path) -> None:
-    cfg = settle(load("conf/smoke.yaml", [f"cluster.gpus_per_worker={gpus}", "update.dtype=float32"]))
+    given = [f"cluster.gpus_per_worker={gpus}", "rollout.engine=own", "update.dtype=float32"]
+    cfg = settle(load("conf/smoke.yaml", given))
     assert coldstart._spec(cfg, tiny_folder, num_steps=2).device == device
     assert worker_spec(cfg, tiny_folder, longest_prompt=8).device == device
 
@@ -48,7 +49,7 @@ def test_a_drafter_is_measured(gpus: int, device: str, tmp_path: Path, monkeypat
     for module in (drafter_trial, drafter_folder):
         monkeypatch.setattr(module.dataset, "load", lambda *_: [])
         monkeypatch.setattr(module, "load_tokenizer", lambda _: None)
-        monkeypatch.setattr(module, "stop_token_ids", lambda *_: (2,))
+        monkeypatch.setattr(module, "stop_token_ids", lambda *_, **__: (2,))
         monkeypatch.setattr(module, "load_decoder", lambda *_, device, dtype: given.append(device))
     monkeypatch.setattr(drafter_folder, "measure", lambda *_, **__: None)
     drafter_trial._workload(cfg, tmp_path, tmp_path, dtype=torch.float32)

@@ -9,6 +9,7 @@ import torch
 from conf.load import load
 from conf.optimizer import AdamWConfig
 from conf.run import RunConfig
+from tests.pretended_gpu import pretended_gpu
 from tlt_core.cluster.worker import Worker
 from tlt_core.grpo.pass_memory import LiveBytes
 from tlt_core.grpo.policy import PolicyModel
@@ -19,18 +20,19 @@ from tlt_core.model.config import DecoderConfig
 from tlt_core.model.load import load_config, random_decoder
 from tlt_core.model.shapes import KNOWN, shape, shape_of
 from tlt_core.rollout.vllm import process
+from tlt_core.run import coldstart, preflight
 from tlt_core.run import memory_plan as module
-from tlt_core.run import preflight
 from tlt_core.run.memory_plan import MemoryPlanError, check, memory_plan, vllm_room
 from tlt_core.run.worker_spec import worker_spec
 
 GPU_GB = {"single_gpu": 24, "multi_gpu": 80, "multi_node": 80, "gpu_7b_lora": 80, "gpu_7b_offload": 80}
-GPU_GB |= {"gpu_14b": 80, "gpu_32b": 80}
+GPU_GB |= {"gpu_14b": 80, "gpu_32b": 80, "longtail_gpu": 80}
 SEVEN_B = KNOWN["qwen2.5-7b"]
 
 
 def _load(name: str, *changes: str) -> RunConfig:
-    return load(f"conf/{name}.yaml", changes).with_dtypes(rollout="bfloat16", update="bfloat16", coldstart="bfloat16")
+    cfg = load(f"conf/{name}.yaml", changes).with_dtypes(rollout="bfloat16", update="bfloat16", coldstart="bfloat16")
+    return cfg.with_engine("vllm") if cfg.rollout.engine == "auto" else cfg
 
 
 def _shape(cfg: RunConfig) -> DecoderConfig:
@@ -81,6 +83,7 @@ def test_what_does_not_fit_is_refused_with_what_takes_the_memory_and_what_to_cha
         (["update.activation_checkpointing=false"], "update.activation_checkpointing=true"),
         (["update.tokens_per_micro_batch=65536"], "update.tokens_per_micro_batch=16384"),
         (["rollout.engine=own", "rollout.max_live_requests=200"], "rollout.max_live_requests=20"),
+        (["rollout.engine=own", "rollout.max_live_requests=200"], "rollout.engine=vllm"),
         (["cluster.release_rollout_memory=false"], "cluster.release_rollout_memory=true"),
     ],
 )
@@ -144,10 +147,51 @@ def test_a_worker_looks_at_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = _load("multi_gpu")
     needed = memory_plan(cfg, SEVEN_B).peak[1]
     monkeypatch.setattr(memory, "gpu_bytes", lambda: 80 * 10**9)
-    memory.require_gpu(needed)
+    memory.require_gpu(needed, workers=1)
     monkeypatch.setattr(memory, "gpu_bytes", lambda: 24 * 10**9)
     with pytest.raises(memory.GpuError, match=r"its GPU has 22\.8 GB that can be used: .*--gpu 24"):
-        memory.require_gpu(needed)
+        memory.require_gpu(needed, workers=1)
+
+
+SHARING = ("cluster.gpus_per_worker=0.5", "cluster.num_workers=2")
+
+
+def test_workers_that_share_a_gpu_have_half_of_it_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = _load("smoke", *SHARING)
+    model = shape("qwen2", 151_936, 1536, 8960, 28, 12, 2, tied=True)
+    plan = memory_plan(cfg, model)
+    needed = plan.peak[1]
+    just = int(needed / memory.USABLE)  # a GPU that one worker would fill
+    check(plan, _load("smoke", "cluster.gpus_per_worker=1", "rollout.engine=own"), device_bytes=just + 1)
+    check(plan, cfg, device_bytes=2 * just + 2)
+    with pytest.raises(MemoryPlanError, match=r"a worker's part, one of 2, of a GPU of .*gpus_per_worker=1, with as"):
+        check(plan, cfg, device_bytes=int(1.9 * just))
+    assert "deepspeed" not in module.remedies(cfg, plan, "update"), "it needs a GPU for each worker"
+    monkeypatch.setattr(memory, "gpu_bytes", lambda: 2 * just + 2)
+    with pretended_gpu():
+        memory.require_gpu(needed, workers=1)
+        assert torch.cuda.get_per_process_memory_fraction() == 1
+        memory.require_gpu(needed, workers=2)
+        assert torch.cuda.get_per_process_memory_fraction() == memory.USABLE / 2
+        with pytest.raises(memory.GpuError, match="by 3 workers"):
+            memory.require_gpu(needed, workers=3)
+
+
+def test_workers_that_share_a_gpu_sum_gradients_in_main_memory() -> None:
+    alone, shared = (
+        memory_plan(_load("smoke", f"cluster.gpus_per_worker={gpus}", "rollout.engine=own"), SEVEN_B)
+        for gpus in (1, 0.5)
+    )
+    assert alone.phases["load"]["processes"] - shared.phases["load"]["processes"] == module._NCCL
+    assert shared.host.keys() - alone.host.keys() == {"gradients that gloo sums"}
+    assert shared.host["gradients that gloo sums"] == shared.phases["update"]["gradients"]
+
+
+@pytest.mark.parametrize("spec", [worker_spec, None])
+def test_workers_are_told_how_many_share_their_gpu(spec: object, tiny_folder: Path) -> None:
+    cfg = _load("smoke", *SHARING)
+    told = worker_spec(cfg, tiny_folder, longest_prompt=8) if spec else coldstart._spec(cfg, tiny_folder, num_steps=2)
+    assert told.workers_per_gpu == 2
 
 
 def test_a_worker_without_a_gpu_says_so_before_it_loads_anything(tiny_folder: Path) -> None:

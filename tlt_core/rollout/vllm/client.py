@@ -10,7 +10,7 @@ update ends the phase with a message and the end of its log.
 
 The process runs the plug-in `tlt_vllm`: tokens are sampled with our noise, so speculation does not change them, and
 responses are those of our engine up to rounding.  The tuner chooses draft lengths, and hidden states come back for
-training a drafter.  Log-probs are those of the sampling policy after temperature and filters, as in our engine.
+training a drafter.  Log-probs are those after temperature and filters; our engine's are those before filters.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from tlt_core.items.types import FinishReason, GenerationRequest, Rollout, Sampl
 from tlt_core.model.sampling import stream_key
 from tlt_core.rollout.engine import Pull, RoundTrace
 from tlt_core.rollout.replica import DecodeReport, OnCaptured
-from tlt_core.rollout.vllm.environment import environment
+from tlt_core.rollout.vllm.environment import environment, why_not
 from tlt_core.rollout.vllm.pieces import in_shared_memory, pieces
 
 _SCRIPT = Path(__file__).with_name("process.py")
@@ -271,22 +271,11 @@ class VllmRollout:
         return VllmError(f"{what}; the end of {self._log_file}:\n{end}")
 
 
-def require_vllm(python: Path) -> None:
-    """Raises VllmUnusable when there is no such interpreter, or it has no vLLM."""
-    remedy = "run 'make vllm-env', or set VLLM_PYTHON to an interpreter that has it"
-    if not python.is_file():
-        raise VllmUnusable(
-            f"rollout.engine='vllm' needs vLLM in an environment of its own, but {python} does not exist: {remedy}"
-        )
-    look = (
-        "from importlib.util import find_spec; "
-        "raise SystemExit(2 * (not find_spec('vllm')) or 3 * (not find_spec('tlt_vllm')))"
-    )
-    kept = environment(python, threads=1)
-    found = subprocess.run([str(python), "-P", "-c", look], env=kept, check=False, capture_output=True).returncode
-    if found:
-        lacks = {2: "vllm", 3: "tlt_vllm"}.get(found, f"vllm (it ends with {found})")
-        raise VllmUnusable(f"rollout.engine='vllm', but {python} has no package {lacks}: {remedy}")
+def require_vllm(python: Path, device: str | None = None) -> None:
+    """Raises VllmUnusable when this interpreter cannot run vLLM with our plug-in.  device: see `why_not`."""
+    problem = why_not(python, device)
+    if problem:
+        raise VllmUnusable(f"rollout.engine='vllm' needs vLLM in an environment of its own, but {problem}")
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:

