@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import threading
 import traceback
@@ -90,8 +91,9 @@ class _Actor:
         return self
 
     def remote(self, *arguments: Any) -> Handle:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(MODULES)
+        # A process that was forked from the server itself has all modules, and would start a server of its own.
+        context: Any = multiprocessing.get_context("forkserver" if multiprocessing.parent_process() is None else "fork")
+        multiprocessing.set_forkserver_preload(MODULES)
         here, there = context.Pipe()
         process = context.Process(target=_serve, args=(there, self._kind, arguments), daemon=True)
         process.start()
@@ -103,6 +105,8 @@ class _Actor:
 
 def _serve(ready: Connection, kind: type, arguments: tuple[Any, ...]) -> None:
     """The actor's process: one call after the other, each client's in its order."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # a forked driver has handlers of its own
+        signal.signal(number, signal.SIG_DFL)
     feed.ray = pulse.ray = sys.modules[__name__]
     threading.Thread(target=_end_with_parent, daemon=True).start()
     listener = Listener(("127.0.0.1", 0), backlog=8, authkey=bytes(multiprocessing.current_process().authkey))
