@@ -9,13 +9,9 @@ large      the same at Qwen2.5-7B's shape; the memory plan beside what is taken
 import gc
 import importlib.util
 import os
-import re
-import signal
 import subprocess
-import sys
 import time
 import warnings
-import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +24,7 @@ from bench.sizes import measure, planted
 from bench.verdicts import verdict
 from tests import near_ties
 from tests.gpu_report import ROOT, Stage
+from tests.gpu_tests import run_tests
 from tests.tlt_core.rollout.playing import Cycle, Knows
 from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
 from tlt_core.drafter.eagle3.model import eagle3_from_target
@@ -41,9 +38,7 @@ from tlt_core.rollout import static_rounds
 from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.rollout.graphs import EagerPool
 
-NEEDS = {"prefect": ("tests/flows", "tests/bench"), "pydantic": ("tests/tlt_core/test_devices",)}  # what tests import
 _SMOLLM2 = EMBEDDED_NAME.removesuffix("-instruct")
-_PROCESSES = 12  # of pytest: most of a test's time is compiling
 _ACCEPTANCE = 4.0
 _SMOL = measure.Sizes((1, 4, 16, 64, 256), 512, 192, 16_000)
 _LARGE = measure.Sizes((1, 4, 16, 64), 512, 96, 32_000)
@@ -57,7 +52,7 @@ def kernels(stage: Stage) -> None:
     """Stage a."""
     if stage.device == "cuda":
         subprocess.run(["nvidia-smi"], check=False)  # into the log
-    _tests(stage, "tests/kernels", stage.left_s() - 15)
+    run_tests(stage, "tests/kernels", stage.left_s() - 15)
     shapes = ops.QWEN_7B if stage.device == "cuda" else ops.SMALL
     rows = ops.run(torch.device(stage.device), shapes, repeats=1)
     for row in rows:
@@ -100,7 +95,7 @@ def rounds(stage: Stage) -> None:
             del engine
             gc.collect()
         _waits(stage, name, decoder)
-    _tests(stage, "tests/tlt_core", stage.left_s() - 5)
+    run_tests(stage, "tests/tlt_core", stage.left_s() - 5)
 
 
 def decoding(stage: Stage) -> None:
@@ -113,52 +108,6 @@ def large(stage: Stage) -> None:
     """Stage g."""
     _memory(stage, _LARGE)
     _sizes(stage, "qwen2.5-7b", _LARGE)
-
-
-# ------------------------------------------------------------------------------------------ tests
-
-
-def _tests(stage: Stage, under: str, seconds: float) -> None:
-    """The tests below a folder that need a GPU; on a GPU none may be skipped.  pytest is asked to end in time, so that
-    it says what it has seen."""
-    record, files = stage.folder / "tests.xml", [f for f in gpu_test_files() if f.startswith(under)]
-    if stage.device != "cuda":
-        files = [f for f in files if "sampling" in f or "rollout" in f]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-rfE", "--tb=short", f"--junitxml={record}", *files]
-    if stage.device == "cuda" and importlib.util.find_spec("xdist") is not None:
-        command += ["-p", "xdist.plugin", "-n", str(min(_PROCESSES, os.cpu_count() or 1))]
-    own = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # whatever else is installed there
-    running = subprocess.Popen(command, cwd=ROOT, env=own)
-    try:
-        running.wait(timeout=max(5.0, seconds))
-    except subprocess.TimeoutExpired:
-        running.send_signal(signal.SIGINT)
-        running.wait()
-    suites = list(ET.parse(record).getroot().iter("testsuite")) if record.is_file() else []
-    counts = {
-        name: sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
-    }
-    for case in (case for suite in suites for case in suite.iter("testcase")):
-        for fault in [*case.iter("failure"), *case.iter("error")]:
-            stage.report.add({"says": f"{case.get('name')}: {fault.get('message', '').partition(chr(10))[0]}"})
-    failed = counts["failures"] + counts["errors"] + (counts["skipped"] if stage.device == "cuda" else 0)
-    failed += running.returncode not in (0, 1)  # not all have run, or none
-    claim = f"{counts['tests']} tests under {under}: failed, skipped, or not in time"
-    stage.report.add({"configuration": "tests", "files": files, **counts}, _at_most(claim, failed, 0))
-
-
-def gpu_test_files() -> list[str]:
-    """Test files with a test that is marked gpu, or that takes its device from the kernels' fixture."""
-    found = []
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        name = path.relative_to(ROOT).as_posix()
-        if any(name.startswith(NEEDS[p]) and importlib.util.find_spec(p) is None for p in NEEDS):
-            continue
-        text = path.read_text()
-        on_fixture = name.startswith("tests/kernels/") and re.search(r"\bdevice: str", text)
-        if on_fixture or "pytest.mark.gpu" in text:
-            found.append(name)
-    return found
 
 
 # ------------------------------------------------------------------------------------------ rounds

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bench.sizes import measure, planted
-from tests import gpu_runs, gpu_stages, gpu_suite
+from tests import gpu_runs, gpu_stages, gpu_suite, gpu_tests
 from tests.gpu_report import Report, Stage
 from tests.pretended_gpu import pretended_gpu
 
@@ -263,7 +263,7 @@ def test_stages_mix_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setattr(gpu_stages, name, value)
     for name in ("planted_target", "random_drafter"):  # a generator of random numbers cannot be pretended
         monkeypatch.setattr(planted, name, _made_on_cpu(getattr(planted, name)))
-    monkeypatch.setattr(gpu_stages, "_tests", lambda *_: None)
+    monkeypatch.setattr(gpu_stages, "run_tests", lambda *_: None)
     monkeypatch.setattr(gpu_stages, "_peer", lambda *_: None)
     monkeypatch.setattr(measure, "QWEN_7B", measure.SMALL)
     monkeypatch.setattr(measure.launches, "smallest_s", lambda _: 1e-6)
@@ -288,6 +288,6 @@ def test_what_the_large_stage_plans() -> None:
 
 
 def test_files_are_those_with_tests_for_a_gpu() -> None:
-    files = gpu_stages.gpu_test_files()
+    files = gpu_tests.gpu_test_files()
     assert {"tests/kernels/tree/test_tree_attention.py", "tests/tlt_core/rollout/test_graph_replay.py"} <= set(files)
     assert "tests/tlt_core/rollout/test_edges.py" not in files
