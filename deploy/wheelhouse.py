@@ -83,7 +83,7 @@ def trace(work: Path) -> None:
     own = {"PYTHONPATH": str(work), "TLT_TRACE": str(log), "TLT_HOME": str(work / "home"), "OMP_NUM_THREADS": "1"}
     for verb, *options in TRACED:
         words = options if verb == "report" else ["conf/smoke.yaml", *options, *project]
-        command = [sys.executable, "-m", "flows.cli", verb, *(word.format(out=work) for word in words)]
+        command = [sys.executable, "-m", "flows.cli", verb, *(word.replace("{out}", str(work)) for word in words)]
         print("$", *command[2:], flush=True)
         subprocess.run(command, cwd=ROOT, env=os.environ | own, check=True)
     executed = set(log.read_text().splitlines())
