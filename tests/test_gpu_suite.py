@@ -201,6 +201,7 @@ def test_every_stage_runs_or_is_left_out_on_a_bare_machine(tmp_path: Path, bare:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_whole_runs(tmp_path: Path, suite) -> None:
     """The stages that need all packages."""
     done = suite("--device", "cpu", "--seconds", "2000", "--only", "d,e,f")

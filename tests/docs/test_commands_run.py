@@ -153,6 +153,7 @@ def sandbox(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.prefect
 @pytest.mark.parametrize("command", SLOW, ids=shlex.join)
 def test_a_command_does_what_it_says(command: Sequence[str], sandbox: Sandbox) -> None:
