@@ -34,7 +34,7 @@ def test_every_pair_is_in_a_run_or_is_refused_by_name() -> None:
             assert _is_named(option, value, text), f"{option}={value} is not named: {text}"
         assert "set " in text or "lower " in text, f"no remedy: {text}"
         refused += 1
-    assert refused >= 30
+    assert refused >= 20
 
 
 @pytest.mark.parametrize("run", RUNS, ids=map(str, range(len(RUNS))))

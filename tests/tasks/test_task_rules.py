@@ -24,6 +24,7 @@ def test_the_stations_are_there() -> None:
     assert {
         "prepare-model",
         "prepare-data",
+        "probe-rewards",
         "cold-start",
         "rollout-{step}",
         "reward-{step}",

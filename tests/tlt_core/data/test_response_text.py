@@ -47,7 +47,7 @@ def test_the_format_is_that_of_prompt_and_response_together(tokenizer: Any, tmp_
         opens(tokenizer, end)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"q{i}", "answer": 4}) + "\n" for i in range(4)))
     cfg = FileData(kind="file", train_path=str(tmp_path / "rows.jsonl"), instruction=" Use <think> and </think>.")
-    dataset.prepare(cfg, tokenizer=tokenizer, max_prompt_tokens=512, out_dir=tmp_path / "data")
+    dataset.prepare(cfg, tokenizer=tokenizer, vocab_size=49_152, max_prompt_tokens=512, out_dir=tmp_path / "data")
     prompt: Prompt = dataset.load(tmp_path / "data", "train", tokenizer)[0]
     assert prompt.opening == end
 
@@ -63,7 +63,9 @@ def test_a_cold_start_does_not_open_the_block_again(tokenizer: Any) -> None:
     opens(tokenizer, "<think>\n")
     tasks = [{"name": "chain_sum", "config": {"min_terms": 2, "max_terms": 3}}]
     cfg = GymData(kind="reasoning_gym", tasks=tasks, num_train=10, num_validation=10)
-    for prompt, completion in solutions.examples(cfg, num_examples=5, tokenizer=tokenizer, exclude=set(), seed=0):
+    for prompt, completion in solutions.examples(
+        cfg, num_examples=5, tokenizer=tokenizer, vocab_size=49_152, exclude=set(), seed=0
+    ):
         opened = opening(tokenizer, prompt.tolist())
         text = response_text(tokenizer, completion.tolist(), stop_token_ids=())
         assert (opened, text.count("<think>")) == ("<think>\n", 0)

@@ -24,7 +24,9 @@ def said(tmp_path, monkeypatch, caplog, embedded_model):
         cfg: RunConfig = load("conf/smoke.yaml", settings)
         tokenizer = load_tokenizer(embedded_model)
         out = tmp_path / "data"
-        manifest = dataset.prepare(cfg.data, tokenizer=tokenizer, max_prompt_tokens=1024, out_dir=out)
+        manifest = dataset.prepare(
+            cfg.data, tokenizer=tokenizer, vocab_size=49_152, max_prompt_tokens=1024, out_dir=out
+        )
         caplog.clear()
         reward_probe.probe(cfg, data_dir=out, model_dir=embedded_model, digest=manifest.digest)
         return [record.getMessage() for record in caplog.records if record.name == reward_probe.log.name]
