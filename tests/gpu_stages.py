@@ -307,6 +307,7 @@ def planned_owners(sizes: measure.Sizes) -> dict[str, int]:
 
     options = ["rollout.dtype=bfloat16", "update.dtype=bfloat16", f"drafter.vocab_size={sizes.draft_vocab}"]
     options += [f"rollout.max_live_requests={max(sizes.live)}", f"rollout.max_new_tokens={sizes.response}"]
+    options += [f"evaluation.max_new_tokens={sizes.response}"]
     plan = memory_plan(
         load("conf/longtail_gpu.yaml", options), planted.SHAPES["qwen2.5-7b"], longest_prompt=sizes.prompt
     )

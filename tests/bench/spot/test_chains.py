@@ -29,8 +29,9 @@ def decoder(tiny_config):
 
 
 @pytest.fixture(scope="module")
-def cfg():
-    return settle(load(Path("conf/smoke.yaml"), ["rollout.temperature=0.4"]))
+def cfg(tmp_path_factory):
+    runs = tmp_path_factory.mktemp("runs")
+    return settle(load(Path("conf/smoke.yaml"), ["rollout.temperature=0.4", f"output_dir={runs}"]))
 
 
 def rounds_of(decoder, steps):

@@ -65,7 +65,6 @@ def test_tis_off() -> None:
 @pytest.mark.parametrize(
     ("kind", "value", "slope"),
     [
-        ("k1", math.log(2), 1.0),
         ("k2", math.log(2) ** 2 / 2, math.log(2)),
         ("k3", 0.5 - 1 + math.log(2), 1 - 0.5),  # r = policy / reference = 2
     ],

