@@ -118,15 +118,9 @@ class RolloutConfig(Section):
     Responses are the same up to rounding.  vLLM drafts chains of one drafter."""
     max_probs_diff: float = Field(0.05, gt=0, le=1)
     """The run ends when the probabilities of sampled tokens in the engine and in the update differ by more than this,
-    as a mean over a step (`training/rollout_probs_diff_mean`).  Not checked where vLLM applies top_p or top_k, which
-    the update does not."""
+    as a mean over a step (`training/rollout_probs_diff_mean`)."""
     vllm: VllmConfig = VllmConfig()
     """Settings of engine vllm."""
-
-    @property
-    def filters(self) -> bool:
-        """Are some tokens left out before sampling?"""
-        return self.top_p < 1 or self.top_k > 0
 
     @property
     def workers_per_engine(self) -> int:

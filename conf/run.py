@@ -222,13 +222,4 @@ class RunConfig(Section):
                 f"{self.cluster.workers_per_gpu} workers to a GPU: DeepSpeed divides its state among GPUs over NCCL, "
                 "which refuses two workers on one; set update.backend.kind to torch, or gpus_per_worker to 1"
             )
-        kl = self.algorithm.kl
-        compares = self.algorithm.tis_cap > 0 or (kl.coef > 0 and kl.place == "reward")
-        if self.rollout.engine == "vllm" and self.rollout.filters and compares:
-            raise ValueError(
-                f"rollout.engine='vllm' with rollout.top_p={self.rollout.top_p}, top_k={self.rollout.top_k}: vLLM "
-                "reports probabilities after these filters, the update computes them before, so importance weights "
-                "and a KL penalty in the reward would be wrong; set algorithm.tis_cap to 0 and algorithm.kl.place to "
-                "loss, or rollout.engine to own, or top_p to 1 and top_k to 0"
-            )
         return self

@@ -15,6 +15,7 @@ each draft token), V vocabulary, K longest draft of the batch.
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,9 +33,9 @@ from tlt_vllm.tap import Tap
 class ExactSampler:
     """One a runner.  Used through `sample` and `draft`."""
 
-    def __init__(self, runner: Any, tap: Tap | None = None) -> None:
-        """tap: hears the log-normalisers of what is sampled."""
-        self._runner, self._tap = runner, tap
+    def __init__(self, runner: Any, tap: Tap | None = None, *, policy_logprobs: bool = False) -> None:
+        """tap: hears the log-normalisers of what is sampled.  policy_logprobs: see `Settings`."""
+        self._runner, self._tap, self._policy_logprobs = runner, tap, policy_logprobs
         parallel = runner.parallel_config
         self._rows = Rows(seed=runner.model_config.seed, replica=parallel.data_parallel_index)
         self.foreign = 0  # rows of logits that vLLM sampled
@@ -114,7 +115,8 @@ class ExactSampler:
             for b, row in enumerate(rows):
                 if row is not None:
                     part = slice(starts[b], starts[b + 1])
-                    scores_NV[part] = policy_scores(scores_NV[part], row.params)
+                    params = replace(row.params, top_p=1.0, top_k=0) if self._policy_logprobs else row.params
+                    scores_NV[part] = policy_scores(scores_NV[part], params)
         if mode.endswith("logprobs"):
             scores_NV = scores_NV.log_softmax(-1)
         first_B = torch.tensor([0, *counts[:-1]], device=logits_NV.device).cumsum(0)

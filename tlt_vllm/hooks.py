@@ -26,7 +26,9 @@ class Parts:
         capture_mb = 0 if settings is None else settings.capture_mb
         # All workers of a tensor-parallel engine compute the same hidden states.
         self.tap = Tap(runner, capture_mb=capture_mb) if capture_mb and get_tp_group().is_first_rank else None
-        self.exact = ExactSampler(runner, self.tap) if settings is not None and settings.exact else None
+        self.exact = None
+        if settings is not None and settings.exact:
+            self.exact = ExactSampler(runner, self.tap, policy_logprobs=settings.policy_logprobs)
         self.deferred = None if settings is None else Deferred(runner)
         self.draft_s = 0.0  # of the step under way
         self.late_s = 0.0  # of it, for steps before

@@ -17,6 +17,7 @@ class Settings:
     policy: str = "cost_model"  # how to choose (`conf/rollout`); fixed and threshold use the longest
     max_live: int = 32  # of threshold: no drafts when more requests live
     exact: bool = True  # noise keyed by position; False: vLLM's own sampling
+    policy_logprobs: bool = False  # processed log-probabilities are those before top-k and top-p, after temperature
     capture_mb: int = 0  # memory for hidden states of live requests; 0: none are kept
     log_every_s: float = 10.0  # seconds between lines in the log; 0: none
 
@@ -41,17 +42,19 @@ class Settings:
     def _check(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"tlt.policy={self.policy!r}: choose one of {', '.join(POLICIES)}")
-        if not isinstance(self.exact, bool):
-            raise ValueError(f"tlt.exact={self.exact!r}: say true or false")
+        for name in ("exact", "policy_logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"tlt.{name}={getattr(self, name)!r}: say true or false")
         for name in ("max_live", "capture_mb", "log_every_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
                 raise ValueError(f"tlt.{name}={value!r}: give a number from 0 up")
-        if self.capture_mb and not self.exact:
-            raise ValueError(
-                f"tlt.capture_mb={self.capture_mb} with exact=false: log-normalisers come from exact sampling; set "
-                "tlt.exact to true, or tlt.capture_mb to 0"
-            )
+        for name, nothing in (("capture_mb", "0"), ("policy_logprobs", "false")):
+            if getattr(self, name) and not self.exact:
+                raise ValueError(
+                    f"tlt.{name}={getattr(self, name)} with exact=false: it comes from exact sampling; set tlt.exact "
+                    f"to true, or tlt.{name} to {nothing}"
+                )
 
 
 def _menu(given: Any, longest: int) -> tuple[int, ...]:

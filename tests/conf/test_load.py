@@ -80,16 +80,6 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
         ),
         (["algorithm.kl={kind: k1, coef: 0.1}"], "set kind to k2 or k3, or place to reward"),
         (["rollout.engine=vllm", "rollout.temperature=0.005"], "set rollout.temperature to 0.01 or more"),
-        (["rollout.engine=vllm", "rollout.top_k=20"], "set algorithm.tis_cap to 0"),
-        (
-            [
-                "rollout.engine=vllm",
-                "rollout.top_p=0.9",
-                "algorithm.tis_cap=0",
-                "algorithm.kl={coef: 1, place: reward}",
-            ],
-            "algorithm.kl.place to loss",
-        ),
         (["rollout.temperature=0"], "set rollout.temperature above 0"),
         (["update.num_minibatches=9"], "minibatches are made of whole groups"),
         (["algorithm.overlong_buffer_tokens=24"], "must be below"),

@@ -26,6 +26,7 @@ def test_defaults() -> None:
         ({"tlt": {"capture_mb": -1}}, "tlt.capture_mb=-1: give a number from 0 up"),
         ({"tlt": {"max_live": float("nan")}}, "tlt.max_live=nan"),
         ({"tlt": {"exact": False, "capture_mb": 8}}, "set tlt.exact to true, or tlt.capture_mb to 0"),
+        ({"tlt": {"exact": False, "policy_logprobs": True}}, "set tlt.exact to true, or tlt.policy_logprobs to false"),
     ],
 )
 def test_what_is_wrong_is_named(given: object, message: str) -> None:

@@ -191,13 +191,16 @@ def test_log_probs_do_not_depend_on_drafts(adaptive, prompts, plain):
         torch.testing.assert_close(ours.logprobs, theirs.logprobs, rtol=1e-3, atol=1e-3)
 
 
-def test_tokens_are_those_of_our_engine(target, prompts, plain):
+def test_tokens_and_their_log_probs_are_those_of_our_engine(target, prompts, plain):
     decoder = load_decoder(target.folder, dtype=torch.float32)
     own = build.make_engine(decoder, SpeculationConfig(policy="off"), max_live=6, max_len=300, seed=0)
     ours = decode_all(own.decode, prompts)
     left = [n for n, (a, b) in enumerate(zip(ours.tokens, plain.tokens, strict=True)) if a != b]
     print(f"{len(left)} of {len(ours.tokens)} responses leave our engine's")
     assert len(left) <= NEAR_TIES * len(ours.tokens)
+    for there, here in zip(plain.rollouts, ours.rollouts, strict=True):
+        if there.completion.equal(here.completion):  # with top-k and top-p, too: both are before these filters
+            torch.testing.assert_close(there.logprobs, here.logprobs, rtol=1e-3, atol=1e-3)
 
 
 def test_rounds_follow_the_tuner_and_equal_vllms_counters(adaptive, prompts):

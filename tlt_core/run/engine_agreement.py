@@ -19,11 +19,8 @@ class DisagreementError(Exception):
 def require_agreement(metrics: Mapping[str, float], cfg: RolloutConfig) -> None:
     """metrics: of an update.  Raises DisagreementError.
 
-    Our engine has other kernels than the update, vLLM has all its own code, so both are checked.  vLLM reports
-    probabilities after top-k and top-p, which the update does not apply, so nothing is checked there.
+    Our engine has other kernels than the update, vLLM has all its own code, so both are checked.
     """
-    if cfg.engine == "vllm" and cfg.filters:
-        return
     found = metrics.get(_DIFFERENCE, 0.0)  # missing when nothing was left to update on
     if not found <= cfg.max_probs_diff:  # NaN is no agreement
         raise DisagreementError(

@@ -10,7 +10,7 @@ update ends the phase with a message and the end of its log.
 
 The process runs the plug-in `tlt_vllm`: tokens are sampled with our noise, so speculation does not change them, and
 responses are those of our engine up to rounding.  The tuner chooses draft lengths, and hidden states come back for
-training a drafter.  Log-probs are those after temperature and filters; our engine's are those before filters.
+training a drafter.  Log-probs are those of the policy, after temperature and before top-k and top-p.
 """
 
 import contextlib

@@ -77,9 +77,9 @@ class Server:
             # Responses of a group share whole blocks of their prompt: on a CPU of 128 tokens, so short prompts nothing.
             enable_prefix_caching=True,
             speculative_config=settings["speculative"],
-            logprobs_mode="processed_logprobs",  # after temperature and filters; the update knows no filters
+            logprobs_mode="processed_logprobs",  # after temperature
             disable_log_stats=False,  # counters of speculation
-            additional_config={"tlt": settings["tlt"]},
+            additional_config={"tlt": {"policy_logprobs": True, **settings["tlt"]}},  # the update knows no filters
         )
         self._engine = self._llm.llm_engine
         self._lengths = self._engine.engine_core.engine_core.scheduler.draft_lengths
