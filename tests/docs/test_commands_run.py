@@ -28,6 +28,7 @@ KUBERNETES = "needs Kubernetes"
 CLUSTER = "needs several machines; tests/tlt_core/cluster/test_placement.py joins such a cluster"
 REGISTRY = "needs a registry with several versions; tests/docs/test_commands.py runs its commands"
 INSTALLS = "installs other packages"
+KIT = "needs the kit that `make wheelhouse` collects; tests/deploy/test_wheelhouse.py installs a small one"
 NOT_RUN = {  # how such commands begin
     "docker": DOCKER,
     ".": DOCKER,  # its last word
@@ -40,6 +41,7 @@ NOT_RUN = {  # how such commands begin
     "tlt bench kernels --device cuda": GPU,
     "tlt bench sizes --device cuda": GPU,
     "ray": CLUSTER,
+    "tlt train conf/demo.yaml cluster.gpus_per_worker=0.5": GPU,
     "tlt train conf/multi_node.yaml": CLUSTER,
     "prefect work-pool": KUBERNETES,
     "prefect --no-prompt deploy": KUBERNETES,
@@ -59,6 +61,8 @@ NOT_RUN = {  # how such commands begin
     "tlt export conf/demo.yaml --drafter champion-eagle3": "exports what the registry has given; others export here",
     "tlt verify-export exports/champion": "reads that export",
     "pip": INSTALLS,
+    "python3 part-1/install.py": KIT,
+    "python3 part-2/install.py": KIT,
     "tlt bench engines": INSTALLS,
     "tlt bench peers": INSTALLS,
     "tlt train mine.yaml name=mine-qwen": "downloads a model",
@@ -78,7 +82,10 @@ LESS = {  # added to commands that begin so, in this order
     "tlt plan --gpu": ["--prompts", "8", "--samples", "4"],
     "tlt generate": ["--max-new-tokens", "8", "--num-workers", "1"],
 }
-ANSWERS = {"tlt check-drafter": "dropped: "}  # with exit code 1, which is no error
+ANSWERS = {  # with another exit code than 0, which is no error here
+    "tlt check-drafter": "dropped: ",
+    "tlt status runs/demo --stacks": "runs/demo is finished; only a running run can write its stacks",
+}
 FOR_THE_READER = {"NAME": "policy", "FOLDER": "exports/demo/policy", "DRAFTER": "runs/demo/drafter-eagle3"}
 FAST = ("tlt doctor", "tlt plan --gpu", "tlt params")
 COMMANDS = list(dict.fromkeys(tuple(line) for page in PAGES for line in lines_of(text_of(page))))

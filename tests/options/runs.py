@@ -43,10 +43,11 @@ class Parts(NamedTuple):
 
 
 def make_parts(root: Path) -> Parts:
-    """A random model that ends a response with one of many tokens, so that some end early; a drafter for it; rows."""
+    """A random model that ends a response with one of many tokens, so that some end early, and has heads that vLLM's
+    attention on CPUs can take; a drafter for it; rows."""
     random_model = inputs.start_model(load("conf/smoke.yaml").model, seed=0)
     embedded = load_config(random_model)
-    config = replace(embedded, eos_token_ids=tuple(range(0, embedded.vocab_size, 12)))
+    config = replace(embedded, head_dim=32, eos_token_ids=tuple(range(0, embedded.vocab_size, 12)))
     decoder = random_decoder(config, seed=0, dtype=torch.float32)
     parts = Parts(root, root / "model", root / "drafter-eagle3", root / "rows.jsonl")
     save_hf(decoder.named_parameters(), config, parts.model, tokenizer_from=random_model, dtype=torch.float32)

@@ -2,11 +2,15 @@
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tlt_core.model.config import DecoderConfig
+from tlt_core.model.load import random_decoder, save_hf
 from tlt_core.rollout.vllm.environment import environment
 
 pytestmark = pytest.mark.vllm
@@ -14,11 +18,21 @@ Asked = tuple[dict[str, Any], str]
 
 
 @pytest.fixture(scope="module")
-def asked(vllm_python: Path, tiny_folder: Path) -> list[Asked]:
+def model(tiny_config: DecoderConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model with heads of 32 numbers: vLLM's attention on CPUs knows no shorter ones."""
+    folder: Path = tmp_path_factory.mktemp("rows") / "model"
+    config = replace(tiny_config, head_dim=32)
+    decoder = random_decoder(config, seed=0, dtype=torch.float32)
+    save_hf(decoder.named_parameters(), config, folder, tokenizer_from=folder.parent, dtype=torch.float32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def asked(vllm_python: Path, model: Path) -> list[Asked]:
     """Answers and log of engines with the seeds 1, 1 and 2."""
 
     def run(seed: int) -> Asked:
-        command = [str(vllm_python), "-P", str(Path(__file__).with_name("rows.py")), str(tiny_folder), str(seed)]
+        command = [str(vllm_python), "-P", str(Path(__file__).with_name("rows.py")), str(model), str(seed)]
         done = subprocess.run(
             command, capture_output=True, text=True, check=True, env=environment(vllm_python, threads=1)
         )
