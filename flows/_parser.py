@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     status.add_argument("--stacks", action="store_true", help="have its processes write their stacks to RUN/stacks")
     _add_plan(commands.add_parser("plan", help="what TLT and other ways would bring: simulated from a run's own costs"))
-    doctor = commands.add_parser("doctor", help="what this machine has, and what a run would take: time, memory")
+    doctor = commands.add_parser("doctor", help="what this machine has, and what memory a run would take")
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help="of that run (default: conf/demo.yaml)")
     doctor.add_argument("--gpu", metavar="GB", help="would the run fit?  Memory of a GPU, or its name: 80, h100, l4")
     ui = commands.add_parser("ui", help="look at the runs in MLflow")
