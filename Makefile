@@ -12,7 +12,7 @@
 #   make vllm-env  that environment: vLLM's build for GPUs where there is one, else for CPUs; make vllm-env VLLM=cuda: the
 #                  first (4 GB to download); VLLM=cpu: the second
 #   make check     lint, format, types, layers
-#   make ui        show the runs         make doctor    what this machine has and uses, and how long the demo takes here
+#   make ui        show the runs         make doctor    what this machine has and uses, and what memory the demo takes
 #   make wheelhouse     a kit of packages for a machine without an index, in OUT (docs/gpu.md); PRESENT=FILE: what is
 #                  there, PYTHON_VERSION=3.12, MODEL=tokenizer or whole
 #   make wheelhouse-trace   which packages such a kit needs, anew, by runs; five minutes

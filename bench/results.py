@@ -56,7 +56,7 @@ _MEASURES = {  # by the word behind `tlt bench`
     "memory": "The memory plan, made before the run, beside the most that a worker has held.",
     "soak": "A long run in which something breaks every few steps (`storm`), beside the same run in peace (`calm`).",
     "peers": "Whole steps of ours and of TRL's GRPOTrainer, all else equal. `reward, tlt minus trl`: over all steps.",
-    "plan": "Steps by `tlt plan` beside `e2e`'s. Costs are those of the tail workload's plain run.",
+    "plan": "Steps by a planner, since removed, beside `e2e`'s. Costs are those of the tail workload's plain run.",
     "kernels": "Bytes and operations a second of every op.",
     "sizes": "Plain and adaptive decoding at the shape of a large model. Weights are random, acceptance is planted.",
 }

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from conf.section import MANY, MOST_LIVE, MOST_MB, MOST_STEPS, MOST_TOKENS, Section
 
@@ -40,9 +40,8 @@ class SpotConfig(Section):
     average_decay: float = Field(0.94, ge=0, lt=1)
     """The published weights are an exponential moving average over optimizer steps with this decay, because steps of
     few tokens are noisy.  0: publish the newest weights."""
-    loss: Literal["auto", "soft_ce", "tv", "mixed"] = "auto"
-    """As `drafter.loss`.  auto: tv for method eagle3, since a drafter that agrees with the policy on most tokens gains
-    more from it; the other methods have their own loss."""
+    loss: Literal["soft_ce", "tv"] = "tv"
+    """As `drafter.loss`.  A drafter that agrees with the policy on most tokens gains more from tv."""
     max_buffer_mb: int = Field(1024, ge=1, le=MOST_MB)
     """Most megabytes of hidden states that a worker keeps: the running step in memory, earlier ones in files.  The
     oldest responses are dropped first."""
@@ -79,13 +78,9 @@ class DrafterConfig(Section):
     depth: int = Field(6, ge=1, le=16)
     """Draft steps that are unrolled in training (EAGLE-3's training-time test).  Best equal to the depth of the deepest
     strategy."""
-    method: Literal["eagle3", "hass", "eagle"] = "eagle3"
-    """eagle3: trained on its own drafts, with gradients through all draft steps; hass: the same without gradients
-    between steps, plus feature regression; eagle: one draft step, plus feature regression."""
-    loss: Literal["soft_ce", "tv", "mixed"] = "soft_ce"
-    """Loss of method eagle3 in the first training.  soft_ce: cross-entropy with the policy's distribution; tv: total
-    variation, the probability that a draft token is rejected (learns slowly from tokens that the drafter gives no
-    probability); mixed: moves from soft_ce to tv at each position as the overlap grows."""
+    loss: Literal["soft_ce", "tv"] = "soft_ce"
+    """Loss of the first training.  soft_ce: cross-entropy with the policy's distribution; tv: total variation, the
+    probability that a draft token is rejected (learns slowly from tokens that the drafter gives no probability)."""
     num_prompts: int = Field(32, ge=2, le=MANY)
     """Training prompts that the policy answers for the first training; one in eight is held out for measuring."""
     num_samples: int = Field(4, ge=1, le=100_000)
@@ -96,23 +91,6 @@ class DrafterConfig(Section):
     """Tokens per optimizer step.  A longer sequence is a step of its own."""
     learning_rate: float = Field(1e-3, gt=0)
     """Peak learning rate of AdamW: 20 steps of warm-up, then linear decay to a tenth."""
-
-    @model_validator(mode="after")
-    def _loss_is_of_the_method(self) -> "DrafterConfig":
-        for key, loss, default in (("loss", self.loss, "soft_ce"), ("spot.loss", self.spot.loss, "auto")):
-            if self.method != "eagle3" and loss != default:
-                raise ValueError(
-                    f"drafter.method={self.method!r} has a loss of its own, and drafter.{key}={loss!r} is an option of "
-                    f"method eagle3: leave drafter.{key} out"
-                )
-        return self
-
-    @property
-    def idle_loss(self) -> Literal["soft_ce", "tv", "mixed"]:
-        """Loss of the training in idle time."""
-        if self.spot.loss != "auto":
-            return self.spot.loss
-        return "tv" if self.method == "eagle3" else "soft_ce"
 
 
 class RetrainConfig(Section):

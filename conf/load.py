@@ -44,6 +44,9 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
 
 
 _BASE = "base"  # a key of files, not of the configuration
+_GONE = {  # keys that earlier versions had: what to do instead
+    "drafter.method": "drafters are trained as EAGLE-3; choose drafter.loss, soft_ce or tv, and leave method out",
+}
 
 
 def load(path: str | Path, overrides: typing.Sequence[str] = ()) -> RunConfig:
@@ -184,6 +187,8 @@ def _explain(error: Any) -> str:
     if error["type"] == "extra_forbidden":
         if path == [_BASE]:
             return f"{key}: only a file can name its base, an override cannot (value {value!r})"
+        if key in _GONE:
+            return f"{key}: this key is gone: {_GONE[key]}"
         known = _fields_at(path[:-1]) + ([_BASE] if len(path) == 1 else [])
         close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
         meant = f"; did you mean {close[0]!r}?" if close else f"; known keys here: {', '.join(sorted(known))}"

@@ -1,23 +1,18 @@
-"""Says what a run will do, on which kernels and for how long; afterwards, how long it took."""
+"""Says what a run will do, and on which kernels; afterwards, how long it took."""
 
 import functools
 import logging
-import statistics
 import time
 from collections.abc import Mapping
-from pathlib import Path
+from typing import NamedTuple
 
 from conf.model import RandomModel
 from conf.run import RunConfig
 from tlt_core.items import checkpoint
-from tlt_core.machine import precision, rates
+from tlt_core.machine import precision
 from tlt_core.model.embedded import EMBEDDED_NAME
-from tlt_core.model.shapes import shape_of
 from tlt_core.run import coldstart, inputs, resumable
-from tlt_core.run.forecast import Forecast, ToDo, forecast, sizes_of
 from tlt_core.run.progress import minutes
-from tlt_core.run.summary import rows_of
-from tlt_core.run.training_pass import layer_pass
 
 log = logging.getLogger(__name__)
 
@@ -28,41 +23,24 @@ _KERNELS = {  # by `native.isa`; others are named by that word
 }
 
 
-def announce(cfg: RunConfig) -> Forecast | None:
-    """Log it once in a process.  `tlt train` calls this before it imports Prefect, a deployment's flow calls it itself.
+class ToDo(NamedTuple):
+    """What is still to do after earlier attempts and runs."""
 
-    Returns None when there is no forecast: see `predict`.
-    """
+    model: bool
+    data: bool
+    cold_start: bool
+    first_drafter: bool
+    done_steps: int
+
+
+def announce(cfg: RunConfig) -> None:
+    """Log it once in a process.  `tlt train` calls this before it imports Prefect, a deployment's flow itself."""
     _began_s()
     cfg = cfg.with_dtypes(**precision.decide(cfg)._asdict())
-    todo = to_do(cfg)
-    _say(f"{cfg.name}: {plan_in_words(cfg, todo)}")
+    _say(f"{cfg.name}: {plan_in_words(cfg, to_do(cfg))}")
     _say(kernels_in_words(cfg))
     if jump := resumable.rate_jumps(cfg):
         _say(jump, logging.WARNING)
-    found = predict(cfg, todo)
-    if found is None:
-        _say("no forecast: it needs workers on this machine's CPU, and a model that is already here")
-    else:
-        _say(f"about {minutes(found.total_s)} here: {stages_in_words(found.stages)}")
-    return found
-
-
-def predict(cfg: RunConfig, todo: ToDo) -> Forecast | None:
-    """The forecast; None: on GPUs, on other machines, with vLLM, or with a model that is not here yet."""
-    model, cluster = shape_of(cfg.model), cfg.cluster
-    if model is None or cluster.gpus_per_worker or cluster.address != "local" or cfg.rollout.engine != "own":
-        return None
-    measured = rates.measure(
-        layer_pass,
-        workers=cluster.num_workers,
-        threads=cluster.threads_per_worker,
-        width=model.hidden_size,
-        inner=model.intermediate_size,
-        update_dtype=cfg.update.dtype,
-        rollout_dtype=cfg.rollout.dtype,
-    )
-    return forecast(cfg, measured, sizes_of(model), todo, known_s=_known_s(cfg.run_dir) if todo.done_steps else None)
 
 
 def to_do(cfg: RunConfig) -> ToDo:
@@ -109,13 +87,8 @@ def kernels_in_words(cfg: RunConfig) -> str:
     return f"rollout in {rollout} on {kernels}, update in {update} on torch's; {cluster.num_workers} x {threads}"
 
 
-def stages_in_words(seconds: Mapping[str, float]) -> str:
-    """ "cold start 2:10, rollouts 5:03" """
-    return ", ".join(f"{name} {minutes(value)}" for name, value in seconds.items())
-
-
 class Took:
-    """How long the stages took, under the forecast's names."""
+    """How long the stages took."""
 
     def __init__(self) -> None:
         """The first stage begins at the announcement, or here without one."""
@@ -142,34 +115,18 @@ class Took:
         self._add("rest of the steps", now_s - self._lap_s - sum(parts.values()))
         self._lap_s = now_s
 
-    def in_words(self, predicted: Forecast | None) -> str:
-        """ "took 13:05, forecast 12:10: cold start 2:20 (2:10), ..." """
-        total_s = sum(self.stages.values())
-        if predicted is None:
-            return f"took {minutes(total_s)}: {stages_in_words(self.stages)}"
-        both = {name: (self.stages.get(name, 0.0), predicted.stages.get(name, 0.0)) for name in predicted.stages}
-        both |= {name: (seconds, 0.0) for name, seconds in self.stages.items() if name not in both and round(seconds)}
-        parts = [f"{name} {minutes(taken)} ({minutes(thought)})" for name, (taken, thought) in both.items()]
-        return f"took {minutes(total_s)}, forecast {minutes(predicted.total_s)}: {', '.join(parts)}"
+    def in_words(self) -> str:
+        """ "took 13:05: cold start 2:20, rollouts 5:03, ..." """
+        stages = ", ".join(f"{name} {minutes(seconds)}" for name, seconds in self.stages.items())
+        return f"took {minutes(sum(self.stages.values()))}: {stages}"
 
-    def metrics(self, predicted: Forecast | None) -> dict[str, float]:
-        """`forecast/STAGE_s` and `took/STAGE_s` of each stage and of their total."""
-        told = {"forecast": dict(predicted.stages) if predicted else {}, "took": dict(self.stages)}
-        for stages in told.values():
-            if stages:
-                stages["total"] = sum(stages.values())
-        return {f"{k}/{name.replace(' ', '_')}_s": s for k, stages in told.items() for name, s in stages.items()}
+    def metrics(self) -> dict[str, float]:
+        """`took/STAGE_s` of each stage and of their total."""
+        stages = {**self.stages, "total": sum(self.stages.values())}
+        return {f"took/{name.replace(' ', '_')}_s": seconds for name, seconds in stages.items()}
 
     def _add(self, stage: str, seconds: float) -> None:
         self.stages[stage] = self.stages.get(stage, 0.0) + seconds
-
-
-def _known_s(run_dir: Path) -> dict[str, float]:
-    rows = [row for row in rows_of(run_dir) if "timing_s/step" in row]
-    if not rows:
-        return {}
-    names = {"rollout": "timing_s/gen", "update": "timing_s/update_actor"}
-    return {phase: statistics.median(row.get(name, 0.0) for row in rows) for phase, name in names.items()}
 
 
 @functools.cache

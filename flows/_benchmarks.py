@@ -23,7 +23,6 @@ Benchmark = Literal[
     "memory",
     "soak",
     "compiled",
-    "plan",
 ]
 
 BENCHMARKS: dict[Benchmark, str] = {
@@ -41,7 +40,6 @@ BENCHMARKS: dict[Benchmark, str] = {
     "memory": "bench.memory:bench_memory",
     "soak": "bench.soak:bench_soak",
     "compiled": "bench.kernels.compiled:bench_compiled",
-    "plan": "bench.plan:bench_plan",
 }
 
 

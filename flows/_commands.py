@@ -169,13 +169,6 @@ def _report(args: argparse.Namespace) -> None:
     print(f"{verdict}\nreport: {path}    open it in a browser")
 
 
-def _plan(args: argparse.Namespace) -> None:
-    from flows.plan import plan, table
-
-    lines, said = plan(args)
-    print(f"{table(lines)}\n{said}")
-
-
 def _doctor(args: argparse.Namespace) -> None:
     from flows._doctor import show
 
@@ -242,7 +235,6 @@ OTHERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "verify-export": _verify_export,
     "report": _report,
     "status": _status,
-    "plan": _plan,
     "doctor": _doctor,
     "ui": _ui,
     "deploy": _deploy,

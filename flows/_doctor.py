@@ -1,4 +1,4 @@
-"""`tlt doctor`: what this machine has, how long a run would take here, and where its memory would go."""
+"""`tlt doctor`: what this machine has, and where the memory of a run would go."""
 
 from pathlib import Path
 
@@ -14,9 +14,7 @@ from tlt_core.model.shapes import shape_of
 from tlt_core.rollout.vllm.environment import installed, vllm_python
 from tlt_core.run import engine_choice, memory_plan
 from tlt_core.run.engine_choice import Choice
-from tlt_core.run.forecast import ToDo
 from tlt_core.run.memory_plan import MemoryPlan
-from tlt_core.run.progress import minutes
 
 _COLORS = {"used": "green", "skipped": "yellow", "missing": "red"}
 _SMALLEST = 0.01e9  # bytes of an owner that is shown
@@ -28,7 +26,7 @@ def show(config: str | None, *, default: str, gpu: str | None) -> None:
     Raises ConfigError, ValueError on an unknown GPU, MemoryPlanError where the run does not fit.
     """
     device_bytes = None if gpu is None else named_gpu_bytes(gpu)
-    # No run has this name: the forecast is of a run from nothing, whatever precision an earlier run had.
+    # No run has this name: the precision is the machine's, whatever an earlier run had.
     cfg = load(config or default, ["name=doctor"]) if config or Path(default).is_file() else None
     table = Table("what", "found", "verdict", "why", box=None, pad_edge=False)
     chosen = None if cfg is None else engine_choice.choose(cfg)
@@ -42,7 +40,6 @@ def show(config: str | None, *, default: str, gpu: str | None) -> None:
         cfg = cfg.with_dtypes(rollout="bfloat16", update="bfloat16", coldstart="bfloat16")
     cfg = cfg.with_dtypes(**precision.decide(cfg)._asdict())
     print(f"\n{config or default}: {_announcement.kernels_in_words(cfg)}")
-    _show_time(cfg)
     _show_memory(cfg, device_bytes)
 
 
@@ -57,18 +54,6 @@ def _engine(chosen: Choice | None) -> list[doctor.Finding]:
         why = "with the plug-in tlt_vllm" if wanted else "rollouts run on our own engine"
         vllm = doctor.Finding("vllm", f"{found.version} for {found.device}", "used" if wanted else "skipped", why)
     return [vllm] if chosen is None else [vllm, doctor.Finding("rollout engine", chosen.engine, "used", chosen.why)]
-
-
-def _show_time(cfg: RunConfig) -> None:
-    # All stages, so that machines can be compared.  A real run skips what is done already.
-    todo = ToDo(
-        model=True, data=True, cold_start=cfg.coldstart.enabled, first_drafter=cfg.needs_first_drafter, done_steps=0
-    )
-    predicted = _announcement.predict(cfg, todo)
-    if predicted is None:
-        print("no forecast: it needs workers on this machine's CPU, and a model whose shape is known")
-        return
-    print(f"from nothing about {minutes(predicted.total_s)}: {_announcement.stages_in_words(predicted.stages)}")
 
 
 def _show_memory(cfg: RunConfig, named_bytes: int | None) -> None:

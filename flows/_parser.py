@@ -59,8 +59,7 @@ def _parser() -> argparse.ArgumentParser:
         "run", metavar="RUN", nargs="?", default="", help="its folder or configuration (default: newest)"
     )
     status.add_argument("--stacks", action="store_true", help="have its processes write their stacks to RUN/stacks")
-    _add_plan(commands.add_parser("plan", help="what TLT and other ways would bring: simulated from a run's own costs"))
-    doctor = commands.add_parser("doctor", help="what this machine has, and what a run would take: time, memory")
+    doctor = commands.add_parser("doctor", help="what this machine has, and what memory a run would take")
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help="of that run (default: conf/demo.yaml)")
     doctor.add_argument("--gpu", metavar="GB", help="would the run fit?  Memory of a GPU, or its name: 80, h100, l4")
     ui = commands.add_parser("ui", help="look at the runs in MLflow")
@@ -135,30 +134,6 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=output_file, metavar="FILE", help="default: report.html in the run's folder")
 
 
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run",
-        metavar="RUN",
-        nargs="?",
-        help="a run without speculation, its folder or configuration file; with --gpu only its lengths are taken",
-    )
-    parser.add_argument("--speculative", metavar="RUN", help="a run with speculation, on the same machine")
-    parser.add_argument("--workers", type=whole(1, 4096), help="of the planned run (default: as recorded; 8 on GPUs)")
-    far = parser.add_argument_group("a machine that is not here, from published rates")
-    far.add_argument("--gpu", metavar="NAME", help="of each worker: h100, a100, rtx4090, ..")
-    far.add_argument("--gpus-per-worker", type=whole(1, 64), metavar="N", help="that share a model (default: 1)")
-    far.add_argument("--model", help="a known shape, such as qwen2.5-7b, or a folder with config.json")
-    far.add_argument(
-        "--lengths",
-        help="of responses: a file with a JSON list for each prompt, or median=1500,sigma=1.0,cap=16384 (the default)",
-    )
-    far.add_argument("--prompts", type=whole(1, 65536), help="of a step (default: 32)")
-    far.add_argument("--samples", type=whole(1, 4096), help="of a prompt, where lengths are drawn (default: 8)")
-    far.add_argument("--max-live", type=whole(1, 65536), help="requests of a worker at once (default: 256)")
-    far.add_argument("--draft-tokens", type=whole(1, 64), help="of the fixed length shown (default: the best one)")
-    far.add_argument("--acceptance", type=real(0, 1), help="of a draft (default: 0.75)")
-
-
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "benchmark",
@@ -170,8 +145,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "second of every op, beside the device's own ceilings; sizes: plain beside adaptive decoding at the shapes of "
         "large models, with random weights and planted acceptance; demo: what a whole run takes and brings, from its "
         "folder (trained first if need be); memory: the plan beside what workers took; soak: a long run with faults, "
-        "beside the same run in peace; compiled: registers and memory of every kernel on NVIDIA GPUs, without one; "
-        "plan: what tlt plan predicts, beside the steps that bench e2e has measured",
+        "beside the same run in peace; compiled: registers and memory of every kernel on NVIDIA GPUs, without one",
     )
     parser.add_argument("config", nargs="?", default=DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

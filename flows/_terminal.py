@@ -80,10 +80,6 @@ class Terminal:
         """Show a phase that has nothing to count."""
         self(Progress(None, 0, phase, 0, 1))
 
-    def expect(self, expected_s: Mapping[str, float]) -> None:
-        """Take the forecast: seconds of each phase."""
-        self._clock.expect(expected_s)
-
     def step_done(self, metrics: Mapping[str, float]) -> None:
         """Take the metrics of the step that has just ended."""
         self._last_step = dict(metrics)

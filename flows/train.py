@@ -55,9 +55,8 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
         Terminal(cfg.run_dir) as show,
     ):
         cfg = precision.settle(cfg)
-        predicted = announce(cfg)
-        show.expect({} if predicted is None else predicted.phases)
-        provenance.begin_attempt(cfg, forecast_s={} if predicted is None else predicted.stages)
+        announce(cfg)
+        provenance.begin_attempt(cfg)
         took.lap("start")
         show.begin("model and data")
         policy = prepare_model(cfg)
@@ -85,9 +84,9 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
             show.begin("registry")
             register(session, trained, dataset, tracker_run_id=tracker.run_id)
             took.lap("end")
-            tracker.outcome(took.metrics(predicted))
+            tracker.outcome(took.metrics())
             provenance.end_attempt(cfg.run_dir, took_s=took.stages)
-            log.info("%s", took.in_words(predicted))
+            log.info("%s", took.in_words())
             log.info("verdict: %s", tracker.verdict())
             return trained
 

@@ -311,7 +311,7 @@ def _distill(device: torch.device, shapes: Shapes, generator: torch.Generator) -
     probs_NJ = _normal(generator, rows, size, dtype=torch.float32).softmax(-1)
 
     def call(impl: Impl) -> object:
-        return torch.autograd.grad(distill_loss(logits_NJ, probs_NJ, kind="mixed", impl=impl).loss, logits_NJ)
+        return torch.autograd.grad(distill_loss(logits_NJ, probs_NJ, kind="tv", impl=impl).loss, logits_NJ)
 
     # forward reads logits and probabilities and writes the gradient, backward scales it
     traffic = rows * size * (2 + 4 + 2 + 2 + 2)

@@ -16,7 +16,7 @@ from bench.timing import median_s
 from conf.run import RunConfig
 from tlt_core.drafter.eagle3.loss import LossKind
 from tlt_core.drafter.eagle3.model import Eagle3Model
-from tlt_core.drafter.eagle3.train import Eagle3Trainer, Method, TrainSettings
+from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
 from tlt_core.drafter.eagle3.windows import Window, whole
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.machine.precision import as_torch
@@ -26,13 +26,7 @@ from tlt_core.spot.sampling import WindowSampler
 from tlt_core.spot.training import ENOUGH
 from tlt_core.spot.writer import BackgroundWriter
 
-METHODS: Mapping[str, tuple[Method, LossKind]] = {
-    "eagle": ("eagle", "soft_ce"),
-    "hass": ("hass", "soft_ce"),
-    "eagle3, soft cross-entropy": ("eagle3", "soft_ce"),
-    "eagle3, total variation": ("eagle3", "tv"),
-    "eagle3, mixed": ("eagle3", "mixed"),
-}
+METHODS: Mapping[str, LossKind] = {"eagle3, soft cross-entropy": "soft_ce", "eagle3, total variation": "tv"}
 _PACKED_SEQUENCES = 8
 _TRIALS = 3
 
@@ -42,8 +36,7 @@ def trained(
 ) -> tuple[Eagle3Model, float]:
     """A copy of the first drafter after so many rows of these responses, as idle time would train it with this method;
     and its rows per second."""
-    method, loss = METHODS[kind]
-    trainer = _trainer(first, decoder, recording, _settings(cfg, method=method, loss=loss))
+    trainer = _trainer(first, decoder, recording, _settings(cfg, loss=METHODS[kind]))
     spot = cfg.drafter.spot
     sampler = WindowSampler(window_rows=spot.window_rows, length_bias=spot.length_bias, recency=spot.recency)
     by_id = {r.sequence.id: r.sequence for r in recording.responses}
@@ -129,11 +122,10 @@ def _trainer(first: Eagle3Model, decoder: Decoder, recording: Recording, setting
     return Eagle3Trainer(copy.deepcopy(first).requires_grad_(True), decoder, settings, heads=recording.heads)
 
 
-def _settings(cfg: RunConfig, *, method: Method = "eagle3", loss: LossKind = "soft_ce") -> TrainSettings:
+def _settings(cfg: RunConfig, *, loss: LossKind = "soft_ce") -> TrainSettings:
     return TrainSettings(
         learning_rate=cfg.drafter.spot.learning_rate,
         depth=cfg.drafter.depth,
         compute_dtype=as_torch(cfg.update.dtype),
-        method=method,
         loss=loss,
     )

@@ -6,13 +6,13 @@
 
 #include "common.h"
 
-enum { SOFT_CE, TV, MIXED };
+enum { SOFT_CE, TV };
 
 static __thread void *kept;
 static __thread size_t kept_size;
 
-INLINE void loss_row(const int half, const void *logits, const float *probs, const float *weights, int64_t size,
-                     int64_t kind, float *q, float *loss, float *overlap, void *grad) {
+INLINE void loss_row(const int half, const void *logits, const float *probs, int64_t size, int64_t kind, float *q,
+                     float *loss, float *overlap, void *grad) {
     const vf none = {0};
     vf best = splat(-INFINITY), sum = none;
     for (int64_t v = 0; v < size; v += LANES)
@@ -31,36 +31,32 @@ INLINE void loss_row(const int half, const void *logits, const float *probs, con
         shared += smaller(p, own);  // `own` where it is NaN
         less += where(is_less(own, p), own, none);
         if (kind == TV) continue;
-        vf w = load_some(weights + v, size - v), z = load_numbers(half, logits, v, size - v);
-        mass += w;
-        cross = fused(w, log_norm - z, cross);
+        vf z = load_numbers(half, logits, v, size - v);
+        mass += p;
+        cross = fused(p, log_norm - z, cross);
     }
     *overlap = sum_of(shared);
-    float tv_share = kind == TV ? 1.0f : kind == SOFT_CE ? 0.0f : *overlap;
-    *loss = kind == TV ? 1.0f - *overlap : tv_share * (1.0f - *overlap) + (1.0f - tv_share) * sum_of(cross);
-    // d = tv_share (q below - [q < p] q) + (1 - tv_share) (m q - w)
+    *loss = kind == TV ? 1.0f - *overlap : sum_of(cross);
     vf below = splat(sum_of(less)), weight = splat(sum_of(mass));
     for (int64_t v = 0; v < size; v += LANES) {
         vf own = load_some(q + v, size - v), p = load_some(probs + v, size - v);
-        vf d = tv_share * fused(own, below, -where(is_less(own, p), own, none));
-        if (kind != TV)
-            d = fused(splat(1.0f - tv_share), fused(own, weight, -load_some(weights + v, size - v)), d);
+        vf d = kind == TV ? fused(own, below, -where(is_less(own, p), own, none)) : fused(own, weight, -p);
         store_numbers(half, grad, v, d, size - v);
     }
 }
 
-// logits and grads [rows, size], bf16 (half) or float; probs, weights [rows, size]; losses, overlaps [rows]
-EXPORT void tlt_distill_loss(const void *logits, int64_t half, const float *probs, const float *weights, int64_t rows,
-                             int64_t size, int64_t kind, float *losses, float *overlaps, void *grads) {
+// logits and grads [rows, size], bf16 (half) or float; probs [rows, size]; losses, overlaps [rows]
+EXPORT void tlt_distill_loss(const void *logits, int64_t half, const float *probs, int64_t rows, int64_t size,
+                             int64_t kind, float *losses, float *overlaps, void *grads) {
 #pragma omp parallel for
     for (int64_t i = 0; i < rows; i++) {
         float *q = scratch(&kept, &kept_size, sizeof(float) * size);
         int64_t at = i * size;
         if (half)
-            loss_row(1, (const bf16 *)logits + at, probs + at, weights + at, size, kind, q, losses + i, overlaps + i,
+            loss_row(1, (const bf16 *)logits + at, probs + at, size, kind, q, losses + i, overlaps + i,
                      (bf16 *)grads + at);
         else
-            loss_row(0, (const float *)logits + at, probs + at, weights + at, size, kind, q, losses + i, overlaps + i,
+            loss_row(0, (const float *)logits + at, probs + at, size, kind, q, losses + i, overlaps + i,
                      (float *)grads + at);
     }
 }

@@ -91,7 +91,8 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
         (["reward.functions=[{kind: python}]"], "a path 'package.module:function' is needed"),
         (["reward.functions=[{kind: exact, path: 'a:b'}]"], "must be left out"),
         (["model={kind: random, hidden_size: 64, num_heads: 3}"], "must be a multiple of num_heads"),
-        (["drafter.method=hass", "drafter.loss=tv"], "leave drafter.loss out"),
+        (["drafter.method=hass"], "drafter.method: this key is gone: .* choose drafter.loss, soft_ce or tv"),
+        (["drafter.spot.loss=mixed"], "drafter.spot.loss: Input should be 'soft_ce' or 'tv' .value 'mixed'"),
         (
             [
                 "rollout.engine=vllm",

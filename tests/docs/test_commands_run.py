@@ -79,7 +79,6 @@ LESS = {  # added to commands that begin so, in this order
     "tlt bench e2e": ["num_steps=2"],
     "tlt bench spot": ["num_steps=2"],
     "tlt bench sizes": ["--shape", "tiny"],
-    "tlt plan --gpu": ["--prompts", "8", "--samples", "4"],
     "tlt generate": ["--max-new-tokens", "8", "--num-workers", "1"],
 }
 ANSWERS = {  # with another exit code than 0, which is no error here
@@ -87,7 +86,7 @@ ANSWERS = {  # with another exit code than 0, which is no error here
     "tlt status runs/demo --stacks": "runs/demo is finished; only a running run can write its stacks",
 }
 FOR_THE_READER = {"NAME": "policy", "FOLDER": "exports/demo/policy", "DRAFTER": "runs/demo/drafter-eagle3"}
-FAST = ("tlt doctor", "tlt plan --gpu", "tlt params")
+FAST = ("tlt doctor", "tlt params")
 COMMANDS = list(dict.fromkeys(tuple(line) for page in PAGES for line in lines_of(text_of(page))))
 
 

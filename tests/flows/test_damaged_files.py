@@ -71,7 +71,7 @@ def test_the_record_of_a_run(damage: str, damaged: Callable[[str, bytes], Path],
     cfg = config(tmp_path)
     path = damaged("run/run.json", json.dumps({"attempts": [{"started": "now"}]}).encode())
     for call in (
-        lambda: provenance.begin_attempt(cfg, forecast_s={}),
+        lambda: provenance.begin_attempt(cfg),
         lambda: provenance.tracker_run_id(cfg.run_dir),
         lambda: page(cfg.run_dir, cfg, []),
     ):

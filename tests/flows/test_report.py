@@ -19,7 +19,7 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 def _run(folder: Path) -> Path:
     """A run of one step: 6 s of rollouts, 1.5 times as fast as plain ones."""
     cfg = load("conf/smoke.yaml", [f"output_dir={folder}"])
-    provenance.begin_attempt(cfg, forecast_s={})
+    provenance.begin_attempt(cfg)
     row = {"step": 1, "timing_s/step": 9.0, "timing_s/gen": 6.0, "rollout/spec_speedup_est": 1.5}
     (cfg.run_dir / "metrics.jsonl").write_text(json.dumps(row) + '\n{"step": 2, "crit')  # killed in the second step
     return cfg.run_dir

@@ -60,7 +60,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {  # option: name of a value: s
     "drafter": {
         "ngram": (),
         "untrained": ("rollout.speculation.drafter_path=DRAFTER", "drafter.spot.enabled=false"),
-        **{m: ("rollout.speculation.drafter_path=DRAFTER", f"drafter.method={m}") for m in ("eagle3", "hass", "eagle")},
+        "eagle3": ("rollout.speculation.drafter_path=DRAFTER",),
     },
     "engine": {"own": ("rollout.engine=own",), "vllm": ("rollout.engine=vllm",)},
 }

@@ -267,7 +267,7 @@ def _sample_texts(scored: ScoredBatch, count: int) -> list[dict[str, Any]]:
 def cfg(tracking: TrackingConfig, tmp_path: Path) -> RunConfig:
     """A run in a folder of its own."""
     cfg = load("conf/smoke.yaml", [f"output_dir={tmp_path}"]).model_copy(update={"tracking": tracking})
-    provenance.begin_attempt(cfg, forecast_s={})
+    provenance.begin_attempt(cfg)
     (tmp_path / "data").mkdir()
     manifest = DataManifest(
         digest="d" * 64,

@@ -107,8 +107,7 @@ class Drafting:
             folder=folder / _FOLDER.format(self._rank),
             resume=resume,
             peers=[folder / _FOLDER.format(rank) for rank in _followers(self._rank, self._hosts)],
-            method=cfg.method,
-            loss=cfg.idle_loss,
+            loss=cfg.spot.loss,
         )
         self._trial_errors = cfg.spot.canary_errors
 

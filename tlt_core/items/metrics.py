@@ -160,7 +160,6 @@ coldstart/tokens | tokens | sum | tokens trained on | cold start
 coldstart/loss_first | nats | first optimizer step | cross-entropy | cold start
 coldstart/loss_last | nats | mean of the last ten steps | cross-entropy | cold start
 coldstart/tokens_per_s | tokens / s | over all steps | training speed | cold start
-forecast/{stage}_s | s | whole run | forecast before the run, by stage | MLflow alone
 took/{stage}_s | s | whole run | what the stage took | MLflow alone
 saved/{part}_s | s | whole run | estimated gain of a part of TLT (`tlt_core/run/savings.py`) | MLflow alone
 """

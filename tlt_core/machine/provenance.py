@@ -2,7 +2,7 @@
 
 runs/NAME/config.yaml    the resolved configuration, which can be loaded again
 runs/NAME/run.json       the tracker's run id, and an entry for each attempt (a resumed run has several), with the
-                         seconds that its stages were forecast to take and have taken
+                         seconds that its stages have taken
 """
 
 import json
@@ -39,9 +39,9 @@ def commit() -> str:
     return head.stdout.strip() + ("-dirty" if status.stdout.strip() else "")
 
 
-def begin_attempt(cfg: RunConfig, *, forecast_s: Mapping[str, float]) -> None:
-    """Write `config.yaml` and add this attempt to `run.json`.  forecast_s: seconds by stage.  Raises OSError,
-    and StoreError where `run.json` is damaged."""
+def begin_attempt(cfg: RunConfig) -> None:
+    """Write `config.yaml` and add this attempt to `run.json`.  Raises OSError, and StoreError where `run.json` is
+    damaged."""
     resolved = yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
     write_atomically(cfg.run_dir / "config.yaml", lambda partial: partial.write_text(resolved))
     attempt = {
@@ -50,7 +50,6 @@ def begin_attempt(cfg: RunConfig, *, forecast_s: Mapping[str, float]) -> None:
         "argv": sys.argv,
         "precision": Precision.of(cfg)._asdict(),
         "machine": doctor.machine(),
-        "forecast_s": _rounded(forecast_s),
     }
     with _RECORD:
         record = _read(cfg.run_dir)
@@ -59,10 +58,11 @@ def begin_attempt(cfg: RunConfig, *, forecast_s: Mapping[str, float]) -> None:
 
 def end_attempt(run_dir: Path, *, took_s: Mapping[str, float]) -> None:
     """Add the seconds that the newest attempt's stages have taken."""
+    took = {name: round(seconds, 1) for name, seconds in took_s.items()}
     with _RECORD:
         record = _read(run_dir)
         *earlier, newest = record["attempts"]
-        _write(run_dir, {**record, "attempts": [*earlier, {**newest, "took_s": _rounded(took_s)}]})
+        _write(run_dir, {**record, "attempts": [*earlier, {**newest, "took_s": took}]})
 
 
 def attempts(run_dir: Path) -> list[dict[str, Any]]:
@@ -91,7 +91,3 @@ def _read(run_dir: Path) -> dict[str, Any]:
 def _write(run_dir: Path, record: dict[str, Any]) -> None:
     text = json.dumps(record, indent=1)
     write_atomically(run_dir / "run.json", lambda partial: partial.write_text(text))
-
-
-def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
-    return {name: round(value, 1) for name, value in seconds.items()}

@@ -83,7 +83,6 @@ def _run(
         total_steps=own.num_steps,
         depth=own.depth,
         compute_dtype=dtype,
-        method=own.method,
         loss=own.loss,
     )
     model = eagle3_from_target(plain, ids_J, scales=scales, seed=cfg.seed)

@@ -1,7 +1,6 @@
 """Where a run is, in words, and how long the phase will still take."""
 
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from tlt_core.items.types import WorkerState
@@ -73,18 +72,13 @@ class PhaseClock:
     """How long the phase has taken so far, and how long it will still take.
 
     A phase that ran before is expected to take as long again: a rollout's longest responses end last, so the share done
-    says little.  A new phase goes on at its rate so far; where nothing is counted, the forecast holds.
+    says little.  A new phase goes on at its rate so far.
     """
 
-    def __init__(self, expected_s: Mapping[str, float] = MappingProxyType({})) -> None:
-        """expected_s: forecast seconds of a phase, by name."""
-        self._expected_s, self._took_s = expected_s, dict[tuple[str, int], float]()
+    def __init__(self) -> None:
+        self._took_s: dict[tuple[str, int], float] = {}  # seconds of the newest phase of this name and size
         self._now: Progress | None = None
         self._began_s = 0.0
-
-    def expect(self, expected_s: Mapping[str, float]) -> None:
-        """Replace the forecast."""
-        self._expected_s = expected_s
 
     def show(self, now: Progress, at_s: float) -> None:
         """Note the phase at `at_s`, a monotonic time."""
@@ -100,7 +94,7 @@ class PhaseClock:
         return at_s - self._began_s
 
     def left_s(self, at_s: float) -> float | None:
-        """Seconds until the phase ends; None: unknown, or it takes longer than expected."""
+        """Seconds until the phase ends; None: unknown, or it takes longer than before."""
         if self._now is None:
             return None
         now, elapsed_s = self._now, self.elapsed_s(at_s)
@@ -109,8 +103,7 @@ class PhaseClock:
             return took_s - elapsed_s
         if now.total > 1 and now.finished:
             return elapsed_s * (now.total - now.finished) / now.finished
-        expected_s = self._expected_s.get(now.phase, 0.0) if took_s is None else 0.0
-        return expected_s - elapsed_s if expected_s > elapsed_s else None
+        return None
 
 
 def _phase_of(now: Progress) -> tuple[object, ...]:

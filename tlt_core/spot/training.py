@@ -29,7 +29,7 @@ from torch import Tensor
 from conf.drafter import SpotConfig
 from tlt_core.drafter.eagle3.loss import LossKind
 from tlt_core.drafter.eagle3.model import Eagle3Model
-from tlt_core.drafter.eagle3.train import Eagle3Trainer, GivenUp, Method, TrainMetrics, TrainSettings
+from tlt_core.drafter.eagle3.train import Eagle3Trainer, GivenUp, TrainMetrics, TrainSettings
 from tlt_core.drafter.eagle3.weights import copy_of, fill, move_towards
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import SamplingParams
@@ -93,7 +93,6 @@ class SpotTraining:
         folder: Path,
         resume: bool,
         peers: Sequence[Path] = (),
-        method: Method = "eagle3",
         loss: LossKind = "soft_ce",
     ) -> None:
         """model: float32, the drafter in use, which becomes this object's.  depth: of the training-time test and of a
@@ -102,7 +101,7 @@ class SpotTraining:
         there.  resume: go on from what is there; else it is cleared.  peers: other workers' folders."""
         self._cfg, self._target = cfg, target
         self._settings = TrainSettings(
-            learning_rate=cfg.learning_rate, depth=depth, compute_dtype=compute_dtype, method=method, loss=loss
+            learning_rate=cfg.learning_rate, depth=depth, compute_dtype=compute_dtype, loss=loss
         )
         self._heads: dict[int, Tensor] = {}  # the draft vocabulary's rows of the LM head, by policy version
         self._policy_version = self._step = self._rejections = 0

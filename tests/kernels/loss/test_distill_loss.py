@@ -15,7 +15,7 @@ from kernels.loss.distill_loss import distill_loss
 from tlt_core.drafter.eagle3 import loss as eagle3_loss
 from tlt_core.drafter.eagle3.loss import draft_loss
 
-KINDS = ["soft_ce", "tv", "mixed"]
+KINDS = ["soft_ce", "tv"]
 CASES = {
     "one block": dict(rows=3, size=64, scale=1.0, dtype=torch.float32),
     "odd, several blocks": dict(rows=4, size=2 * 128 + 45, scale=2.0, dtype=torch.float32),
@@ -37,13 +37,12 @@ def impl(request: pytest.FixtureRequest, device: str) -> str:
     return request.param
 
 
-def inputs(*, rows: int, size: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits, a target near them that has a tenth of its mass elsewhere, and weights."""
+def inputs(*, rows: int, size: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Logits, and a target near them that has a tenth of its mass elsewhere."""
     generator = torch.Generator().manual_seed(size)
     logits = scale * torch.randn(rows, size, generator=generator)
     probs = 0.9 * (logits + torch.randn(rows, size, generator=generator)).softmax(-1)
-    weights = probs * torch.randint(1, 3, (rows, size), generator=generator)
-    return logits.to(dtype), probs, weights
+    return logits.to(dtype), probs
 
 
 def value_and_gradient(loss, logits: Tensor) -> list[Tensor]:
@@ -53,18 +52,13 @@ def value_and_gradient(loss, logits: Tensor) -> list[Tensor]:
     return [x.detach().float().cpu() for x in (result.loss, result.overlap, leaf.grad)]
 
 
-@pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", list(CASES))
-def test_equals_the_specification(device: str, impl: str, name: str, kind: str, weighted: bool) -> None:
-    logits, probs, weights = inputs(**CASES[name])
-    chosen = weights if weighted else None
-    there = None if chosen is None else chosen.to(device)
-    found = value_and_gradient(
-        lambda z: distill_loss(z, probs.to(device), kind=kind, weights_NJ=there, impl=impl), logits.to(device)
-    )
+def test_equals_the_specification(device: str, impl: str, name: str, kind: str) -> None:
+    logits, probs = inputs(**CASES[name])
+    found = value_and_gradient(lambda z: distill_loss(z, probs.to(device), kind=kind, impl=impl), logits.to(device))
     # in float64, whose logits are the given ones
-    wanted = value_and_gradient(lambda z: distill_loss(z, probs, kind=kind, weights_NJ=chosen, impl="torch"), logits)
+    wanted = value_and_gradient(lambda z: distill_loss(z, probs, kind=kind, impl="torch"), logits)
     assert all(x.isfinite().all() for x in found)
     torch.testing.assert_close(found[0], wanted[0], rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(found[1], wanted[1], rtol=1e-5, atol=1e-5)
@@ -77,7 +71,7 @@ def test_equals_the_specification(device: str, impl: str, name: str, kind: str, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_equals_the_trainers_loss(monkeypatch: pytest.MonkeyPatch, device: str, impl: str, kind: str) -> None:
     monkeypatch.setattr(eagle3_loss, "runs_native", lambda logits: False)
-    logits, probs, _ = inputs(**CASES["odd, several blocks"])
+    logits, probs = inputs(**CASES["odd, several blocks"])
     found = value_and_gradient(lambda z: distill_loss(z, probs.to(device), kind=kind, impl=impl), logits.to(device))
     wanted = value_and_gradient(lambda z: draft_loss(z, probs, kind=kind), logits)
     for ours, theirs in zip(found, wanted, strict=True):
@@ -96,13 +90,13 @@ def test_by_hand(device: str, impl: str) -> None:
 
 def test_no_rows(device: str, impl: str) -> None:
     logits = torch.zeros(0, 8, device=device)
-    loss, overlap, grad = value_and_gradient(lambda z: distill_loss(z, logits, kind="mixed", impl=impl), logits)
+    loss, overlap, grad = value_and_gradient(lambda z: distill_loss(z, logits, kind="tv", impl=impl), logits)
     assert (loss.item(), overlap.item(), grad.shape) == (0.0, 0.0, (0, 8))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_is_not_hidden(device: str, impl: str, kind: str) -> None:
-    logits, probs, _ = inputs(**CASES["odd, several blocks"])
+    logits, probs = inputs(**CASES["odd, several blocks"])
     logits[1, 200] = torch.nan
     found = value_and_gradient(lambda z: distill_loss(z, probs.to(device), kind=kind, impl=impl), logits.to(device))
     assert found[0].isnan()

@@ -30,13 +30,10 @@ from tlt_core.drafter.eagle3.windows import Pack
 ROW_MULTIPLE = 16
 
 
-def drafted_depths(
-    model: Eagle3Model, embeds_RD: Tensor, pack: Pack, *, depth: int, detached: bool = False
-) -> Iterator[Tensor]:
+def drafted_depths(model: Eagle3Model, embeds_RD: Tensor, pack: Pack, *, depth: int) -> Iterator[Tensor]:
     """y of depth 1 .. depth at the query rows, [T, D] each.
 
-    Depth k + 1 is meaningful where k rows of the same window come before.  embeds: of `pack.tokens_R`.  detached: no
-    gradient from a depth's input into the depth before.
+    Depth k + 1 is meaningful where k rows of the same window come before.  embeds: of `pack.tokens_R`.
     """
     longest = max(window.end for window in pack.windows)
     context, queries = sum(pack.context), sum(pack.queries)
@@ -51,7 +48,6 @@ def drafted_depths(
         y_TD = model(embeds_TD, hidden_TD, table[places_T], attend)[:queries]
         yield y_TD
         hidden_TD = pad_rows(y_TD.roll(1, dims=0))  # across a window's start, into a row that means nothing
-        hidden_TD = hidden_TD.detach() if detached else hidden_TD
 
 
 def pad_rows(x_N: Tensor) -> Tensor:

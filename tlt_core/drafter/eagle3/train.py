@@ -11,25 +11,15 @@ sampled token.  With N rows trained at depth 1, all losses are sums over rows:
 
 so micro-steps add up to the step, however sequences are cut into windows and windows into passes.
 
-Methods, all for the same network and compared by what they get accepted (`acceptance`):
-
-eagle3   (Li et al., arXiv 2503.01840)  L_k is the token loss alone, and its gradient runs through the y of the depths
-         before.
-hass     (Zhang et al., arXiv 2408.15766)  The same depths and the same attention; a depth's input is taken as a
-         constant, and L_k = smooth L1 of the feature + 0.1 soft CE + soft CE of the target's ten likeliest tokens.
-         HASS weighs all depths alike: set depth_decay to 1.
-eagle    (Li et al., arXiv 2401.15077; weights as in TLT's release)  Depth 1 alone: L = smooth L1 + 0.1 soft CE.
-
-In both papers the feature is the target's last hidden state, and the head is the target's.  Here the feature is y,
-regressed on the fused state g of the next position, and the head is the drafter's own, over the draft vocabulary.  No
-noise is added to features.
+This is how EAGLE-3 is trained (Li et al., arXiv 2503.01840), the gradient running through the y of the depths before.
+L_k is one of the losses in `loss`.  No noise is added to features.
 """
 
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +27,9 @@ from torch import Tensor
 
 from tlt_core.drafter.eagle3.depths import drafted_depths, pad_rows
 from tlt_core.drafter.eagle3.gradients import LateGradients
-from tlt_core.drafter.eagle3.loss import DraftLoss, LossKind, draft_loss, feature_loss
+from tlt_core.drafter.eagle3.loss import LossKind, draft_loss
 from tlt_core.drafter.eagle3.model import Eagle3Model
-from tlt_core.drafter.eagle3.windows import Pack, TrainPack, Window, whole
+from tlt_core.drafter.eagle3.windows import TrainPack, Window, whole
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.ends import PolicyEnds
@@ -47,11 +37,6 @@ from tlt_core.model.ends import PolicyEnds
 log = logging.getLogger(__name__)
 
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq")
-_TOKEN_WEIGHT = 0.1  # of soft CE beside feature regression
-_HASS_TOP = 10
-_HASS_TOP_WEIGHT = 10.0  # relative to soft CE: 1 beside feature regression
-
-Method = Literal["eagle3", "hass", "eagle"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +51,7 @@ class TrainSettings:
     depth: int = 3  # steps of the training-time test
     depth_decay: float = 0.8  # weight of depth k + 1 relative to depth k
     compute_dtype: torch.dtype = torch.float32  # bfloat16: matrix products alone, weights stay float32
-    method: Method = "eagle3"  # see the module docstring
-    loss: LossKind = "soft_ce"  # see `loss`; the other methods have their own
-
-    def __post_init__(self) -> None:
-        if self.method != "eagle3" and self.loss != "soft_ce":
-            raise ValueError(f"method {self.method} has a loss of its own: {self.loss} is an option of eagle3")
-
-    @property
-    def levels(self) -> int:
-        """Depths that are trained."""
-        return 1 if self.method == "eagle" else self.depth
+    loss: LossKind = "soft_ce"  # see `loss`
 
 
 class GivenUp(Exception):
@@ -197,15 +172,13 @@ class Eagle3Trainer:
     ) -> tuple[Tensor, TrainMetrics]:
         """Summed loss, and metrics.  before_each: depth."""
         settings = self.settings
-        train = TrainPack.of(windows, depth=settings.levels, device=self.model.fc.weight.device)
-        pack, probs_TJ, detached = train.pack, train.pack.probs_TJ(self._heads), settings.method == "hass"
+        train = TrainPack.of(windows, depth=settings.depth, device=self.model.fc.weight.device)
+        pack, probs_TJ = train.pack, train.pack.probs_TJ(self._heads)
         losses, overlaps, counts, top1 = [], [], [], 0.0
         half = settings.compute_dtype == torch.bfloat16
         with torch.autocast(pack.device.type, torch.bfloat16, enabled=half):
             embeds_RD = F.embedding(pack.tokens_R, self.embedding_VD).float()
-            features_TD = None if settings.method == "eagle3" else self._next_features(pack)
-            depths = drafted_depths(self.model, embeds_RD, pack, depth=settings.levels, detached=detached)
-            for k, y_TD in enumerate(depths):
+            for k, y_TD in enumerate(drafted_depths(self.model, embeds_RD, pack, depth=settings.depth)):
                 before_each()
                 rows_N = train.counted_N(k)
                 y_ND = y_TD.index_select(0, rows_N)
@@ -214,26 +187,12 @@ class Eagle3Trainer:
                 if k == 0:
                     agreed_N = logits_NJ.detach().argmax(-1) == probs_NJ.argmax(-1)
                     top1 = float(agreed_N.sum()) / max(1, len(rows_N))
-                result = self._token_loss(logits_NJ, probs_NJ)
-                loss = result.loss
-                if features_TD is not None:
-                    loss = _TOKEN_WEIGHT * loss + feature_loss(y_ND, features_TD[rows_N])
-                losses.append(settings.depth_decay**k * loss)
+                result = draft_loss(logits_NJ, probs_NJ, kind=settings.loss)
+                losses.append(settings.depth_decay**k * result.loss)
                 overlaps.append(float(result.overlap) / max(1, len(rows_N)))
                 counts.append(len(rows_N))
-        loss = torch.stack(losses).sum() / sum(settings.depth_decay**k for k in range(settings.levels))
+        loss = torch.stack(losses).sum() / sum(settings.depth_decay**k for k in range(settings.depth))
         return loss, TrainMetrics(float(loss.detach()) / counts[0], tuple(overlaps), counts[0], top1)
-
-    def _token_loss(self, logits_NJ: Tensor, probs_NJ: Tensor) -> DraftLoss:
-        kind = self.settings.loss
-        if self.settings.method == "hass":
-            return draft_loss(logits_NJ, probs_NJ, kind=kind, top=_HASS_TOP, top_weight=_HASS_TOP_WEIGHT)
-        return draft_loss(logits_NJ, probs_NJ, kind=kind)
-
-    @torch.no_grad()
-    def _next_features(self, pack: Pack) -> Tensor:
-        """The fused state of the position after each query row's, [T, D]."""
-        return self.model.fuse(pack.next_taps_TE().to(self.model.fc.weight.dtype))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything a resume needs besides the settings, as tensors by name: fit for one safetensors file.

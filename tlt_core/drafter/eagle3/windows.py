@@ -114,10 +114,6 @@ class Pack(NamedTuple):
 
         return self._gather(part)
 
-    def next_taps_TE(self) -> Tensor:
-        """Hidden states of the token that each query row reads."""
-        return self._gather(lambda w: w.sequence.taps_LE[w.start + 1 : w.end + 1])
-
     def targets_T(self) -> Tensor:
         """The token that each query row predicts, int64."""
         return self._gather(lambda w: w.sequence.tokens_L[w.start + 2 : w.end + 2]).to(torch.int64)
