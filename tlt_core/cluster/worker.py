@@ -175,7 +175,7 @@ class Worker:
         return GenerateReport(
             **self._replica.report()._asdict(),
             spot=None if spot is None else spot.result(),
-            canary=drafting.canary(),
+            suspended=drafting.suspended,
             streamed=tuple(streamed),
         )
 
@@ -259,7 +259,6 @@ class Worker:
             self._meet()
         self._replica.load_weights(digest.through(self._policy.weights()), policy_version=policy_version)
         self._policy_version = policy_version
-        self._drafting.changed()
         return policy_version, digest.value
 
     def export(self, out_dir: Path, tokenizer_from: Path, dtype: str) -> None:

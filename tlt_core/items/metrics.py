@@ -101,8 +101,7 @@ drafter/slowdown | share | since the start | by how much training lengthens a ro
 drafter/slowdown_error | share | standard error | of `drafter/slowdown` | drafter training
 drafter/expected_gain | share | moving average | gain in acceptance length of a phase | drafter training
 drafter/duty | share | of idle time | in which workers train in the next phase | drafter training
-drafter/alarm | workers | count | a drafter is suspended, as its acceptance collapsed
-drafter/canary_ratio | ratio | the worst worker | accepted over expected draft tokens | after a publish
+drafter/alarm | workers | count | a drafter is suspended: none of its first drafts was accepted
 drafter/warmup_rollouts | responses | count | responses sampled for it | first drafter
 drafter/warmup_tokens | tokens | sum | tokens of the responses trained on | first drafter
 drafter/vocab_coverage | share | over held-out tokens | tokens in its vocabulary | first drafter

@@ -19,7 +19,6 @@ from tlt_core.run.spec_metrics import spec_metrics
 from tlt_core.run.step_metrics import StepMetrics, rollout_metrics
 from tlt_core.run.streamed_update import StreamedUpdate
 from tlt_core.spot.coordinator import PhaseReport, SpotSettings
-from tlt_core.tuner.collapse import collapse_metrics
 
 _PATIENCE_S = 0.1  # no drafter training when the rewards arrive within this time
 
@@ -67,7 +66,7 @@ class RolloutPhase:
                 stream.computed(report.streamed)
             self.rounds = [report.rounds for report in done.reports]
             self._metrics.log(spec_metrics(done.reports))
-            self._metrics.log(collapse_metrics([report.canary for report in done.reports]))
+            self._metrics.log({"drafter/alarm": sum(bool(report.suspended) for report in done.reports)})
             self._drafter.observe(done.phase, self.rounds, results_of(done.reports))
             rollouts = RolloutBatch.pack(finished)
         self._batches.append(rollouts)
