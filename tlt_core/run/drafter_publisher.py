@@ -83,9 +83,9 @@ class DrafterPublisher:
         return self._payoff.worth(self._cfg.num_steps - step)
 
     @property
-    def has_all_results(self) -> bool:
-        """False where no drafter is trained, and when a worker was lost."""
-        return len(self._results) == len(self._group.engines.hosts)
+    def is_trained(self) -> bool:
+        """Have workers trained a drafter in this step?"""
+        return bool(self._results)
 
     def observe(self, phase: PhaseReport, rounds: Sequence[Sequence[RoundTrace]], results: list[SpotResult]) -> None:
         """A rollout phase has ended.  rounds, results: by worker."""
@@ -98,8 +98,8 @@ class DrafterPublisher:
     def publish(self, step: int) -> str:
         """Publish what the workers have trained, unless it drafts worse; returns what was decided, and why."""
         results, self._results = self._results, []
-        if len(results) < len(self._group.engines.hosts):
-            return "no drafter is trained" if not results else "a worker was lost"
+        if not results:
+            return "no drafter is trained"
         self._reporter.phase("publish the drafter")
         with self._metrics.timed("publish_drafter"):
             self._payoff.observe(outcome_of(self._phase, self._rounds, results))

@@ -84,7 +84,7 @@ class RolloutPhase:
 
     def train_until_scored(self, rollouts: RolloutBatch, *, step: int) -> None:
         """While rewards are outstanding, every worker is idle and trains the drafter."""
-        if not self._drafter.has_all_results or self._scoring.is_ready(rollouts, within_s=_PATIENCE_S):
+        if not self._drafter.is_trained or self._scoring.is_ready(rollouts, within_s=_PATIENCE_S):
             return
         waited = self._group.train_while(
             lambda: not self._scoring.is_ready(rollouts),

@@ -9,8 +9,7 @@ consumes: events.  waits: never, and no worker for another.  produces: an order 
 
 No clock, no I/O: `at_s` of all events comes from one clock.  A worker that is not busy reports `Progress` between
 micro-steps (TRAIN), after a pass of the policy update (STREAM) or after a short sleep (WAIT), and leaves the phase on
-STOP.  One TRAIN allows one micro-step, so `max_steps` is exact, and the loss of a worker loses at most the micro-step
-it was in.  One STREAM allows one of the passes that were offered.
+STOP.  One TRAIN allows one micro-step, so `max_steps` is exact.  One STREAM allows one of the passes that were offered.
 """
 
 from collections.abc import Mapping
@@ -45,13 +44,6 @@ class Progress(NamedTuple):
     has_data: bool
 
 
-class WorkerLost(NamedTuple):
-    """A worker died or left."""
-
-    worker: int
-    at_s: float
-
-
 class PassesOffered(NamedTuple):
     """Passes of the policy update can be computed."""
 
@@ -64,7 +56,7 @@ class RolloutOver(NamedTuple):
     at_s: float
 
 
-Event = PhaseBegan | WorkerIdle | Progress | WorkerLost | PassesOffered | RolloutOver
+Event = PhaseBegan | WorkerIdle | Progress | PassesOffered | RolloutOver
 
 
 class Action(Enum):
@@ -94,7 +86,6 @@ REASONS = (
     "throttled",
     "busy",
     "rollout_over",
-    "lost",
 )
 
 
@@ -158,7 +149,6 @@ class _Phase:
     preempting: set[int] = field(default_factory=set)  # worked when rollout ended, not heard of since
     preempt_s: list[float] = field(default_factory=list)
     offered: int = 0  # passes of the update that nobody has been told to compute
-    lost_steps: int = 0  # done by workers that were lost since
     idle_by_reason_s: dict[str, float] = field(default_factory=dict)
 
 
@@ -179,21 +169,19 @@ class Coordinator:
                 self._phase.offered += passes
             case RolloutOver(at_s):
                 self._end_rollout(at_s)
-            case WorkerLost(worker, at_s):
-                self._lose(worker, at_s)
             case _:
                 return self._answer(event)
         return None
 
     def state(self, worker: int) -> WorkerState | None:
-        """None: the worker was lost, or no phase has begun."""
+        """None: no phase has begun."""
         known = self._phase.workers.get(worker)
         return None if known is None else known.state
 
     @property
     def steps(self) -> int:
         """Micro-steps reported in this phase, all workers together."""
-        return self._phase.lost_steps + sum(w.steps_done for w in self._phase.workers.values())
+        return sum(w.steps_done for w in self._phase.workers.values())
 
     def report(self, at_s: float) -> PhaseReport:
         """The phase up to `at_s`.  Changes nothing."""
@@ -211,7 +199,7 @@ class Coordinator:
     def _answer(self, event: WorkerIdle | Progress) -> Order:
         phase, worker = self._phase, self._phase.workers.get(event.worker)
         if worker is None:
-            return Order(Action.STOP, "lost" if phase.over_s is None else "rollout_over")
+            return Order(Action.STOP, "rollout_over")
         at_s = max(event.at_s, worker.since_s, worker.counted_s)  # clocks may step back; spans do not
         self._count(worker, at_s)
         if event.worker in phase.preempting:
@@ -270,17 +258,6 @@ class Coordinator:
             self._count(worker, at_s)
         phase.preempting = {n for n, w in phase.workers.items() if w.state in _WORKING}
         phase.over_s = at_s
-
-    def _lose(self, number: int, at_s: float) -> None:
-        phase, worker = self._phase, self._phase.workers.get(number)
-        if worker is None:
-            return
-        at_s = max(at_s, worker.since_s)
-        self._count(worker, at_s)
-        phase.spans.append(WorkerSpan(number, worker.state, worker.since_s, at_s))
-        phase.preempting.discard(number)
-        phase.lost_steps += worker.steps_done
-        del phase.workers[number]
 
     def _enter(self, number: int, state: WorkerState, at_s: float) -> None:
         """Change a worker's state, which leaves one span behind; nothing when it is in that state already."""

@@ -20,7 +20,6 @@ from tlt_core.spot.coordinator import (
     RolloutOver,
     SpotSettings,
     WorkerIdle,
-    WorkerLost,
 )
 
 BUSY, IDLE, TRAINING = WorkerState.BUSY, WorkerState.IDLE, WorkerState.TRAINING
@@ -181,7 +180,7 @@ def test_max_steps_counts_steps_that_are_under_way():
     c = Coordinator(3, SpotSettings(min_idle_s=0, max_steps=2))
     c.handle(PhaseBegan(1, 0.0))
     assert [c.handle(WorkerIdle(w, 1.0, has_data=True)) for w in range(3)] == [TRAIN, TRAIN, wait("max_steps")]
-    c.handle(WorkerLost(0, 1.5))  # what it was ordered to do is free again
+    assert c.handle(Progress(0, 0, 1.5, has_data=False)) == wait("no_data")  # what it was ordered to do is free again
     assert c.handle(Progress(2, 0, 2.0, has_data=True)) == TRAIN
     assert c.handle(Progress(1, 1, 3.0, has_data=True)) == wait("max_steps")
     assert c.handle(Progress(2, 1, 3.0, has_data=True)) == wait("max_steps")
@@ -191,11 +190,9 @@ def test_late_and_unknown_reports_are_answered():
     c = Coordinator(1, SpotSettings())
     assert c.handle(Progress(0, 0, 0.0, has_data=True)) == Order(Action.STOP, "rollout_over")  # before the first phase
     c.handle(PhaseBegan(1, 1.0))
-    c.handle(WorkerLost(0, 2.0))
-    assert c.handle(Progress(0, 0, 3.0, has_data=True)) == Order(Action.STOP, "lost")
     c.handle(RolloutOver(4.0))
     assert c.handle(WorkerIdle(0, 5.0, has_data=True)) == Order(Action.STOP, "rollout_over")
-    assert c.report(6.0).spans == (WorkerSpan(0, BUSY, 1.0, 2.0),)
+    assert c.report(6.0).spans == (WorkerSpan(0, BUSY, 1.0, 5.0), WorkerSpan(0, IDLE, 5.0, 6.0))
 
 
 WORKERS = 3
@@ -223,7 +220,7 @@ class AnyEvents(RuleBasedStateMachine):
 
     def start(self, step):
         self.step, self.began_s, self.over_s = step, self.now, None
-        self.alive, self.expected_spans = set(range(WORKERS)), 0
+        self.expected_spans = 0
         self.done, self.ordered = dict.fromkeys(range(WORKERS), 0), set()
         self.idle_at, self.first_idle_s = {}, None
         self.c.handle(PhaseBegan(step, self.now))
@@ -239,8 +236,6 @@ class AnyEvents(RuleBasedStateMachine):
             self.expected_spans += (before, after) == (BUSY, TRAINING)
         if self.over_s is not None:
             assert order == Order(Action.STOP, "rollout_over")
-        elif event.worker not in self.alive:
-            assert order == Order(Action.STOP, "lost")
         else:
             assert order.action != Action.STOP
             assert (order.reason == "training") == (order.action == Action.TRAIN) == (after == TRAINING)
@@ -282,13 +277,6 @@ class AnyEvents(RuleBasedStateMachine):
         order = self.send(Progress(worker, self.done[worker], self.now, has_data))
         assert has_data or order.action != Action.TRAIN
 
-    @rule(worker=workers)
-    def lose(self, worker):
-        self.expected_spans += worker in self.alive
-        self.alive.discard(worker)
-        self.ordered.discard(worker)  # it takes the step that it was in with it
-        self.c.handle(WorkerLost(worker, self.now))
-
     @precondition(lambda self: self.over_s is None)
     @rule()
     def over(self):
@@ -304,18 +292,16 @@ class AnyEvents(RuleBasedStateMachine):
     @invariant()
     def one_state_and_contiguous_spans(self):
         report = self.c.report(self.now)
-        states = {w: self.c.state(w) for w in range(WORKERS)}
-        assert {w for w, state in states.items() if state is not None} == self.alive
-        assert len(report.spans) == self.expected_spans + len(self.alive)
+        assert all(self.c.state(w) is not None for w in range(WORKERS))
+        assert len(report.spans) == self.expected_spans + WORKERS
         by_worker = defaultdict(list)
         for span in report.spans:
             by_worker[span.worker].append(span)
-        for worker, spans in by_worker.items():
+        for spans in by_worker.values():
             assert spans[0].start_s == self.began_s
             assert all(a.end_s == b.start_s for a, b in itertools.pairwise(spans))
             assert all(a.end_s >= a.start_s for a in spans)
-            if worker in self.alive:
-                assert spans[-1].end_s == self.now
+            assert spans[-1].end_s == self.now
 
     @invariant()
     def every_idle_second_has_one_reason(self):
@@ -345,22 +331,3 @@ class AnyEvents(RuleBasedStateMachine):
 
 TestAnyEvents = AnyEvents.TestCase
 TestAnyEvents.settings = hypothesis_settings(max_examples=120, stateful_step_count=40, deadline=None)
-
-
-def test_a_lost_worker_blocks_nobody():
-    """Whatever one worker was doing when it died, the others go on as if it had never been."""
-    for last_words in (
-        [],
-        [WorkerIdle(0, 1.0, has_data=True)],
-        [WorkerIdle(0, 1.0, has_data=True), Progress(0, 0, 2.0, has_data=True)],
-    ):
-        c = Coordinator(2, SpotSettings(max_steps=3))
-        c.handle(PhaseBegan(1, 0.0))
-        for event in last_words:
-            c.handle(event)
-        c.handle(WorkerLost(0, 2.5))
-        c.handle(WorkerIdle(1, 3.0, has_data=True))
-        orders = [c.handle(Progress(1, done, 4.0 + done, has_data=True)) for done in range(4)]
-        assert orders == [TRAIN, TRAIN, TRAIN, wait("max_steps")]
-        c.handle(RolloutOver(9.0))
-        assert c.handle(Progress(1, 3, 9.1, has_data=True)).action == Action.STOP
