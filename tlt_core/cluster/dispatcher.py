@@ -10,7 +10,7 @@ rollouts, orders for idle workers (compute a pass of the update, train the draft
 `static`: whole groups are dealt up front, as in classic data parallelism.
 
 Rollouts come by `push`, not as a stream from the worker's call, because the dispatcher must hear of each in any case:
-fair shares, the end of rollout and the loss of a worker depend on it.
+fair shares and the end of rollout depend on it.
 """
 
 import time
@@ -34,7 +34,6 @@ from tlt_core.spot.coordinator import (
     RolloutOver,
     SpotSettings,
     WorkerIdle,
-    WorkerLost,
 )
 
 
@@ -156,15 +155,6 @@ class Dispatcher:
     def take(self) -> OfferedPass:
         """The next of them, for a worker that was told to compute one."""
         return self._offered.popleft()
-
-    def lost(self, worker: int) -> bool:
-        """A worker died.  True when the phase goes on without it: it held no request, and others take what it had to
-        come."""
-        self._coordinator.handle(WorkerLost(worker, time.time()))
-        self._idle.add(worker)
-        queue = self._queues.pop(worker, None)
-        others_take_it = self._shared and bool(self._queues)
-        return self._live[worker] == 0 and (not queue or others_take_it)
 
     def phase(self) -> PhaseReport:
         """What every worker did in the phase, until the last one left it."""

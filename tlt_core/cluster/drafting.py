@@ -1,7 +1,7 @@
 """Everything of a worker that has to do with drafting: what its engine speculates with, how that learns, who watches.
 
 prepare -> the tuner is restored if policy, arms and machine are those it learnt with, else measured anew
-observe -> every training round is watched; a drafter that has collapsed is suspended
+observe -> the first training rounds after a publish are watched; a drafter that gets nothing accepted is suspended
 publish -> candidates of all workers are summed, tried, and swapped in between two rollouts
 """
 
@@ -22,8 +22,7 @@ from tlt_core.machine.doctor import machine
 from tlt_core.rollout.drafts import Drafts
 from tlt_core.spot.comparison import Comparison
 from tlt_core.spot.training import SpotTraining
-from tlt_core.tuner.collapse import CollapseMonitor, CollapseReport
-from tlt_core.tuner.policies import UNKNOWN
+from tlt_core.tuner.collapse import CollapseCheck
 
 _DRAFTER_DIR = "drafter-eagle3"  # of a checkpoint: the drafter in use
 _STATE_FILE = "tuner_{}.json"  # by rank
@@ -65,19 +64,20 @@ class Drafting:
         self._tuner = None if drafts is None else drafts.tuner
         self.spot: SpotTraining | None = None
         self._trial_errors = 0.0
-        self._canary = CollapseMonitor(() if drafts is None else drafts.learned)
+        self._check = CollapseCheck(() if drafts is None else drafts.learned)
 
     def prepare(self, checkpoint: Path | None) -> None:
-        """What tuner and canary had learnt before the restart, or a first measurement."""
+        """What was learnt before the restart, or a first measurement."""
         saved = None if checkpoint is None else checkpoint / _STATE_FILE.format(self._rank)
         state = json.loads(saved.read_text()) if saved is not None and saved.is_file() else {}
-        self._canary.load_state_dict(state.pop("canary", {}))
+        if "check" in state:
+            self._check.load_state_dict(state.pop("check"))
         if self._tuner is not None and state.pop("of", None) == self._tuner_of():
             self._tuner.load_state_dict(state)
             return
         if self._drafts is not None:
             self._drafts.calibrate()
-        for drafter in self._canary.report().suspended:
+        for drafter in self._check.suspended:
             if self._tuner is not None:
                 self._tuner.suspend(drafter)
 
@@ -113,23 +113,14 @@ class Drafting:
 
     def observe(self, report: RoundReport) -> None:
         """A round of a training rollout was made."""
-        verdict = self._canary.observe(report)
-        if verdict is not None and verdict.collapsed and self._tuner is not None:
-            self._tuner.suspend(verdict.drafter)
+        collapsed = self._check.observe(report)
+        if collapsed is not None and self._tuner is not None:
+            self._tuner.suspend(collapsed)
 
-    def canary(self) -> CollapseReport:
-        """What is known since the latest publish."""
-        return self._canary.report()
-
-    def changed(self, drafter: str | None = None, *, change: float = UNKNOWN) -> None:
-        """New weights of the drafter, or of the policy (None), are in the engine.  change: see `notify_change`."""
-        resumed = self._canary.published(drafter)
-        if self._tuner is None:
-            return
-        if drafter is not None:
-            self._tuner.notify_change(drafter, change=change)
-        for name in resumed:
-            self._tuner.resume(name)
+    @property
+    def suspended(self) -> tuple[str, ...]:
+        """Drafters that have collapsed and are out of use."""
+        return self._check.suspended
 
     def publish(self, shares: Sequence[float], *, measured: Comparison | None) -> DrafterPublished:
         """Sum the workers' candidates, each times its share, and draft with the result from now on.
@@ -143,7 +134,11 @@ class Drafting:
         accepted = measured is not None or not trial.is_worse(errors=self._trial_errors)
         if accepted:
             self._swap(parameters_N, is_mine=self._share(shares) == 1)
-            self.changed("eagle3", change=trial.change)
+            was_suspended = self._check.published("eagle3")
+            if self._tuner is not None:
+                self._tuner.notify_change("eagle3", change=trial.change)
+                if was_suspended:
+                    self._tuner.resume("eagle3")
         else:
             spot.reject()
         return DrafterPublished(accepted, trial if measured is None else None, spot.candidate.checksum)
@@ -165,7 +160,7 @@ class Drafting:
         """This worker's part of a checkpoint.  The drafter's training state follows in the background."""
         if self._tuner is not None:
             state: dict[str, Any] = {**self._tuner.state_dict(), "of": self._tuner_of()}
-            state["canary"] = self._canary.state_dict()
+            state["check"] = self._check.state_dict()
             (folder / _STATE_FILE.format(self._rank)).write_text(json.dumps(state))
         if self.spot is not None:
             self.spot.save()

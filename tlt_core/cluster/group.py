@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from conf.system import ClusterConfig
 from tlt_core.cluster.dispatcher import Dispatcher, Drained, OfferedPass
@@ -53,14 +53,14 @@ class WorkerDied(RuntimeError):
 class Generated(NamedTuple):
     """What the workers did in a rollout phase."""
 
-    reports: list[GenerateReport]  # by rank; a worker that died when it had nothing left to decode is missing
+    reports: list[GenerateReport]  # by rank
     phase: PhaseReport
 
 
 class Waited(NamedTuple):
     """What the workers did while the driver waited."""
 
-    results: list[SpotResult]  # of their training, by rank; a worker that died, or trains none, is missing
+    results: list[SpotResult]  # of their training, by rank; a worker that trains none is missing
     phase: PhaseReport
 
 
@@ -155,8 +155,7 @@ class WorkerGroup:
     ) -> Generated:
         """Sample every request; `on_progress` gets what finished since its last call, several times a second.
 
-        is_training: these are the rollouts of RL step `step`.  spot: when idle workers train the drafter.  A worker
-        that dies when it has nothing left to decode does not end the phase: the next one fails.
+        is_training: these are the rollouts of RL step `step`.  spot: when idle workers train the drafter.
         """
         self._ask_dispatcher("begin", groups, engines=self.engines, dispatch=dispatch, step=step, spot=spot)
         calls = [w.serve_requests.remote(self._dispatcher, params, step, is_training) for w in self._workers]
@@ -182,36 +181,18 @@ class WorkerGroup:
     def _gather(
         self, calls: Sequence[Any], what: str, look: Callable[[], None], *, every_s: float, may_idle: bool = False
     ) -> list[Any]:
-        """The workers' reports by rank, without those that died idle.  look: called now and then, and at the end.
-        what, may_idle: see `Watch`."""
-        ranks = {call: rank for rank, call in enumerate(calls)}
+        """The workers' reports by rank.  look: called now and then, and at the end.  what, may_idle: see `Watch`."""
+        ranks, pending = {call: rank for rank, call in enumerate(calls)}, list(calls)
         self._watch.begin(what)
-        pending, reports = list(calls), dict[int, Any]()
         while pending:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=every_s)
-            for call in done:
-                report = self._report_of(call, ranks[call])
-                if report is not None:
-                    reports[ranks[call]] = report
+            self._get(done)
             look()
             self._look_after([ranks[call] for call in pending], may_idle=may_idle)
-        return [reports[rank] for rank in sorted(reports)]
+        return self._get(calls)
 
     def _ask_dispatcher(self, method: str, *arguments: Any, **options: Any) -> Any:
         return self._get([getattr(self._dispatcher, method).remote(*arguments, **options)], within_s=_DISPATCHER_S)[0]
-
-    def _report_of(self, call: Any, rank: int) -> Any:
-        """None: the worker died idle, and the phase goes on."""
-        try:
-            return ray.get(call)
-        except ActorDiedError as error:
-            if not self._ask_dispatcher("lost", rank):
-                self._get([call])
-            reason = str(error).splitlines()[0]
-            log.warning("worker %d died while it had nothing to decode; rollout goes on (%s)", rank, reason)
-            return None
-        except RayError:
-            return self._get([call])  # raises
 
     # ------------------------------------------------------------------------------------------ drafter
 

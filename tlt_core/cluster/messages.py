@@ -11,7 +11,6 @@ from tlt_core.items.types import WorkerSpan
 from tlt_core.rollout.engine import RoundTrace
 from tlt_core.rollout.vllm.replica import VllmSpec
 from tlt_core.spot.training import SpotResult
-from tlt_core.tuner.collapse import CollapseReport
 
 
 class TrainerSpec(NamedTuple):
@@ -50,7 +49,7 @@ class GenerateReport(NamedTuple):
     tuner: dict[str, Any]
     drafter_failures: int
     spot: SpotResult | None = None  # None: this worker trains no drafter
-    canary: CollapseReport = CollapseReport((), ())
+    suspended: tuple[str, ...] = ()  # drafters that have collapsed
     streamed: tuple[Key, ...] = ()  # passes of the update whose gradient this worker has
 
 

@@ -1,7 +1,7 @@
 """One worker's share of the policy update: the trainer, and the reference model where the loss needs one."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -64,9 +64,9 @@ class PolicyShard:
         metrics = self._trainer.steps(steps)
         return UpdateReport((WorkerSpan(self._rank, WorkerState.UPDATING, started_s, time.time()),), metrics)
 
-    def stream(self, share: TrainBatch, interrupted: Callable[[], bool]) -> bool:
+    def stream(self, share: TrainBatch) -> None:
         """See `PolicyTrainer.stream`.  By one worker alone."""
-        return self._trainer.stream(share, interrupted)
+        self._trainer.stream(share)
 
     def supervised_step(self, batch: TrainBatch) -> dict[str, float]:
         """One step of supervised training (the cold start)."""

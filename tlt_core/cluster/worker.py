@@ -13,11 +13,9 @@ A phase is one call.  States are time-stamped as `WorkerSpan`s, for the timeline
     update:          UPDATING
 """
 
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ from tlt_core.cluster.drafting import Drafting
 from tlt_core.cluster.engines import Engines
 from tlt_core.cluster.feed import RequestFeed
 from tlt_core.cluster.messages import GenerateReport, UpdateReport, WorkerSpec
-from tlt_core.cluster.phase_end import PhaseEnd
 from tlt_core.cluster.policy_shard import PolicyShard
 from tlt_core.cluster.pulse import Pulse
 from tlt_core.cluster.rendezvous import host_store, join_group
@@ -41,7 +38,6 @@ from tlt_core.grpo.passes import Key
 from tlt_core.items.types import SamplingParams
 from tlt_core.machine.getting_on import got_on
 from tlt_core.machine.host_memory import keep_freed_memory
-from tlt_core.machine.low_priority import giving_way
 from tlt_core.machine.memory import peak_bytes, require_gpu
 from tlt_core.machine.precision import as_torch
 from tlt_core.rollout.replica import Replica
@@ -49,8 +45,6 @@ from tlt_core.spot.coordinator import Action, Progress, WorkerIdle
 from tlt_core.spot.training import SpotResult, SpotTraining
 
 _POLL_S = 0.02  # how often an idle worker asks whether rollout has ended
-_LONGEST_WAITING_S = 0.2  # longest piece of training while the driver waits, since it does not announce the end
-_PATIENCE = 1.5  # micro-steps' time, after which training gets its ordinary priority back
 
 
 class Worker:
@@ -66,7 +60,6 @@ class Worker:
         self._policy_shard: PolicyShard | None = None
         self._policy_version = 0
         self._store: dist.TCPStore | None = None  # of worker 0: where the group meets
-        self._phase_end = PhaseEnd(None)
 
     # ------------------------------------------------------------------------------------------ the process
 
@@ -95,7 +88,6 @@ class Worker:
             backend=backend,
             store=self._store,
         )
-        self._phase_end = PhaseEnd.at(meeting_point, world_size=self._world_size)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "") if self._device.type == "cuda" else ""
         return tuple(filter(None, visible.split(",")))
 
@@ -153,7 +145,6 @@ class Worker:
         feed, drafting = RequestFeed(dispatcher, self._rank), self._drafting
         spot = drafting.spot if is_training else None
         streamed: list[Key] = []
-        self._phase_end.begin()
         if spot is not None:
             spot.begin(step, self._policy_version)
         while not feed.exhausted:  # a fair share may be empty for a moment while others hold more than theirs
@@ -175,7 +166,7 @@ class Worker:
         return GenerateReport(
             **self._replica.report()._asdict(),
             spot=None if spot is None else spot.result(),
-            canary=drafting.canary(),
+            suspended=drafting.suspended,
             streamed=tuple(streamed),
         )
 
@@ -184,49 +175,34 @@ class Worker:
 
         None: of a worker that trains none."""
         feed, spot = RequestFeed(dispatcher, self._rank), self._drafting.spot
-        self._phase_end.begin()
         idle = WorkerIdle(self._rank, time.time(), _has_data(spot))
-        self._use_idle_time(idle, feed, spot, [], longest_s=_LONGEST_WAITING_S)
+        self._use_idle_time(idle, feed, spot, [])
         return None if spot is None else spot.result()
 
     def _use_idle_time(
-        self,
-        idle: WorkerIdle,
-        feed: RequestFeed,
-        spot: SpotTraining | None,
-        streamed: list[Key],
-        *,
-        longest_s: float = math.inf,
+        self, idle: WorkerIdle, feed: RequestFeed, spot: SpotTraining | None, streamed: list[Key]
     ) -> None:
         """Compute passes of the update or train the drafter, piece by piece, when told to, else wait, until the order
-        to stop.  streamed: gets the passes that were computed.  longest_s: of a piece of training."""
+        to stop.  A piece that has begun is finished.  streamed: gets the passes that were computed."""
         order, done = feed.ask(idle), 0
         while order.action is not Action.STOP:
             if order.action is Action.STREAM:
                 key, share = feed.take()
-                with self._low_priority():
-                    if self._policy.stream(share, self._phase_end.reached):
-                        streamed.append(key)
+                self._policy.stream(share)
+                streamed.append(key)
             elif spot is not None and order.action is Action.TRAIN:  # ordered only where there is data
-                with self._low_priority():
-                    done += spot.micro_step(self._phase_end.reached, longest_s=longest_s)
+                spot.micro_step()
+                done += 1
                 got_on()
             else:
                 time.sleep(_POLL_S)
             order = feed.ask(Progress(self._rank, done, time.time(), _has_data(spot)))
-        self._phase_end.announce()
 
     def _train_after_rollout(self, spot: SpotTraining) -> None:
         """Train for the configured time after rollout has ended."""
         until_s = time.monotonic() + self._spec.drafter.spot.after_rollout_s
         while spot.has_data and time.monotonic() < until_s:
-            spot.micro_step(lambda: time.monotonic() >= until_s)
-
-    def _low_priority(self) -> AbstractContextManager[None]:
-        """For a micro-step.  Several threads compute in a pool, whose priority this would not change."""
-        if self._spec.threads > 1 or self._device.type != "cpu":
-            return nullcontext()
-        return giving_way(_PATIENCE * self._spec.drafter.spot.micro_step_s)
+            spot.micro_step()
 
     def call_drafting(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of this worker's `Drafting`."""
@@ -259,7 +235,6 @@ class Worker:
             self._meet()
         self._replica.load_weights(digest.through(self._policy.weights()), policy_version=policy_version)
         self._policy_version = policy_version
-        self._drafting.changed()
         return policy_version, digest.value
 
     def export(self, out_dir: Path, tokenizer_from: Path, dtype: str) -> None:

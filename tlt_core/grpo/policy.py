@@ -20,10 +20,6 @@ from tlt_core.grpo.micro_batch import MicroBatch, micro_batches
 from tlt_core.model.decoder import Decoder
 
 
-class Interrupted(Exception):
-    """A pass was given up, since its caller wanted the worker back."""
-
-
 class PolicyModel(nn.Module):
     """Wraps a decoder; see the module docstring."""
 
@@ -31,7 +27,6 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.temperature = temperature
-        self.interrupted: Callable[[], bool] | None = None  # asked before each layer; true: the pass is given up
         if activation_checkpointing:
             decoder.run_layer = _recomputing  # type: ignore[method-assign, assignment]
 
@@ -48,8 +43,6 @@ class PolicyModel(nn.Module):
         """Log-probability and entropy at the sampling temperature, both [C] float32 (fields of `MicroBatch`)."""
 
         def attend(layer: int, q_UHd: Tensor, k_UKd: Tensor, v_UKd: Tensor) -> Tensor:
-            if self.interrupted is not None and self.interrupted():
-                raise Interrupted
             if keys is not None:
                 k_UKd, v_UKd = k_UKd.index_select(0, keys), v_UKd.index_select(0, keys)
             return packed_causal_attention(q_UHd, k_UKd, v_UKd, offsets_Q1, key_offsets_S1=key_offsets_Q1)

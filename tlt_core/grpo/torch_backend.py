@@ -10,8 +10,7 @@ of gradients depends neither on their order nor on how passes are divided among 
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from conf.optimizer import AdamWConfig
 from tlt_core.grpo.exact_sum import add_exactly
 from tlt_core.grpo.optimizer import decay_groups
-from tlt_core.grpo.policy import Interrupted, PolicyModel
+from tlt_core.grpo.policy import PolicyModel
 
 _BUCKET_ELEMENTS = 1 << 22  # 32 MiB of float64 per all-reduce
 _NORM_ELEMENTS = 1 << 16
@@ -60,24 +59,6 @@ class TorchBackend:
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this worker's share."""
         loss.backward()
-
-    @contextmanager
-    def interruptible(self, interrupted: Callable[[], bool]) -> Iterator[None]:
-        """For one pass: `interrupted` is asked between two layers, forward and backward.  Once it is true, Interrupted
-        is raised and nothing of the pass is added."""
-        self.model.interrupted = interrupted
-        for group in self._groups:
-            group.hold(interrupted)
-        try:
-            yield
-        except BaseException:
-            for group in self._groups:
-                group.drop()
-            raise
-        finally:
-            self.model.interrupted = None
-            for group in self._groups:
-                group.add_held()
 
     def step(self, lr: float, scale: float = 1.0) -> float:
         """See `backend.Backend`."""
@@ -150,12 +131,9 @@ class _FlatGroup:
         self._compute = torch.cat([p.detach().flatten() for p in parameters.values()])
         self.master = nn.Parameter(self._compute if first.dtype == torch.float32 else self._compute.float())
         self.sum = torch.zeros_like(self.master, dtype=torch.float64)  # of gradients since the last step
-        self._interrupted: Callable[[], bool] | None = None
-        self._pairs: list[tuple[nn.Parameter, Tensor]] = []  # each parameter, and its part of `sum`
         sums, weights = dict(self.views(self.sum)), dict(self.views(self._compute))
         for name, parameter in parameters.items():
             parameter.data = weights[name]
-            self._pairs.append((parameter, sums[name]))
             self._add_when_complete(parameter, sums[name])
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -168,37 +146,15 @@ class _FlatGroup:
         if self._compute.dtype != torch.float32:
             self._compute.copy_(self.master.detach())
 
-    def hold(self, interrupted: Callable[[], bool]) -> None:
-        """Keep the gradients of the next pass until `add_held` or `drop`."""
-        self._interrupted = interrupted
-
-    def drop(self) -> None:
-        """Forget what is held."""
-        for parameter, _ in self._pairs:
-            parameter.grad = None
-
-    def add_held(self) -> None:
-        """Add what is held, and hold no more."""
-        self._interrupted = None
-        for parameter, total in self._pairs:
-            _add(parameter, total)
-
     def _add_when_complete(self, parameter: nn.Parameter, total: Tensor) -> None:
         """Add the gradient of each backward pass as soon as it exists, and free it."""
 
         def complete(parameter: Tensor) -> None:
-            if self._interrupted is None:
-                _add(parameter, total)
-            elif self._interrupted():
-                raise Interrupted
+            assert parameter.grad is not None, "it was just accumulated"
+            add_exactly(total, parameter.grad)
+            parameter.grad = None
 
         parameter.register_post_accumulate_grad_hook(complete)
-
-
-def _add(parameter: Tensor, total: Tensor) -> None:
-    if parameter.grad is not None:
-        add_exactly(total, parameter.grad)
-        parameter.grad = None
 
 
 def flat_norm(values: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ the caller initialises torch.distributed.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -27,7 +27,7 @@ from tlt_core.grpo.loss import LossTerms, TokenData, empty_sums, loss_metrics, p
 from tlt_core.grpo.micro_batch import MicroBatch, idle_micro_batch, micro_batches
 from tlt_core.grpo.optimizer import learning_rate
 from tlt_core.grpo.passes import skips_zero_advantage
-from tlt_core.grpo.policy import Interrupted, PolicyModel, inputs_of, measure_logprobs
+from tlt_core.grpo.policy import PolicyModel, inputs_of, measure_logprobs
 from tlt_core.grpo.step_sums import StepSums
 from tlt_core.grpo.torch_backend import TorchBackend
 from tlt_core.items.store import is_finite
@@ -124,20 +124,11 @@ class PolicyTrainer:
         sums_M, largest = self._reduced(done.sums_M), self._reduced(done.largest, maximum=True)
         return loss_metrics(sums_M, largest, scale=scale) | {"actor/grad_norm": norm, "actor/lr": lr}
 
-    def stream(self, batch: TrainBatch, interrupted: Callable[[], bool]) -> bool:
-        """Add the gradient of one pass of the next optimizer step, which then leaves it out.  By one worker alone.
-
-        False: `interrupted` has become true, and nothing was added.
-        """
-        assert isinstance(self._backend, TorchBackend), "the configuration refuses others"
+    def stream(self, batch: TrainBatch) -> None:
+        """Add the gradient of one pass of the next optimizer step, which then leaves it out.  By one worker alone."""
+        assert self._backend.sums_exactly, "the configuration refuses others"
         (micro,) = self._passes(batch, skip_zero_advantage=True)
-        try:
-            with self._backend.interruptible(interrupted):
-                terms = self._compute(batch, micro)
-        except Interrupted:
-            return False
-        self._done.add(terms, batch, micro)
-        return True
+        self._done.add(self._compute(batch, micro), batch, micro)
 
     def _compute(self, batch: TrainBatch, micro: MicroBatch) -> LossTerms:
         """One pass: forward, loss, backward."""

@@ -16,7 +16,6 @@ import torch
 
 from kernels import native
 from tlt_core.machine import precision
-from tlt_core.machine.low_priority import may_give_way
 from tlt_core.machine.precision import bf16_instructions
 from tlt_core.machine.processors import usable_processors
 
@@ -71,7 +70,6 @@ def _hardware(gpus: int) -> list[Finding]:
         _precision("precision", "cpu"),
         *([_precision("precision on GPU", "cuda")] if gpus else []),
         _native_kernels(),
-        _idle_time(),
         Finding(
             "GPU",
             ", ".join(torch.cuda.get_device_name(i) for i in range(gpus)) or "none",
@@ -102,15 +100,6 @@ def _native_kernels() -> Finding:
         return Finding("CPU decoding", "torch's kernels", "skipped", f"{error}; decoding takes about twice as long")
     reason = "bfloat16 rollouts do not depend on the batch, to the bit"
     return Finding("CPU decoding", "C, compiled for this processor", "used", reason)
-
-
-def _idle_time() -> Finding:
-    if may_give_way():
-        return Finding("idle time", "SCHED_IDLE", "used", "a one-thread worker yields its core while it trains")
-    remedy = "give the process CAP_SYS_NICE, or keep a core free for driver and services"
-    return Finding(
-        "idle time", "ordinary priority", "skipped", f"training the drafter competes with the driver; {remedy}"
-    )
 
 
 def _required() -> list[Finding]:

@@ -19,7 +19,6 @@ from tlt_core.run.spec_metrics import spec_metrics
 from tlt_core.run.step_metrics import StepMetrics, rollout_metrics
 from tlt_core.run.streamed_update import StreamedUpdate
 from tlt_core.spot.coordinator import PhaseReport, SpotSettings
-from tlt_core.tuner.collapse import collapse_metrics
 
 _PATIENCE_S = 0.1  # no drafter training when the rewards arrive within this time
 
@@ -61,14 +60,14 @@ class RolloutPhase:
         started_s = time.perf_counter()
         with self._metrics.timed("gen"):
             finished, done = self._generate(
-                groups, params, phase=phase, step=step, spot=self._drafter.spot_settings(step), stream=stream
+                groups, params, phase=phase, step=step, spot=self._drafter.spot_settings, stream=stream
             )
             for report in done.reports:
                 stream.computed(report.streamed)
             self.rounds = [report.rounds for report in done.reports]
             self._metrics.log(spec_metrics(done.reports))
-            self._metrics.log(collapse_metrics([report.canary for report in done.reports]))
-            self._drafter.observe(done.phase, self.rounds, results_of(done.reports))
+            self._metrics.log({"drafter/alarm": sum(bool(report.suspended) for report in done.reports)})
+            self._drafter.observe(results_of(done.reports))
             rollouts = RolloutBatch.pack(finished)
         self._batches.append(rollouts)
         self._seconds += time.perf_counter() - started_s
@@ -85,14 +84,14 @@ class RolloutPhase:
 
     def train_until_scored(self, rollouts: RolloutBatch, *, step: int) -> None:
         """While rewards are outstanding, every worker is idle and trains the drafter."""
-        if not self._drafter.has_all_results or self._scoring.is_ready(rollouts, within_s=_PATIENCE_S):
+        if not self._drafter.is_trained or self._scoring.is_ready(rollouts, within_s=_PATIENCE_S):
             return
         waited = self._group.train_while(
             lambda: not self._scoring.is_ready(rollouts),
             step=step,
-            spot=self._drafter.spot_settings(step, nobody_decodes=True),
+            spot=self._drafter.spot_settings,
         )
-        self._drafter.observe_waiting(waited.results)
+        self._drafter.observe(waited.results)
         self._add(waited.phase)
 
     def _generate(

@@ -7,10 +7,17 @@
 
 consumes: events.  waits: never, and no worker for another.  produces: an order for the worker that reported.
 
+The rule:
+
+    passes of the policy update that are ready come first: all workers have to do later what is not done now
+    else train the drafter
+    stop when the rollout ends, after the piece in hand
+
+With `stream_first` off, the first two change places.
+
 No clock, no I/O: `at_s` of all events comes from one clock.  A worker that is not busy reports `Progress` between
 micro-steps (TRAIN), after a pass of the policy update (STREAM) or after a short sleep (WAIT), and leaves the phase on
-STOP.  One TRAIN allows one micro-step, so `max_steps` is exact, and the loss of a worker loses at most the micro-step
-it was in.  One STREAM allows one of the passes that were offered.
+STOP.  One TRAIN allows one micro-step, so `max_steps` is exact.  One STREAM allows one of the passes that were offered.
 """
 
 from collections.abc import Mapping
@@ -45,13 +52,6 @@ class Progress(NamedTuple):
     has_data: bool
 
 
-class WorkerLost(NamedTuple):
-    """A worker died or left."""
-
-    worker: int
-    at_s: float
-
-
 class PassesOffered(NamedTuple):
     """Passes of the policy update can be computed."""
 
@@ -64,7 +64,7 @@ class RolloutOver(NamedTuple):
     at_s: float
 
 
-Event = PhaseBegan | WorkerIdle | Progress | WorkerLost | PassesOffered | RolloutOver
+Event = PhaseBegan | WorkerIdle | Progress | PassesOffered | RolloutOver
 
 
 class Action(Enum):
@@ -91,10 +91,8 @@ REASONS = (
     "max_steps",
     "interval",
     "disabled",
-    "throttled",
     "busy",
     "rollout_over",
-    "lost",
 )
 
 
@@ -103,16 +101,12 @@ class SpotSettings:
     """What idle workers may do."""
 
     enabled: bool = True  # train the drafter
-    stream_first: bool = True  # the policy update goes before the drafter; else only where no training is possible
+    stream_first: bool = True  # the policy update goes before the drafter; else only where it cannot be trained
     min_idle_s: float = 0.2  # that a worker is idle before it trains
     max_steps: int = 0  # micro-steps of all workers in one phase; 0: no bound
     interval: int = 1  # train every N RL steps
-    duty: float = 1.0  # share of each cycle in which workers train, all at the same time; they pause in the rest
-    cycle_s: float = 6.0  # much longer than a micro-step: a pause begins after the one under way
 
     def __post_init__(self) -> None:
-        if not 0 <= self.duty <= 1 or self.cycle_s <= 0:
-            raise ValueError(f"duty {self.duty} outside [0, 1] or cycle_s {self.cycle_s} <= 0")
         if self.min_idle_s < 0 or self.max_steps < 0 or self.interval < 1:
             raise ValueError(
                 f"min_idle_s {self.min_idle_s} < 0, max_steps {self.max_steps} < 0 or interval {self.interval} < 1"
@@ -129,7 +123,7 @@ class PhaseReport(NamedTuple):
     idle_by_reason_s: Mapping[str, float]  # worker seconds without requests up to `over_s`: what for, or why not
 
 
-_CANNOT_TRAIN = ("no_data", "max_steps", "interval", "disabled")  # in this phase, or not yet; a pause is short
+_CANNOT_TRAIN = ("no_data", "max_steps", "interval", "disabled")  # in this phase, or not yet
 _WORKING = (WorkerState.TRAINING, WorkerState.STREAMING)
 
 
@@ -153,12 +147,10 @@ class _Phase:
     step: int
     workers: dict[int, _Worker]
     over_s: float | None = None
-    first_idle_s: float | None = None
     spans: list[WorkerSpan] = field(default_factory=list)
     preempting: set[int] = field(default_factory=set)  # worked when rollout ended, not heard of since
     preempt_s: list[float] = field(default_factory=list)
     offered: int = 0  # passes of the update that nobody has been told to compute
-    lost_steps: int = 0  # done by workers that were lost since
     idle_by_reason_s: dict[str, float] = field(default_factory=dict)
 
 
@@ -179,21 +171,19 @@ class Coordinator:
                 self._phase.offered += passes
             case RolloutOver(at_s):
                 self._end_rollout(at_s)
-            case WorkerLost(worker, at_s):
-                self._lose(worker, at_s)
             case _:
                 return self._answer(event)
         return None
 
     def state(self, worker: int) -> WorkerState | None:
-        """None: the worker was lost, or no phase has begun."""
+        """None: no phase has begun."""
         known = self._phase.workers.get(worker)
         return None if known is None else known.state
 
     @property
     def steps(self) -> int:
         """Micro-steps reported in this phase, all workers together."""
-        return self._phase.lost_steps + sum(w.steps_done for w in self._phase.workers.values())
+        return sum(w.steps_done for w in self._phase.workers.values())
 
     def report(self, at_s: float) -> PhaseReport:
         """The phase up to `at_s`.  Changes nothing."""
@@ -211,7 +201,7 @@ class Coordinator:
     def _answer(self, event: WorkerIdle | Progress) -> Order:
         phase, worker = self._phase, self._phase.workers.get(event.worker)
         if worker is None:
-            return Order(Action.STOP, "lost" if phase.over_s is None else "rollout_over")
+            return Order(Action.STOP, "rollout_over")
         at_s = max(event.at_s, worker.since_s, worker.counted_s)  # clocks may step back; spans do not
         self._count(worker, at_s)
         if event.worker in phase.preempting:
@@ -224,8 +214,6 @@ class Coordinator:
         elif worker.state == WorkerState.BUSY:
             self._enter(event.worker, WorkerState.IDLE, at_s)
             worker.idle_s = at_s
-            if phase.first_idle_s is None:
-                phase.first_idle_s = at_s
         order = self._decide(worker, at_s, has_data=event.has_data)
         if order.action == Action.TRAIN:
             worker.granted = 1
@@ -248,7 +236,6 @@ class Coordinator:
             "disabled": not settings.enabled,
             "interval": phase.step % settings.interval != 0,
             "max_steps": 0 < settings.max_steps <= pending,
-            "throttled": settings.duty < 1 and self._pauses(at_s),
             "min_idle": worker.state == WorkerState.IDLE and at_s - worker.idle_s < settings.min_idle_s,
             "no_data": not has_data,
         }
@@ -256,11 +243,6 @@ class Coordinator:
         if phase.offered and (settings.stream_first or reason in _CANNOT_TRAIN) and reason != "busy":
             return Order(Action.STREAM, "streaming")
         return Order(Action.TRAIN, "training") if reason is None else Order(Action.WAIT, reason)
-
-    def _pauses(self, at_s: float) -> bool:
-        """Cycles begin when a worker ran out of work for the first time in the phase."""
-        first_idle_s = at_s if self._phase.first_idle_s is None else self._phase.first_idle_s
-        return (at_s - first_idle_s) % self._settings.cycle_s >= self._settings.duty * self._settings.cycle_s
 
     def _end_rollout(self, at_s: float) -> None:
         phase = self._phase
@@ -270,17 +252,6 @@ class Coordinator:
             self._count(worker, at_s)
         phase.preempting = {n for n, w in phase.workers.items() if w.state in _WORKING}
         phase.over_s = at_s
-
-    def _lose(self, number: int, at_s: float) -> None:
-        phase, worker = self._phase, self._phase.workers.get(number)
-        if worker is None:
-            return
-        at_s = max(at_s, worker.since_s)
-        self._count(worker, at_s)
-        phase.spans.append(WorkerSpan(number, worker.state, worker.since_s, at_s))
-        phase.preempting.discard(number)
-        phase.lost_steps += worker.steps_done
-        del phase.workers[number]
 
     def _enter(self, number: int, state: WorkerState, at_s: float) -> None:
         """Change a worker's state, which leaves one span behind; nothing when it is in that state already."""

@@ -3,8 +3,8 @@
     rollout --collect--> curriculum --windows--> micro_step, micro_step, ... (idle time) --> candidate --> publish
 
 A micro-step is one of: gradients of a few windows, an optimizer step, a piece of a candidate's trial.  Gradients take
-`micro_step_s` at most, and stop within a fraction of that when rollout ends; a piece of a trial is one pass over 128
-rows.  An interruption loses only the piece under way: gradients, order and trial go on in the next idle time.
+`micro_step_s` at most; a piece of a trial is one pass over 128 rows.  When rollout ends, the micro-step under way is
+finished; gradients, order and trial go on in the next idle time.
 
 A candidate is the average of the weights over the optimizer steps (Polyak and Juditsky, 1992; with a decay, because the
 policy moves): a step has few tokens, so the newest weights are noisy.
@@ -16,9 +16,8 @@ Owners: `curriculum` chooses what is trained on next; `candidate` has the drafte
 `checkpoint` has the file; `SpotTraining` has the weights that learn.
 """
 
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -29,7 +28,7 @@ from torch import Tensor
 from conf.drafter import SpotConfig
 from tlt_core.drafter.eagle3.loss import LossKind
 from tlt_core.drafter.eagle3.model import Eagle3Model
-from tlt_core.drafter.eagle3.train import Eagle3Trainer, GivenUp, TrainMetrics, TrainSettings
+from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainMetrics, TrainSettings
 from tlt_core.drafter.eagle3.weights import copy_of, fill, move_towards
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import SamplingParams
@@ -159,42 +158,29 @@ class SpotTraining:
         """Is there anything to train on?"""
         return bool(self._curriculum.sequences())
 
-    def micro_step(self, given_up: Callable[[], bool] = lambda: False, *, longest_s: float = math.inf) -> bool:
-        """One bounded piece of work.  There must be data.
-
-        given_up: asked now and then whether the time is wanted back.  If so, gradients under way are dropped, the next
-        micro-step makes them again, and False is returned.  longest_s: a bound below `micro_step_s`, for when
-        `given_up` cannot know in time.
-        """
+    def micro_step(self) -> None:
+        """One bounded piece of work.  There must be data."""
         if self.candidate.in_trial:
             self.candidate.continue_trial()
-            return True
-        if self._trainer.rows < ENOUGH * self._cfg.rows_per_step and self.candidate.is_due(self._trainer.steps):
+        elif self._trainer.rows < ENOUGH * self._cfg.rows_per_step and self.candidate.is_due(self._trainer.steps):
             self.candidate.start_trial(self._average, self._trainer.steps, self._buffer.held)
-            return True
-        began_s = time.perf_counter()
-        done = self._train(given_up, longest_s)
-        self.candidate.trained(time.perf_counter() - began_s)
-        return done
+        else:
+            began_s = time.perf_counter()
+            self._train()
+            self.candidate.trained(time.perf_counter() - began_s)
 
-    def _train(self, given_up: Callable[[], bool], longest_s: float) -> bool:
-        """An optimizer step, or gradients of some windows; False: given up."""
+    def _train(self) -> None:
+        """An optimizer step, or gradients of some windows."""
         if self._trainer.rows >= ENOUGH * self._cfg.rows_per_step:
             self._trainer.apply()
             move_towards(self._average, self._trainer.model, 1 - self._cfg.average_decay)
             self._phase.steps += 1
-            return True
-        share = min(1.0, longest_s / self._cfg.micro_step_s)
-        windows = self._curriculum.next(room=self._cfg.rows_per_step - self._trainer.rows, share=share)
+            return
+        windows = self._curriculum.next(room=self._cfg.rows_per_step - self._trainer.rows)
         began_s = time.perf_counter()
-        try:
-            metrics = self._trainer.accumulate(windows, given_up=given_up)
-        except GivenUp:
-            self._curriculum.given_up()
-            return False
+        metrics = self._trainer.accumulate(windows)
         self._curriculum.trained(metrics.rows, time.perf_counter() - began_s)
         self._phase.add(metrics)
-        return True
 
     def result(self) -> SpotResult:
         """What came of the phase so far."""

@@ -72,22 +72,6 @@ def test_a_phase_of_waiting_ends_when_told_to():
     assert dispatcher.ask(Progress(0, 0, time.time(), has_data=True)).action is Action.STOP
 
 
-@pytest.mark.parametrize(("dispatch", "goes_on"), [("pull", True), ("static", False)])
-def test_a_lost_worker_ends_the_phase_when_nobody_else_takes_its_requests(dispatch, goes_on):
-    dispatcher = begun(dispatch, workers=3)
-    assert dispatcher.lost(1) is goes_on
-    requests, _ = dispatcher.pull(0, 1)
-    dispatcher.push(0, finish(requests[0]))
-    assert dispatcher.lost(0) is goes_on
-    assert dispatcher.lost(2) is False, "requests are left, and it was the last worker"
-
-
-def test_a_lost_worker_that_holds_a_request_ends_the_phase():
-    dispatcher = begun("pull")
-    dispatcher.pull(0, 1)
-    assert dispatcher.lost(0) is False
-
-
 @pytest.mark.parametrize("dispatch", ["pull", "static"])
 def test_workers_that_share_an_engine_wait_until_it_has_nothing_to_decode(dispatch):
     dispatcher = begun(dispatch, num_groups=2, size=2, workers=4, each=2)
@@ -104,9 +88,3 @@ def test_workers_that_share_an_engine_wait_until_it_has_nothing_to_decode(dispat
     for request in second:
         dispatcher.push(2, finish(request))
     assert dispatcher.ask(Progress(1, 0, time.time(), has_data=True)).action is Action.STOP
-
-
-def test_the_loss_of_a_worker_that_lends_its_gpu_does_not_end_the_phase():
-    dispatcher = begun("static", num_groups=2, workers=4, each=2)
-    assert dispatcher.lost(3) is True
-    assert dispatcher.lost(2) is False, "it has requests to come"

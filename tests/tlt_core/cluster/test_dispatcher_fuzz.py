@@ -1,4 +1,4 @@
-"""Any order of pulls, answers, questions, offers and losses: each request is answered once, and the phase can end."""
+"""Any order of pulls, answers, questions and offers: each request is answered once, and the phase can end."""
 
 from collections import Counter
 from typing import Any
@@ -40,8 +40,7 @@ class AnyPhase(RuleBasedStateMachine):
         self.engines = engines
         self.wanted = {request.key for group in asked for request in group}
         self.static = dispatch == "static"
-        self.alive = set(range(engines.num_workers))
-        self.held: dict[int, list[GenerationRequest]] = {worker: [] for worker in self.alive}
+        self.held: dict[int, list[GenerationRequest]] = {worker: [] for worker in range(engines.num_workers)}
         self.given: Counter[NoiseKey] = Counter()
         self.answered: Counter[NoiseKey] = Counter()
         self.drained: Counter[NoiseKey] = Counter()
@@ -50,7 +49,6 @@ class AnyPhase(RuleBasedStateMachine):
         self.steps: Counter[int] = Counter()
         self.training: set[int] = set()
         self.over = False
-        self.given_up = False  # a worker was lost with requests: the driver ends the phase
 
     def pull(self, worker: int, wanted: int) -> None:
         """The worker's requests, and the promise not to come again."""
@@ -61,7 +59,7 @@ class AnyPhase(RuleBasedStateMachine):
         if not self.engines.is_host(worker):
             host = self.engines.host_of(worker)
             assert not requests, "it has no engine"
-            assert exhausted == (host in self.training or host not in self.alive), "its GPU is in use"
+            assert exhausted == (host in self.training), "its GPU is in use"
         elif not self.static:
             assert exhausted == (sum(self.given.values()) == len(self.wanted))
         if exhausted and not self.held[worker]:
@@ -69,7 +67,7 @@ class AnyPhase(RuleBasedStateMachine):
 
     @rule(worker=workers, wanted=st.integers(0, 9))
     def pulls(self, worker: int, wanted: int) -> None:
-        if worker in self.alive and worker not in self.idle and not self.given_up:
+        if worker in self.held and worker not in self.idle:
             self.pull(worker, wanted)
 
     def push(self, worker: int) -> None:
@@ -82,7 +80,7 @@ class AnyPhase(RuleBasedStateMachine):
     @rule(worker=workers, tokens=st.integers(0, 9))
     def pushes(self, worker: int, tokens: int) -> None:
         self.dispatcher.report(worker % len(self.held), tokens)
-        if worker in self.alive and self.held[worker]:
+        if self.held.get(worker):
             self.push(worker)
 
     def ask(self, worker: int) -> Action:
@@ -94,7 +92,7 @@ class AnyPhase(RuleBasedStateMachine):
             else WorkerIdle(worker, 0.0, has_data=True)
         )
         action = self.dispatcher.ask(event).action
-        assert (action is Action.STOP) == (self.over or worker not in self.alive)
+        assert (action is Action.STOP) == self.over
         self.training.add(worker)
         if action is Action.TRAIN:
             self.steps[worker] += 1
@@ -114,20 +112,6 @@ class AnyPhase(RuleBasedStateMachine):
         self.dispatcher.offer([OfferedPass((self.offered + i,), nothing) for i in range(count)])
         self.offered += count
 
-    @precondition(lambda self: len(self.alive) > 1)
-    @rule(worker=workers)
-    def lose(self, worker: int) -> None:
-        if worker not in self.alive:
-            return
-        others = [host for host in self.engines.hosts if host in self.alive and host != worker]
-        waits = self.engines.is_host(worker) and (self.static or not others)
-        undealt = waits and not self.dispatcher.pull(worker, 0).exhausted
-        goes_on = self.dispatcher.lost(worker)
-        assert goes_on == (not self.held[worker] and not undealt)
-        self.given_up |= not goes_on
-        self.alive.discard(worker)
-        self.idle.discard(worker)
-
     @rule()
     def drain(self) -> None:
         finished, live, _ = self.dispatcher.drain()
@@ -142,11 +126,11 @@ class AnyPhase(RuleBasedStateMachine):
             assert self.taken <= self.offered
 
     def teardown(self) -> None:
-        """Whatever came before, the living workers bring the phase to its end, unless it was given up."""
-        if not hasattr(self, "given") or self.given_up:
+        """Whatever came before, the workers bring the phase to its end."""
+        if not hasattr(self, "given"):
             return
         for _ in range(2 * len(self.wanted) + 2):
-            for worker in sorted(self.alive - self.idle):
+            for worker in sorted(self.held.keys() - self.idle):
                 self.pull(worker, 2)
                 if self.held[worker]:
                     self.push(worker)
@@ -154,11 +138,11 @@ class AnyPhase(RuleBasedStateMachine):
                 self.ask(worker)
         self.drain()
         assert self.drained == Counter(dict.fromkeys(self.wanted, 1))
-        assert self.idle == self.alive
+        assert self.idle == self.held.keys()
         if not self.wanted:
             self.dispatcher.end()
             self.over = True
-        assert all(self.ask(worker) is Action.STOP for worker in sorted(self.alive))
+        assert all(self.ask(worker) is Action.STOP for worker in sorted(self.held))
         report = self.dispatcher.phase()
         assert {span.worker for span in report.spans} == set(self.held)
 

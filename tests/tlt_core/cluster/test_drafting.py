@@ -103,12 +103,12 @@ def test_what_the_tuner_knows_outlives_a_restart_on_the_same_machine_alone(decod
 
 def test_a_drafter_that_had_collapsed_stays_suspended_when_costs_are_measured_anew(decoder, folder, tmp_path):
     engine, own = make(decoder, "threshold", drafter_path=folder)
-    own._canary._checks["eagle3"].suspended = True
+    own._check.load_state_dict({"wrong": {}, "suspended": ["eagle3"]})
     own.prepare(None)
     own.save(tmp_path, dtype=torch.float32)
     engine, own = make(decoder, "cost_model", drafter_path=folder)
     own.prepare(tmp_path)
-    assert own.canary().suspended == ("eagle3",)
+    assert own.suspended == ("eagle3",)
     assert engine.speculation.tuner.state_dict()["suspended"] == ["eagle3"]
 
 

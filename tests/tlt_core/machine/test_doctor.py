@@ -48,16 +48,6 @@ def test_without_native_kernels_the_price_is_named(monkeypatch: pytest.MonkeyPat
     assert "twice as long" in verdicts["CPU decoding"].reason
 
 
-@pytest.mark.parametrize(("may", "verdict"), [(True, "used"), (False, "skipped")])
-def test_whether_training_in_idle_time_gives_way_is_told(
-    monkeypatch: pytest.MonkeyPatch, may: bool, verdict: str
-) -> None:
-    monkeypatch.setattr(doctor, "may_give_way", lambda: may)
-    row = {row.name: row for row in doctor.findings()}["idle time"]
-    assert row.verdict == verdict
-    assert may or "CAP_SYS_NICE" in row.reason
-
-
 def test_a_missing_package_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda package: "")
     verdicts = {row.name: row for row in doctor.findings()}

@@ -20,7 +20,6 @@ from tlt_core.spot.coordinator import (
     RolloutOver,
     SpotSettings,
     WorkerIdle,
-    WorkerLost,
 )
 
 BUSY, IDLE, TRAINING = WorkerState.BUSY, WorkerState.IDLE, WorkerState.TRAINING
@@ -60,7 +59,6 @@ def test_passes_of_the_update_by_hand():
             "bubble/long_idle_s": 3.0,
             "bubble/overlap_headroom_s": 0.0,
             "bubble/harvested_ratio": 1.0,
-            "bubble/throttled_s": 0.0,
         }
     )
     last = Coordinator(1, SpotSettings(min_idle_s=0.0, stream_first=False))
@@ -108,7 +106,6 @@ def test_a_phase_by_hand():
             "bubble/long_idle_s": 3.05,
             "bubble/overlap_headroom_s": 0.75,
             "bubble/preempt_ms_p95": 100.0,
-            "bubble/throttled_s": 0.0,
             "bubble/untrained_s/min_idle": 0.3,
             "bubble/untrained_s/no_data": 0.5,
         }
@@ -152,36 +149,11 @@ def test_every_third_step_trains():
     assert trained == [False, False, True, False, False, True, False]
 
 
-def test_pauses_are_of_all_workers_and_not_harvested():
-    c = Coordinator(3, SpotSettings(min_idle_s=0, duty=0.75, cycle_s=4.0))
-    c.handle(PhaseBegan(1, 0.0))
-    assert c.handle(WorkerIdle(0, 10.0, has_data=True)) == TRAIN
-    assert c.handle(WorkerIdle(1, 11.5, has_data=True)) == TRAIN
-    assert c.handle(Progress(0, 1, 12.9, has_data=True)) == TRAIN
-    assert c.handle(Progress(0, 2, 13.1, has_data=True)) == wait("throttled")
-    assert c.handle(Progress(1, 1, 13.2, has_data=True)) == wait("throttled")
-    assert c.handle(Progress(0, 2, 14.0, has_data=True)) == TRAIN
-    assert c.handle(Progress(1, 1, 14.1, has_data=True)) == TRAIN
-    c.handle(RolloutOver(15.0))
-    report = c.report(15.0)
-    assert report.idle_by_reason_s == pytest.approx({"training": 3.1 + 1.0 + 1.7 + 0.9, "throttled": 0.9 + 0.9})
-    metrics = bubble(report.spans, over_s=15.0, idle_by_reason_s=report.idle_by_reason_s)
-    assert metrics["bubble/throttled_s"] == pytest.approx(1.8)
-    assert metrics["bubble/harvested_s"] == pytest.approx(6.7)
-    assert metrics["bubble/harvested_ratio"] == pytest.approx(6.7 / 8.5)
-
-
-@pytest.mark.parametrize("changes", [{"duty": 1.1}, {"duty": -0.1}, {"cycle_s": 0.0}])
-def test_bad_duty(changes):
-    with pytest.raises(ValueError, match=r"duty .* cycle_s"):
-        SpotSettings(**changes)
-
-
 def test_max_steps_counts_steps_that_are_under_way():
     c = Coordinator(3, SpotSettings(min_idle_s=0, max_steps=2))
     c.handle(PhaseBegan(1, 0.0))
     assert [c.handle(WorkerIdle(w, 1.0, has_data=True)) for w in range(3)] == [TRAIN, TRAIN, wait("max_steps")]
-    c.handle(WorkerLost(0, 1.5))  # what it was ordered to do is free again
+    assert c.handle(Progress(0, 0, 1.5, has_data=False)) == wait("no_data")  # what it was ordered to do is free again
     assert c.handle(Progress(2, 0, 2.0, has_data=True)) == TRAIN
     assert c.handle(Progress(1, 1, 3.0, has_data=True)) == wait("max_steps")
     assert c.handle(Progress(2, 1, 3.0, has_data=True)) == wait("max_steps")
@@ -191,11 +163,9 @@ def test_late_and_unknown_reports_are_answered():
     c = Coordinator(1, SpotSettings())
     assert c.handle(Progress(0, 0, 0.0, has_data=True)) == Order(Action.STOP, "rollout_over")  # before the first phase
     c.handle(PhaseBegan(1, 1.0))
-    c.handle(WorkerLost(0, 2.0))
-    assert c.handle(Progress(0, 0, 3.0, has_data=True)) == Order(Action.STOP, "lost")
     c.handle(RolloutOver(4.0))
     assert c.handle(WorkerIdle(0, 5.0, has_data=True)) == Order(Action.STOP, "rollout_over")
-    assert c.report(6.0).spans == (WorkerSpan(0, BUSY, 1.0, 2.0),)
+    assert c.report(6.0).spans == (WorkerSpan(0, BUSY, 1.0, 5.0), WorkerSpan(0, IDLE, 5.0, 6.0))
 
 
 WORKERS = 3
@@ -212,8 +182,6 @@ class AnyEvents(RuleBasedStateMachine):
             min_idle_s=st.sampled_from([0.0, 0.2]),
             max_steps=st.sampled_from([0, 1, 4]),
             interval=st.sampled_from([1, 1, 2]),
-            duty=st.sampled_from([1.0, 1.0, 0.4, 0.0]),
-            cycle_s=st.sampled_from([1.0, 4.0]),
         ),
         step=st.integers(1, 4),
     )
@@ -223,9 +191,9 @@ class AnyEvents(RuleBasedStateMachine):
 
     def start(self, step):
         self.step, self.began_s, self.over_s = step, self.now, None
-        self.alive, self.expected_spans = set(range(WORKERS)), 0
+        self.expected_spans = 0
         self.done, self.ordered = dict.fromkeys(range(WORKERS), 0), set()
-        self.idle_at, self.first_idle_s = {}, None
+        self.idle_at = {}
         self.c.handle(PhaseBegan(step, self.now))
 
     def send(self, event):
@@ -239,8 +207,6 @@ class AnyEvents(RuleBasedStateMachine):
             self.expected_spans += (before, after) == (BUSY, TRAINING)
         if self.over_s is not None:
             assert order == Order(Action.STOP, "rollout_over")
-        elif event.worker not in self.alive:
-            assert order == Order(Action.STOP, "lost")
         else:
             assert order.action != Action.STOP
             assert (order.reason == "training") == (order.action == Action.TRAIN) == (after == TRAINING)
@@ -250,16 +216,8 @@ class AnyEvents(RuleBasedStateMachine):
             assert self.settings.enabled
             assert self.step % self.settings.interval == 0
             assert self.now - self.idle_at[event.worker] >= self.settings.min_idle_s
-            assert not self.pauses()
             self.ordered.add(event.worker)
-        if order.reason == "throttled":
-            assert self.pauses()
         return order
-
-    def pauses(self):
-        """Cycles of all workers begin with the first idle moment of the phase."""
-        cycle_s, duty = self.settings.cycle_s, self.settings.duty
-        return duty < 1 and (self.now - self.first_idle_s) % cycle_s >= duty * cycle_s
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.3, 2.0]))
     def wait_a_moment(self, seconds):
@@ -269,8 +227,6 @@ class AnyEvents(RuleBasedStateMachine):
     def idle(self, worker, has_data):
         if self.c.state(worker) == BUSY:
             self.idle_at[worker] = self.now
-            if self.first_idle_s is None:
-                self.first_idle_s = self.now
         self.ordered.discard(worker)
         order = self.send(WorkerIdle(worker, self.now, has_data))
         assert has_data or order.action != Action.TRAIN
@@ -281,13 +237,6 @@ class AnyEvents(RuleBasedStateMachine):
         self.ordered.discard(worker)
         order = self.send(Progress(worker, self.done[worker], self.now, has_data))
         assert has_data or order.action != Action.TRAIN
-
-    @rule(worker=workers)
-    def lose(self, worker):
-        self.expected_spans += worker in self.alive
-        self.alive.discard(worker)
-        self.ordered.discard(worker)  # it takes the step that it was in with it
-        self.c.handle(WorkerLost(worker, self.now))
 
     @precondition(lambda self: self.over_s is None)
     @rule()
@@ -304,18 +253,16 @@ class AnyEvents(RuleBasedStateMachine):
     @invariant()
     def one_state_and_contiguous_spans(self):
         report = self.c.report(self.now)
-        states = {w: self.c.state(w) for w in range(WORKERS)}
-        assert {w for w, state in states.items() if state is not None} == self.alive
-        assert len(report.spans) == self.expected_spans + len(self.alive)
+        assert all(self.c.state(w) is not None for w in range(WORKERS))
+        assert len(report.spans) == self.expected_spans + WORKERS
         by_worker = defaultdict(list)
         for span in report.spans:
             by_worker[span.worker].append(span)
-        for worker, spans in by_worker.items():
+        for spans in by_worker.values():
             assert spans[0].start_s == self.began_s
             assert all(a.end_s == b.start_s for a, b in itertools.pairwise(spans))
             assert all(a.end_s >= a.start_s for a in spans)
-            if worker in self.alive:
-                assert spans[-1].end_s == self.now
+            assert spans[-1].end_s == self.now
 
     @invariant()
     def every_idle_second_has_one_reason(self):
@@ -345,22 +292,3 @@ class AnyEvents(RuleBasedStateMachine):
 
 TestAnyEvents = AnyEvents.TestCase
 TestAnyEvents.settings = hypothesis_settings(max_examples=120, stateful_step_count=40, deadline=None)
-
-
-def test_a_lost_worker_blocks_nobody():
-    """Whatever one worker was doing when it died, the others go on as if it had never been."""
-    for last_words in (
-        [],
-        [WorkerIdle(0, 1.0, has_data=True)],
-        [WorkerIdle(0, 1.0, has_data=True), Progress(0, 0, 2.0, has_data=True)],
-    ):
-        c = Coordinator(2, SpotSettings(max_steps=3))
-        c.handle(PhaseBegan(1, 0.0))
-        for event in last_words:
-            c.handle(event)
-        c.handle(WorkerLost(0, 2.5))
-        c.handle(WorkerIdle(1, 3.0, has_data=True))
-        orders = [c.handle(Progress(1, done, 4.0 + done, has_data=True)) for done in range(4)]
-        assert orders == [TRAIN, TRAIN, TRAIN, wait("max_steps")]
-        c.handle(RolloutOver(9.0))
-        assert c.handle(Progress(1, 3, 9.1, has_data=True)).action == Action.STOP

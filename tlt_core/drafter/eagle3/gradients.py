@@ -9,7 +9,6 @@ inputs x_k and outputs y_k of use k of y = x W^T:
 Products are in autocast's dtype, as `F.linear`'s are; each weight is cast once a pass.
 """
 
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ class _Uses(NamedTuple):
     cast: Tensor  # the weight in the products' dtype
     inputs: list[Tensor]
     gradients: list[Tensor]  # of the outputs; in backward's order, as `inputs` are
-    before_each: Callable[[], None]  # product of the backward pass
 
 
 class LateGradients:
@@ -33,12 +31,10 @@ class LateGradients:
     with LateGradients(model) as late:  loss(model).backward();  late.add()
 
     Other uses of the weights (a slice of one) get their gradients from autograd, and both add up.  One pass at a time.
-    before_each: called before each layer's part of the backward pass; what it raises ends the pass, and nothing was
-    added.  Raises ValueError on a layer with a bias.
+    Raises ValueError on a layer with a bias.
     """
 
-    def __init__(self, model: nn.Module, *, before_each: Callable[[], None] = lambda: None) -> None:
-        self._before_each = before_each
+    def __init__(self, model: nn.Module) -> None:
         self._linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
         if any(linear.bias is not None for linear in self._linears):
             raise ValueError("a layer has a bias, whose gradient would be left out")
@@ -46,7 +42,7 @@ class LateGradients:
 
     def __enter__(self) -> "LateGradients":
         for linear in self._linears:  # of these objects alone: the network's code need not know how it is trained
-            linear.forward = _Late(linear.weight, self._uses, self._before_each)  # type: ignore[assignment, method-assign]
+            linear.forward = _Late(linear.weight, self._uses)  # type: ignore[assignment, method-assign]
         return self
 
     def __exit__(
@@ -75,8 +71,8 @@ class LateGradients:
 class _Late:
     """`forward` of one layer."""
 
-    def __init__(self, weight: Tensor, uses: dict[Tensor, _Uses], before_each: Callable[[], None]) -> None:
-        self._weight, self._uses, self._before_each = weight, uses, before_each
+    def __init__(self, weight: Tensor, uses: dict[Tensor, _Uses]) -> None:
+        self._weight, self._uses = weight, uses
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
@@ -84,7 +80,7 @@ class _Late:
         device = x_TI.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self._weight.dtype
         if self._weight not in self._uses:
-            self._uses[self._weight] = _Uses(self._weight.detach().to(dtype), [], [], self._before_each)
+            self._uses[self._weight] = _Uses(self._weight.detach().to(dtype), [], [])
         result: Tensor = _LateLinear.apply(x_TI.to(dtype), self._weight, self._uses[self._weight])
         return result
 
@@ -101,7 +97,6 @@ class _LateLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None]:
         (x_TI,), uses = ctx.saved_tensors, ctx.uses
-        uses.before_each()
         uses.inputs.append(x_TI.detach())  # with its history it would hold the graph that holds it, for ever
         uses.gradients.append(grads[0])
         return (grads[0] @ uses.cast if ctx.needs_input_grad[0] else None), None, None

@@ -17,7 +17,7 @@ L_k is one of the losses in `loss`.  No noise is added to features.
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -52,10 +52,6 @@ class TrainSettings:
     depth_decay: float = 0.8  # weight of depth k + 1 relative to depth k
     compute_dtype: torch.dtype = torch.float32  # bfloat16: matrix products alone, weights stay float32
     loss: LossKind = "soft_ce"  # see `loss`
-
-
-class GivenUp(Exception):
-    """A pass was interrupted; nothing of it is kept."""
 
 
 class TrainMetrics(NamedTuple):
@@ -105,26 +101,12 @@ class Eagle3Trainer:
         self.apply()
         return metrics
 
-    def accumulate(self, windows: Sequence[Window], *, given_up: Callable[[], bool] = lambda: False) -> TrainMetrics:
+    def accumulate(self, windows: Sequence[Window]) -> TrainMetrics:
         """Add the gradient of these windows' summed loss, in one pass.  Raises ValueError when nothing in them is
-        trained.
-
-        given_up: asked before every depth, and before every layer of it on the way back.  When it says yes GivenUp is
-        raised, and the trainer is as it was.
-        """
-
-        def ask() -> None:
-            if given_up():
-                raise GivenUp
-
-        parameters = list(self.model.parameters())
-        with LateGradients(self.model, before_each=ask) as late:
-            loss, metrics = self._losses(windows, before_each=ask)
-            # Not `backward`, which would add the first of them before it is known that the pass ends.
-            others = torch.autograd.grad(loss, parameters, allow_unused=True)
-            for parameter, gradient in zip(parameters, others, strict=True):
-                if gradient is not None:
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        trained."""
+        with LateGradients(self.model) as late:
+            loss, metrics = self._losses(windows)
+            loss.backward()  # type: ignore[no-untyped-call]
             late.add()
         self.rows += metrics.rows
         return metrics
@@ -167,10 +149,8 @@ class Eagle3Trainer:
         progress = (step - settings.warmup_steps) / max(1, settings.total_steps - settings.warmup_steps)
         return settings.learning_rate * (1 - 0.9 * min(1.0, progress))
 
-    def _losses(
-        self, windows: Sequence[Window], *, before_each: Callable[[], None] = lambda: None
-    ) -> tuple[Tensor, TrainMetrics]:
-        """Summed loss, and metrics.  before_each: depth."""
+    def _losses(self, windows: Sequence[Window]) -> tuple[Tensor, TrainMetrics]:
+        """Summed loss, and metrics."""
         settings = self.settings
         train = TrainPack.of(windows, depth=settings.depth, device=self.model.fc.weight.device)
         pack, probs_TJ = train.pack, train.pack.probs_TJ(self._heads)
@@ -179,7 +159,6 @@ class Eagle3Trainer:
         with torch.autocast(pack.device.type, torch.bfloat16, enabled=half):
             embeds_RD = F.embedding(pack.tokens_R, self.embedding_VD).float()
             for k, y_TD in enumerate(drafted_depths(self.model, embeds_RD, pack, depth=settings.depth)):
-                before_each()
                 rows_N = train.counted_N(k)
                 y_ND = y_TD.index_select(0, rows_N)
                 probs_NJ = probs_TJ[rows_N]

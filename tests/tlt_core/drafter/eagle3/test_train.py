@@ -12,7 +12,7 @@ from tests.tlt_core.drafter.eagle3.training_texts import IDS, blank, lively_deco
 from tlt_core.drafter.eagle3.cache import DraftCache
 from tlt_core.drafter.eagle3.model import eagle3_from_target, tap_scales
 from tlt_core.drafter.eagle3.observe import observe
-from tlt_core.drafter.eagle3.train import Eagle3Trainer, GivenUp, TrainSettings
+from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
 from tlt_core.drafter.eagle3.windows import Window, cut
 
 
@@ -169,38 +169,6 @@ def test_preempted_between_micro_steps_repeats_to_the_bit(decoder, tmp_path, sto
     go_on(again, stop, len(windows) - 1)
     assert whole.rows > 0
     same(whole, again)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_pass_given_up_leaves_no_trace(decoder, dtype):
-    """At every point where it is asked: before each depth, and before each layer of it on the way back."""
-    windows = cut(pupils(decoder)[0], rows=6)
-    settings = TrainSettings(learning_rate=3e-3, warmup_steps=2, compute_dtype=dtype)
-    whole, part = (learnt(decoder, 0, settings=settings)[0] for _ in range(2))
-    asked = 0
-
-    def count():
-        nonlocal asked
-        asked += 1
-        return False
-
-    for trainer in (whole, part):
-        trainer.accumulate(windows[:1])
-    before = {name: value.clone() for name, value in part.state_dict().items()}
-    whole.accumulate(windows[1:2], given_up=count)
-    layers = 5 * settings.depth + 2  # fc of the pack's context and of its query rows
-    assert asked == settings.depth + layers
-    for point in range(asked):
-        answers = iter([False] * point + [True])
-        with pytest.raises(GivenUp):
-            part.accumulate(windows[1:2], given_up=lambda answers=answers: next(answers))
-        after = part.state_dict()
-        assert before.keys() == after.keys()
-        assert all(torch.equal(before[name], after[name]) for name in before), point
-    part.accumulate(windows[1:2])
-    whole.apply()
-    part.apply()
-    same(whole, part)
 
 
 def lively_model_of(decoder):
