@@ -37,8 +37,6 @@ NOT_RUN = {  # how such commands begin
     "grep vllm:spec_decode_num": VLLM,
     "tlt train conf/demo.yaml rollout.engine=vllm": VLLM,
     "tlt train conf/single_gpu.yaml": GPU,
-    "tlt bench kernels --device cuda": GPU,
-    "tlt bench sizes --device cuda": GPU,
     "ray": CLUSTER,
     "tlt train conf/multi_node.yaml": CLUSTER,
     "prefect work-pool": KUBERNETES,
@@ -74,7 +72,6 @@ LESS = {  # added to commands that begin so, in this order
     "tlt bench": ["--repeats", "1"],
     "tlt bench e2e": ["num_steps=2"],
     "tlt bench spot": ["num_steps=2"],
-    "tlt bench sizes": ["--shape", "tiny"],
     "tlt generate": ["--max-new-tokens", "8", "--num-workers", "1"],
 }
 ANSWERS = {"tlt check-drafter": "dropped: "}  # with exit code 1, which is no error
