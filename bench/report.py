@@ -3,6 +3,7 @@
     reports/NAME.json: name, commit, command, machine, repeats,
                        rows      one per configuration: median, min and max of each figure
                        verdicts  claim, value, spread, bound, holds
+                       conditions  by hand, afterwards: what disturbed the measurement
 
 A verdict compares the median with its bound, and is written down whether it holds or not.
 """

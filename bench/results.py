@@ -57,26 +57,6 @@ _MEASURES = {  # by the word behind `tlt bench`
     "soak": "A long run in which something breaks every few steps (`storm`), beside the same run in peace (`calm`).",
     "peers": "Whole steps of ours and of TRL's GRPOTrainer, all else equal. `reward, tlt minus trl`: over all steps.",
     "plan": "Steps by a planner, since removed, beside `e2e`'s. Costs are those of the tail workload's plain run.",
-    "kernels": "Bytes and operations a second of every op.",
-    "sizes": "Plain and adaptive decoding at the shape of a large model. Weights are random, acceptance is planted.",
-}
-
-
-_SAME = "`conf/demo.yaml` of that commit is `conf/bench.yaml` today."
-_OTHER = "`conf/demo.yaml` of that commit is neither `conf/demo.yaml` nor `conf/bench.yaml` of today."
-_CONDITIONS = {  # what a report does not record; a newer one loses the remark
-    ("demo-avx2-xeon", "ba8c032"): "Model and data were there already; from nothing it takes about 18 s longer.",
-    ("e2e", "6afc708"): (
-        "Tests ran on the two cores beside `exact`, which is not timed. `conf/longtail.yaml` of that commit had a "
-        "shorter tail than today's."
-    ),
-    ("e2e-avx512", "fd58117"): "Commands of a few seconds, of the lowest priority, ran beside it now and then.",
-    ("engines", "f098f1e"): f"Tests ran on the other core. {_OTHER}",
-    ("idle", "bba4dcb"): _SAME,
-    ("rollout", "7fa32f3"): f"Tests ran on the other core. {_SAME}",
-    ("rollout-rl", "51243cd"): f"Tests ran on the other core. {_SAME}",
-    ("spot", "7db6147"): f"Other work ran on the host: equal policy updates took unequal time. {_SAME}",
-    ("step", "08b2ae4"): _OTHER,
 }
 
 _LIVE = ("1 live", "2 live", "3-4 live", "5-8 live", "above")
@@ -212,8 +192,7 @@ def _section(name: str, report: Report) -> str:
     ]
     environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in report.get("environment", {}).items())
     lines += [f"- Environment: `{environment}`"] if environment else []
-    conditions = _conditions(report)
-    lines += [f"- Conditions: {conditions}"] if conditions else []
+    lines += [f"- Conditions: {report['conditions']}"] if "conditions" in report else []
     lines.append("")
     if report.get("verdicts"):
         lines += ["| claim | measured | bound | |", "|---|---|---|---|"]
@@ -225,15 +204,6 @@ def _section(name: str, report: Report) -> str:
     for rows in _alike(report):
         lines += [*_table(rows, _kind(report)), ""]
     return "\n".join(lines)
-
-
-def _conditions(report: Report) -> str:
-    found = (c for (name, commit), c in _CONDITIONS.items() if _is_of(report, name, commit))
-    return next(found, "")
-
-
-def _is_of(report: Report, name: str, commit: str) -> bool:
-    return bool(report["stem"] == name and str(report["commit"]).startswith(commit))
 
 
 def _command(report: Report) -> str:

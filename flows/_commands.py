@@ -211,9 +211,6 @@ def _recover(args: argparse.Namespace) -> None:
 
 _BENCH_ONLY = {  # options that only these benchmarks take
     "workload": ("rollout", "e2e"),
-    "device": ("kernels", "sizes"),
-    "shape": ("sizes",),
-    "planted_acceptance": ("sizes",),
     "peers": ("engines",),
     "instructions": ("engines",),
 }

@@ -140,28 +140,19 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         choices=list(BENCHMARKS),
         help="step: the phases of a training step; e2e: whole steps without speculation, with a fixed drafter, and "
         "with all of TLT; rollout: decoding under every speculation policy; tuner: those policies on planted "
-        "workloads; spot: what the drafter gains by training in idle time; engines: our engine beside transformers, "
-        "vLLM, llama.cpp and OpenVINO; peers: whole steps of ours beside TRL's; kernels: bytes and operations a "
-        "second of every op, beside the device's own ceilings; sizes: plain beside adaptive decoding at the shapes of "
-        "large models, with random weights and planted acceptance; demo: what a whole run takes and brings, from its "
-        "folder (trained first if need be); memory: the plan beside what workers took; soak: a long run with faults, "
-        "beside the same run in peace; compiled: registers and memory of every kernel on NVIDIA GPUs, without one",
+        "workloads; spot: what the drafter gains by training in idle time; idle: what that training costs; engines: "
+        "our engine beside transformers, vLLM, llama.cpp and OpenVINO; peers: whole steps of ours beside TRL's; demo: "
+        "what a whole run takes and brings, from its folder (trained first if need be); memory: the plan beside what "
+        "workers took; soak: a long run with faults, beside the same run in peace; compiled: registers and memory of "
+        "every kernel on NVIDIA GPUs, without one",
     )
     parser.add_argument("config", nargs="?", default=DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--repeats", type=whole(1, 1000), default=3, help="times that everything is measured")
     parser.add_argument("--out", type=Path, help="default: reports/BENCHMARK.json, or BENCHMARK-WORKLOAD.json")
-    parser.add_argument("--device", choices=["cpu", "cuda"], help="of 'kernels' and 'sizes' (default: cpu)")
     parser.add_argument(
         "--workload",
         help="of 'rollout': rl, tail, short or raw alone; of 'e2e': tail, no-tail or exact alone (default: all)",
-    )
-    parser.add_argument("--shape", help="of 'sizes': qwen2.5-7b (on cuda), llama-3-8b, smollm2-135m or tiny (on cpu)")
-    parser.add_argument(
-        "--planted-acceptance",
-        type=real(1, 100),
-        metavar="TOKENS",
-        help="of 'sizes': what the deepest chain gives (default: 4)",
     )
     parser.add_argument(
         "--peers",

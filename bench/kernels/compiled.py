@@ -1,6 +1,6 @@
 """`tlt bench compiled`: every Triton kernel as it is launched, compiled for NVIDIA GPUs, which needs none.
 
-The ops of `tlt bench kernels` are called with the vocabularies and head sizes of real models.  Where they would launch
+The ops of `bench/kernels/ops.py` are called with vocabularies and head sizes of real models.  Where they would launch
 a kernel, it is compiled instead, for the same types, alignment and constants.  NVIDIA's tools tell what it takes:
 
     registers    of a thread.  65,536 of a multiprocessor are shared by its threads

@@ -67,10 +67,6 @@ class Work(NamedTuple):
     impls: tuple[Impl, ...]  # implementations that are compared on a GPU
 
 
-class DeviceError(ValueError):
-    """The device cannot be measured.  The text names it and the alternatives."""
-
-
 class Ceilings(NamedTuple):
     """Rates of the device on the simplest work."""
 
@@ -105,15 +101,6 @@ class Clock:
         began = time.perf_counter()
         call()
         return time.perf_counter() - began
-
-
-def device_named(name: str) -> torch.device:
-    """The device.  Raises DeviceError if this machine does not have it."""
-    if name not in ("cpu", "cuda"):
-        raise DeviceError(f"device={name}: choose cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise DeviceError("device=cuda: torch sees no GPU here (tlt doctor says what it sees); choose cpu")
-    return torch.device(name)
 
 
 def run(device: torch.device, shapes: Shapes, *, repeats: int) -> list[dict[str, Any]]:

@@ -38,8 +38,6 @@ NOT_RUN = {  # how such commands begin
     "grep vllm:spec_decode_num": VLLM,
     "tlt train conf/demo.yaml rollout.engine=vllm": VLLM,
     "tlt train conf/single_gpu.yaml": GPU,
-    "tlt bench kernels --device cuda": GPU,
-    "tlt bench sizes --device cuda": GPU,
     "ray": CLUSTER,
     "tlt train conf/demo.yaml cluster.gpus_per_worker=0.5": GPU,
     "tlt train conf/multi_node.yaml": CLUSTER,
@@ -78,7 +76,6 @@ LESS = {  # added to commands that begin so, in this order
     "tlt bench": ["--repeats", "1"],
     "tlt bench e2e": ["num_steps=2"],
     "tlt bench spot": ["num_steps=2"],
-    "tlt bench sizes": ["--shape", "tiny"],
     "tlt generate": ["--max-new-tokens", "8", "--num-workers", "1"],
 }
 ANSWERS = {  # with another exit code than 0, which is no error here

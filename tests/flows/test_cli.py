@@ -277,3 +277,8 @@ def test_doctor_looks_for_vllm_in_its_own_environment(
     said = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "vllm 0.32.0 for cuda used" in said
     assert "rollout engine vllm used workers have GPUs, and vLLM is installed" in said
+
+
+def test_an_option_of_another_benchmark_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "step", "conf/smoke.yaml", "--workload", "tail"]) != 0
+    assert "--workload=tail: only 'tlt bench rollout' and 'tlt bench e2e' take it" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Each Triton kernel against torch on the operands of `tlt bench kernels`: on a GPU Qwen2.5-7B's sizes in bfloat16.
+"""Each Triton kernel against torch on the operands of `bench.kernels.ops`: on a GPU Qwen2.5-7B's sizes in bfloat16.
 
 Both round to bfloat16 at other places, so floats agree to 2 % in norm (a wrong mask or stride costs more), and of 64
 sampled tokens one may differ.

@@ -1,15 +1,10 @@
-"""`tlt bench kernels`: a row for each op with its rates, and the ceilings; on a GPU Triton's beside torch's."""
-
-from pathlib import Path
+"""A row for each op with its rates, and the ceilings; on a GPU Triton's beside torch's."""
 
 import pytest
 import torch
 
-from bench.kernels import command as benchmark_kernels
 from bench.kernels import ops as bench_kernels
 from bench.kernels.ops import Ceilings, Clock, Shapes, Work
-from conf.load import load
-from flows import cli
 
 TINY = Shapes(64, 16, 2, 2, 16, 2, 32, 8, ((1, 1, 16), (2, 3, 24)), 1, 32)
 OPS = {
@@ -18,17 +13,11 @@ OPS = {
 }  # fmt: skip
 
 
-@pytest.mark.prefect
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_rows(prefect_engine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+def test_rows(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    monkeypatch.setattr(benchmark_kernels, "SMALL", TINY)
-    monkeypatch.setattr(benchmark_kernels, "QWEN_7B", TINY)
-    report = benchmark_kernels.bench_kernels_flow(
-        load("conf/smoke.yaml", []), repeats=2, out=tmp_path / "kernels.json", command="by hand", device=device
-    )
-    ceilings, *rows = report["rows"]
+    ceilings, *rows = bench_kernels.run(torch.device(device), TINY, repeats=2)
     assert ceilings["bytes_per_s"]["min"] > 0
     assert {row["configuration"] for row in rows} == OPS
     for row in rows:
@@ -36,7 +25,6 @@ def test_rows(prefect_engine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert row["bytes_per_s"]["max"] > 0
     impls = {row["impl"] for row in rows if row["configuration"] == "kv_commit"}
     assert impls == ({"auto"} if device == "cpu" else {"triton", "torch"})
-    assert (tmp_path / "kernels.json").exists()
 
 
 def test_rates_by_hand() -> None:
@@ -51,14 +39,3 @@ def test_median_of_the_calls_after_a_first_one(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(clock, "_on_cpu", lambda call: (call(), next(durations))[1])
     assert clock.seconds(lambda: calls.append(1), calls=3) == 3.0
     assert len(calls) == 4
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_missing_gpu_is_named() -> None:
-    with pytest.raises(ValueError, match="device=cuda: torch sees no GPU"):
-        bench_kernels.device_named("cuda")
-
-
-def test_device_is_for_kernels_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "step", "conf/smoke.yaml", "--device", "cpu"]) != 0
-    assert "only 'tlt bench kernels' and 'tlt bench sizes' take it" in capsys.readouterr().err

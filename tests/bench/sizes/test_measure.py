@@ -1,7 +1,4 @@
-"""`tlt bench sizes`: the whole command on a tiny shape, and what it rests on."""
-
-import json
-from pathlib import Path
+"""The whole measurement on a tiny shape, and what it rests on."""
 
 import pytest
 import torch
@@ -9,7 +6,6 @@ import torch
 from bench.sizes import measure as bench_sizes
 from bench.sizes import planted
 from bench.sizes.measure import Bench, Sizes
-from flows import cli
 from tlt_core.drafter.eagle3.static import room_for
 from tlt_core.items.speculation import Strategy
 from tlt_core.items.types import SamplingParams
@@ -20,16 +16,8 @@ SIZES = Sizes((1, 2, 3), 6, 30, 64)
 
 
 @pytest.mark.slow
-@pytest.mark.prefect
-def test_the_command(
-    prefect_engine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench_sizes, "ON_CPU", SIZES)
-    out = tmp_path / "sizes.json"
-    arguments = ["bench", "sizes", "conf/smoke.yaml", "--device", "cpu", "--shape", "tiny", "--repeats", "2"]
-    assert cli.main([*arguments, "--planted-acceptance", "3", "--out", str(out)]) == 0
-    report = json.loads(out.read_text())
-    setting, *rows = report["rows"]
+def test_all_rows_and_verdicts() -> None:
+    (setting, *rows), verdicts = bench_sizes.run("tiny", CPU, acceptance=3, repeats=2, sizes=SIZES)
     assert setting["planted_acceptance"] == 3
     assert "planted" in setting["weights"]
     assert {(r["configuration"], r.get("live")) for r in rows} == {
@@ -39,15 +27,9 @@ def test_the_command(
     for row in rows[2:]:
         assert 0 < row["tokens_per_s"]["min"] <= row["tokens_per_s"]["median"] <= row["tokens_per_s"]["max"]
         assert row["floor_s"] > 0
-    same = [v for v in report["verdicts"] if "tokens are plain decoding's" in v["claim"]]
+    same = [v for v in verdicts if "tokens are plain decoding's" in v["claim"]]
     assert [v["value"] for v in same] == [1.0, 1.0, 1.0]
-    assert {v["bound"] for v in report["verdicts"]} == {0.5, 1.0, 2.0, 0.97}
-    assert f"report: {out}" in capsys.readouterr().out
-
-
-def test_shape_is_for_sizes_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["bench", "kernels", "conf/smoke.yaml", "--shape", "tiny"]) != 0
-    assert "--shape=tiny: only 'tlt bench sizes'" in capsys.readouterr().err
+    assert {v["bound"] for v in verdicts} == {0.5, 1.0, 2.0, 0.97}
 
 
 @pytest.mark.parametrize("tied", [False, True])
