@@ -41,7 +41,6 @@ _FIGURES = (
     "bubble/harvested_ratio",
     "bubble/preempt_ms_p95",
     "drafter/trained_tokens",
-    "drafter/slowdown",
 )
 
 

@@ -22,18 +22,13 @@ class SpotConfig(Section):
     """Seconds of training on every worker after the rollout has ended.  They lengthen the step.  Set it for a single
     worker, which is idle only while rewards are computed."""
     micro_step_s: float = Field(0.6, gt=0)
-    """Most seconds of training between two checks of whether the worker is needed.  A micro-step is abandoned when the
-    rollout ends."""
+    """Most seconds of training between two checks of whether the worker is needed.  The micro-step under way when the
+    rollout ends is finished."""
     rows_per_step: int = Field(256, ge=1, le=MOST_TOKENS)
     """Tokens per optimizer step, collected over several micro-steps.  A smaller value makes noisier gradients and reads
     the weights more often, which slows the workers that still decode."""
     window_rows: int = Field(256, ge=1, le=MOST_TOKENS)
     """Longer responses are split into windows of at most this many tokens; each window keeps its whole context."""
-    max_slowdown: float = Field(0.01, gt=0)
-    """Training slows the workers that decode on the same machine.  This is the largest share by which it may lengthen a
-    rollout when the drafter's gains do not pay for it.  1: no limit."""
-    gain_lasts_steps: int = Field(24, ge=1, le=MOST_STEPS)
-    """RL steps over which a gain in acceptance is counted when it is weighed against its cost."""
     learning_rate: float = Field(1e-4, gt=0)
     """Learning rate of AdamW: 20 steps of warm-up, then constant.  The default is the rate at which the first training
     (`drafter.learning_rate`) ends."""

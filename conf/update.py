@@ -62,8 +62,7 @@ class UpdateConfig(Section):
     passes; fewer are complete earlier, so idle workers can compute them while others still decode."""
     streamed: Literal["auto", "first", "last", "off"] = "auto"
     """Workers without requests compute gradients of groups that have ended.  The update stays the same to the bit.
-    auto: before or after training the drafter, whichever is worth more (`tlt_core/spot/idle_value.py`), where possible;
-    first, last: always before, always after it; off: not at all."""
+    auto: before training the drafter, where possible; first, last: before it, after it; off: not at all."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more computation."""
     dtype: Dtype = "auto"

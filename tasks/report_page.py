@@ -21,7 +21,6 @@ _IDLE = {  # use of idle time: in words, and the setting that governs it
     "update": ("gradients of the policy update", "update.streamed"),
     "drafter": ("training of the drafter", "drafter.spot"),
     "min_idle": ("too short to begin with training", "drafter.spot.min_idle_s"),
-    "throttled": ("training paused, as it slowed those who decode", "drafter.spot.max_slowdown"),
     "no_data": ("nothing to train on yet", ""),
     "disabled": ("the drafter is not trained", "drafter.spot.enabled"),
     "interval": ("the drafter is not trained in this step", "drafter.spot.interval"),

@@ -65,7 +65,6 @@ _FIGURES = (
     "bubble/harvested_s",
     "bubble/long_idle_s",
     "bubble/harvested_ratio",
-    "bubble/throttled_s",
     "bubble/preempt_ms_p95",
     "drafter/trained_tokens",
     "drafter/optimizer_steps",
@@ -73,10 +72,6 @@ _FIGURES = (
     "drafter/rejected",
     "drafter/canary_accept_length_before",
     "drafter/canary_tokens",
-    "drafter/slowdown",
-    "drafter/slowdown_error",
-    "drafter/expected_gain",
-    "drafter/duty",
     "critic/rewards/mean",
 )
 

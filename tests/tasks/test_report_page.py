@@ -23,7 +23,7 @@ _ROWS = [
         "bubble/idle_s": 2.0,
         "bubble/harvested_s": 1.0,
         "bubble/streamed_s": 0.0,
-        "bubble/untrained_s/throttled": 1.0,
+        "bubble/untrained_s/no_data": 1.0,
         "response_length/p50": 30.0,
     },
     {"step": 2, "critic/rewards/mean": float("nan"), "timing_s/step": 10.0, "timing_s/gen": 4.0},
@@ -59,7 +59,7 @@ def test_a_page_has_the_verdict_the_seconds_and_the_newest_pictures(tmp_path: Pa
     text = page(_run_dir(tmp_path), load("conf/demo.yaml"), _ROWS)
     assert "4.0 s saved of about 24.0 s in 2 steps (17%, estimate)" in text  # 8 s of rollouts, half as fast again
     assert "<td class=n>+4.0</td><td class=n>17%</td>" in text
-    assert "training paused, as it slowed those who decode</td><td class=n>1.0</td><td class=n>50%</td>" in text
+    assert "nothing to train on yet</td><td class=n>1.0</td><td class=n>50%</td>" in text
     captions = re.findall(r"<figcaption>(Timeline[^<]*)", text)
     assert captions == ["Timeline of step 5", "Timeline of step 4", "Timeline of step 3"]
     assert text.count("data:image/png") == 4

@@ -47,7 +47,6 @@ class DriverState:
     engine: str = ""  # that samples: own or vllm; empty in older states
     drafter_version: int = 0  # publishes so far
     drafter_policy_version: int = 0  # of the newest responses that the drafter in use was trained on
-    payoff: dict[str, Any] = field(default_factory=dict)  # of drafter training, see `spot/payoff`
     metrics: dict[str, float] = field(default_factory=dict)  # the step's, should the attempt end before logging them
     num_steps: int = 0  # that the run was to have; 0 in older states
 
@@ -90,7 +89,9 @@ def save(root: Path, state: DriverState, write_parts: Callable[[Path], None]) ->
 def load_state(folder: Path) -> DriverState:
     """The driver's part.  Raises CheckpointError."""
     try:
-        return DriverState(**json.loads((folder / _STATE).read_text()))
+        values = dict(json.loads((folder / _STATE).read_text()))
+        values.pop("payoff", None)  # of older states
+        return DriverState(**values)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"checkpoint {folder} cannot be read ({error}); remove it to resume from an older one"

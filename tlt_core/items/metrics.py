@@ -73,9 +73,6 @@ bubble/long_idle_s | worker s | sum over workers | idle time in windows of more 
 bubble/harvested_ratio | share | of long_idle_s | long windows' time that was used | there were such windows
 bubble/overlap_headroom_s | worker s | sum over workers | long windows' time that was not used
 bubble/streamed_share | share | of tokens with a gradient | the update computed in idle time | not off
-bubble/update_worth | s per idle s | last value | what an idle second gains by a pass of the update | drafter training
-bubble/drafter_worth | s per idle s | moving average | the same, by training the drafter | drafter training
-bubble/throttled_s | worker s | sum over workers | training paused, as it slows those who decode
 bubble/untrained_s/{reason} | worker s | sum over workers | unused, by reason | idle
 bubble/preempt_ms_p95 | ms | 95th percentile, worst phase | from rollout's end until idle work stopped | idle work
 
@@ -97,10 +94,6 @@ drafter/canary_accept_length | tokens | mean over tokens | acceptance length of 
 drafter/canary_accept_length_before | tokens | mean over tokens | acceptance length of the one in use before | measured
 drafter/canary_tokens | tokens | sum | held-back tokens measured on | measured
 drafter/canary_error | tokens | standard error | of the difference between both | measured
-drafter/slowdown | share | since the start | by how much training lengthens a round | drafter training
-drafter/slowdown_error | share | standard error | of `drafter/slowdown` | drafter training
-drafter/expected_gain | share | moving average | gain in acceptance length of a phase | drafter training
-drafter/duty | share | of idle time | in which workers train in the next phase | drafter training
 drafter/alarm | workers | count | a drafter is suspended: none of its first drafts was accepted
 drafter/warmup_rollouts | responses | count | responses sampled for it | first drafter
 drafter/warmup_tokens | tokens | sum | tokens of the responses trained on | first drafter

@@ -1,14 +1,12 @@
 """Which drafter the engines draft with: publishes what idle workers have trained, unless it drafts worse.
 
 rollout phase --observe--> DrafterPublisher --publish--> all workers       (the rule: `drafter_release.decide`)
-      ^--- spot_settings: when, and for how long, idle workers train
+      ^--- spot_settings: when idle workers train
 """
 
 import json
 import logging
 import shutil
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +15,17 @@ from tlt_core.cluster.drafting import DrafterPublished
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.items.checkpoint import DriverState
 from tlt_core.items.store import write_atomically
-from tlt_core.rollout.engine import RoundTrace
 from tlt_core.run.drafter_release import (
     Decision,
     decide,
     origin_of,
-    outcome_of,
     published_dir,
     spot_metrics,
     why_refused,
 )
 from tlt_core.run.progress import Reporter
 from tlt_core.run.step_metrics import StepMetrics
-from tlt_core.spot.coordinator import PhaseReport, SpotSettings
-from tlt_core.spot.idle_value import update_worth
-from tlt_core.spot.payoff import Payoff, PayoffSettings
+from tlt_core.spot.coordinator import SpotSettings
 from tlt_core.spot.training import SpotResult
 
 log = logging.getLogger(__name__)
@@ -46,53 +40,32 @@ def trains_drafter(cfg: RunConfig) -> bool:
 
 
 class DrafterPublisher:
-    """Owns the drafter's version and what is known of the gain from training it."""
+    """Owns the drafter's version."""
 
     def __init__(self, cfg: RunConfig, group: WorkerGroup, *, metrics: StepMetrics, reporter: Reporter) -> None:
         self._cfg, self._spot = cfg, cfg.drafter.spot
         self._group, self._metrics, self._reporter = group, metrics, reporter
-        self._payoff = Payoff(
-            PayoffSettings(max_slowdown=self._spot.max_slowdown, lasting_phases=self._spot.gain_lasts_steps)
-        )
         self._version = self._policy_version = 0  # of the drafter in use, and of the policy that it has learnt from
-        self._phase = PhaseReport((), 0.0, (), 0, {})  # the latest rollout phase ...
-        self._rounds: Sequence[Sequence[RoundTrace]] = ()
-        self._results: list[SpotResult] = []  # ... and what its workers have trained
+        self._results: list[SpotResult] = []  # what the workers have trained in the latest rollout phase
 
-    def spot_settings(self, step: int, *, nobody_decodes: bool = False) -> SpotSettings:
-        """When workers train in the next phase, of this RL step.
-
-        nobody_decodes: then training slows nobody and needs no pauses.
-        """
-        settings = SpotSettings(
+    @property
+    def spot_settings(self) -> SpotSettings:
+        """What idle workers do."""
+        return SpotSettings(
             enabled=trains_drafter(self._cfg),
+            stream_first=self._cfg.update.streamed != "last",
             min_idle_s=self._spot.min_idle_s,
             max_steps=self._spot.max_steps,
             interval=self._spot.interval,
-            duty=self._payoff.duty,
-            stream_first=self._stream_first(step),
         )
-        return replace(settings, duty=1.0) if nobody_decodes else settings
-
-    def _stream_first(self, step: int) -> bool:
-        """The rule of `idle_value`, unless the configuration decides."""
-        chosen = self._cfg.update.streamed
-        return chosen == "first" or (chosen == "auto" and update_worth(self._group.num_workers) >= self._worth(step))
-
-    def _worth(self, step: int) -> float:
-        return self._payoff.worth(self._cfg.num_steps - step)
 
     @property
     def is_trained(self) -> bool:
         """Have workers trained a drafter in this step?"""
         return bool(self._results)
 
-    def observe(self, phase: PhaseReport, rounds: Sequence[Sequence[RoundTrace]], results: list[SpotResult]) -> None:
-        """A rollout phase has ended.  rounds, results: by worker."""
-        self._phase, self._rounds, self._results = phase, rounds, results
-
-    def observe_waiting(self, results: list[SpotResult]) -> None:
-        """The workers have trained on, while rewards were outstanding."""
+    def observe(self, results: list[SpotResult]) -> None:
+        """The workers have trained, in a rollout or while rewards were outstanding.  results: by worker."""
         self._results = results
 
     def publish(self, step: int) -> str:
@@ -102,7 +75,6 @@ class DrafterPublisher:
             return "no drafter is trained"
         self._reporter.phase("publish the drafter")
         with self._metrics.timed("publish_drafter"):
-            self._payoff.observe(outcome_of(self._phase, self._rounds, results))
             decision = decide(results, errors=self._spot.canary_errors)
             published = self._carry_out(decision, step)
         refused = decision.refused or any(not p.accepted for p in published)
@@ -111,11 +83,6 @@ class DrafterPublisher:
         log.log(logging.INFO if refused else logging.DEBUG, "drafter: %s", reason)
         lag = step - 1 - self._policy_version
         self._metrics.log(spot_metrics(results, decision=decision, published=published, version=self._version, lag=lag))
-        worth = {
-            "bubble/update_worth": update_worth(self._group.num_workers),
-            "bubble/drafter_worth": self._worth(step),
-        }
-        self._metrics.log(self._payoff.metrics() | worth)
         return reason
 
     def export(self, out_dir: Path, *, steps: int) -> Path | None:
@@ -136,14 +103,11 @@ class DrafterPublisher:
         return {
             "drafter_version": self._version,
             "drafter_policy_version": self._policy_version,
-            "payoff": self._payoff.state_dict(),
         }
 
     def restore(self, state: DriverState) -> None:
         """Go on from a checkpoint."""
         self._version, self._policy_version = state.drafter_version, state.drafter_policy_version
-        if state.payoff:
-            self._payoff.load_state_dict(state.payoff)
 
     def _carry_out(self, decision: Decision, step: int) -> list[DrafterPublished]:
         """Returns what each worker made of the candidate; empty when none was published."""

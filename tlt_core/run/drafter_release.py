@@ -11,7 +11,6 @@ A candidate is worse when it gets fewer tokens accepted on held-back responses, 
 (`spot/comparison`).  Wrong refusals cost more than wrong releases, because a drafter that is not replaced goes stale.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,13 +18,9 @@ from typing import Any, NamedTuple
 from tlt_core.cluster.drafting import DrafterPublished
 from tlt_core.cluster.messages import GenerateReport
 from tlt_core.items.store import read_json
-from tlt_core.items.types import WorkerState
-from tlt_core.rollout.engine import RoundTrace
 from tlt_core.spot.bubble import bubble
 from tlt_core.spot.comparison import Comparison
 from tlt_core.spot.coordinator import PhaseReport
-from tlt_core.spot.payoff import PhaseOutcome
-from tlt_core.spot.slowdown import TimedRound, beside_s, pace
 from tlt_core.spot.training import SpotResult
 
 TRAINED = "eagle3"  # name of the drafter that idle workers train
@@ -129,38 +124,6 @@ def merge(parts: Sequence[Mapping[str, float]], worker_s: float) -> dict[str, fl
     if "bubble/harvested_ratio" in totals:
         totals["bubble/harvested_ratio"] = 1 - totals["bubble/overlap_headroom_s"] / totals["bubble/long_idle_s"]
     return totals | {"bubble/idle_ratio": totals["bubble/idle_s"] / max(worker_s, 1e-9)}
-
-
-def outcome_of(
-    phase: PhaseReport, rounds: Sequence[Sequence[RoundTrace]], results: Sequence[SpotResult]
-) -> PhaseOutcome:
-    """What `payoff` learns from one rollout phase.  rounds: by worker."""
-    trial = _total(r.trial for r in results)
-    known = trial.starts > 0
-    timed = {
-        worker: [TimedRound((r.report.strategy, r.report.live), r.end_s, r.seconds) for r in own]
-        for worker, own in enumerate(rounds)
-    }
-    return PhaseOutcome(
-        rollout_s=phase.over_s - min(s.start_s for s in phase.spans),
-        idle_s=beside_s(phase.spans, (WorkerState.IDLE, WorkerState.TRAINING), until_s=phase.over_s),
-        trained_s=beside_s(phase.spans, (WorkerState.TRAINING,), until_s=phase.over_s),
-        trained_worker_s=sum(
-            max(min(s.end_s, phase.over_s) - s.start_s, 0.0) for s in phase.spans if s.state == WorkerState.TRAINING
-        ),
-        used_share=_used_share(phase, rounds),
-        pace=pace(timed, phase.spans),
-        used_length=trial.used_length if known else None,
-        gain=trial.gain / trial.used_length if known else None,
-    )
-
-
-def _used_share(phase: PhaseReport, rounds: Sequence[Sequence[RoundTrace]]) -> float | None:
-    """Of the rounds beside an idle worker: time of those that use the trained drafter."""
-    first_idle_s = min((s.start_s for s in phase.spans if s.state != WorkerState.BUSY), default=math.inf)
-    tail = [r for own in rounds for r in own if r.end_s > first_idle_s]
-    total_s = sum(r.seconds for r in tail)
-    return sum(r.seconds for r in tail if r.report.strategy.drafter == TRAINED) / total_s if total_s > 0 else None
 
 
 def results_of(reports: Sequence[GenerateReport]) -> list[SpotResult]:

@@ -60,14 +60,14 @@ class RolloutPhase:
         started_s = time.perf_counter()
         with self._metrics.timed("gen"):
             finished, done = self._generate(
-                groups, params, phase=phase, step=step, spot=self._drafter.spot_settings(step), stream=stream
+                groups, params, phase=phase, step=step, spot=self._drafter.spot_settings, stream=stream
             )
             for report in done.reports:
                 stream.computed(report.streamed)
             self.rounds = [report.rounds for report in done.reports]
             self._metrics.log(spec_metrics(done.reports))
             self._metrics.log({"drafter/alarm": sum(bool(report.suspended) for report in done.reports)})
-            self._drafter.observe(done.phase, self.rounds, results_of(done.reports))
+            self._drafter.observe(results_of(done.reports))
             rollouts = RolloutBatch.pack(finished)
         self._batches.append(rollouts)
         self._seconds += time.perf_counter() - started_s
@@ -89,9 +89,9 @@ class RolloutPhase:
         waited = self._group.train_while(
             lambda: not self._scoring.is_ready(rollouts),
             step=step,
-            spot=self._drafter.spot_settings(step, nobody_decodes=True),
+            spot=self._drafter.spot_settings,
         )
-        self._drafter.observe_waiting(waited.results)
+        self._drafter.observe(waited.results)
         self._add(waited.phase)
 
     def _generate(

@@ -34,7 +34,7 @@ class Part:
 
 
 class Idle(NamedTuple):
-    """Idle("throttled", 3.5): idle worker seconds by what became of them."""
+    """Idle("min_idle", 3.5): idle worker seconds by what became of them."""
 
     use: str
     worker_s: float

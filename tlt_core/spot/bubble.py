@@ -28,7 +28,6 @@ def bubble(
     `bubble/harvested_ratio`: used share of that, absent without such windows.
     `bubble/overlap_headroom_s`: the seconds of those windows that were not used.
     `bubble/preempt_ms_p95`: from the end of rollout until a working worker had stopped; absent when none worked.
-    `bubble/throttled_s`: idle worker seconds in which training paused because it slows those who decode (`payoff`).
     `bubble/untrained_s/REASON`: unused idle worker seconds, by reason.
     """
     windows = _idle_windows(spans, over_s)
@@ -47,8 +46,6 @@ def bubble(
     if preempt_s:
         rank = math.ceil(0.95 * len(preempt_s)) - 1
         metrics["bubble/preempt_ms_p95"] = 1000 * sorted(preempt_s)[rank]
-    if idle_by_reason_s is not None:
-        metrics["bubble/throttled_s"] = idle_by_reason_s.get("throttled", 0.0)
     untrained = {reason: s for reason, s in (idle_by_reason_s or {}).items() if reason not in ("training", "streaming")}
     return metrics | {f"bubble/untrained_s/{reason}": seconds for reason, seconds in untrained.items()}
 

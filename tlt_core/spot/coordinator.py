@@ -7,6 +7,14 @@
 
 consumes: events.  waits: never, and no worker for another.  produces: an order for the worker that reported.
 
+The rule:
+
+    passes of the policy update that are ready come first: all workers have to do later what is not done now
+    else train the drafter
+    stop when the rollout ends, after the piece in hand
+
+With `stream_first` off, the first two change places.
+
 No clock, no I/O: `at_s` of all events comes from one clock.  A worker that is not busy reports `Progress` between
 micro-steps (TRAIN), after a pass of the policy update (STREAM) or after a short sleep (WAIT), and leaves the phase on
 STOP.  One TRAIN allows one micro-step, so `max_steps` is exact.  One STREAM allows one of the passes that were offered.
@@ -83,7 +91,6 @@ REASONS = (
     "max_steps",
     "interval",
     "disabled",
-    "throttled",
     "busy",
     "rollout_over",
 )
@@ -94,16 +101,12 @@ class SpotSettings:
     """What idle workers may do."""
 
     enabled: bool = True  # train the drafter
-    stream_first: bool = True  # the policy update goes before the drafter; else only where no training is possible
+    stream_first: bool = True  # the policy update goes before the drafter; else only where it cannot be trained
     min_idle_s: float = 0.2  # that a worker is idle before it trains
     max_steps: int = 0  # micro-steps of all workers in one phase; 0: no bound
     interval: int = 1  # train every N RL steps
-    duty: float = 1.0  # share of each cycle in which workers train, all at the same time; they pause in the rest
-    cycle_s: float = 6.0  # much longer than a micro-step: a pause begins after the one under way
 
     def __post_init__(self) -> None:
-        if not 0 <= self.duty <= 1 or self.cycle_s <= 0:
-            raise ValueError(f"duty {self.duty} outside [0, 1] or cycle_s {self.cycle_s} <= 0")
         if self.min_idle_s < 0 or self.max_steps < 0 or self.interval < 1:
             raise ValueError(
                 f"min_idle_s {self.min_idle_s} < 0, max_steps {self.max_steps} < 0 or interval {self.interval} < 1"
@@ -120,7 +123,7 @@ class PhaseReport(NamedTuple):
     idle_by_reason_s: Mapping[str, float]  # worker seconds without requests up to `over_s`: what for, or why not
 
 
-_CANNOT_TRAIN = ("no_data", "max_steps", "interval", "disabled")  # in this phase, or not yet; a pause is short
+_CANNOT_TRAIN = ("no_data", "max_steps", "interval", "disabled")  # in this phase, or not yet
 _WORKING = (WorkerState.TRAINING, WorkerState.STREAMING)
 
 
@@ -144,7 +147,6 @@ class _Phase:
     step: int
     workers: dict[int, _Worker]
     over_s: float | None = None
-    first_idle_s: float | None = None
     spans: list[WorkerSpan] = field(default_factory=list)
     preempting: set[int] = field(default_factory=set)  # worked when rollout ended, not heard of since
     preempt_s: list[float] = field(default_factory=list)
@@ -212,8 +214,6 @@ class Coordinator:
         elif worker.state == WorkerState.BUSY:
             self._enter(event.worker, WorkerState.IDLE, at_s)
             worker.idle_s = at_s
-            if phase.first_idle_s is None:
-                phase.first_idle_s = at_s
         order = self._decide(worker, at_s, has_data=event.has_data)
         if order.action == Action.TRAIN:
             worker.granted = 1
@@ -236,7 +236,6 @@ class Coordinator:
             "disabled": not settings.enabled,
             "interval": phase.step % settings.interval != 0,
             "max_steps": 0 < settings.max_steps <= pending,
-            "throttled": settings.duty < 1 and self._pauses(at_s),
             "min_idle": worker.state == WorkerState.IDLE and at_s - worker.idle_s < settings.min_idle_s,
             "no_data": not has_data,
         }
@@ -244,11 +243,6 @@ class Coordinator:
         if phase.offered and (settings.stream_first or reason in _CANNOT_TRAIN) and reason != "busy":
             return Order(Action.STREAM, "streaming")
         return Order(Action.TRAIN, "training") if reason is None else Order(Action.WAIT, reason)
-
-    def _pauses(self, at_s: float) -> bool:
-        """Cycles begin when a worker ran out of work for the first time in the phase."""
-        first_idle_s = at_s if self._phase.first_idle_s is None else self._phase.first_idle_s
-        return (at_s - first_idle_s) % self._settings.cycle_s >= self._settings.duty * self._settings.cycle_s
 
     def _end_rollout(self, at_s: float) -> None:
         phase = self._phase

@@ -21,7 +21,7 @@ _ROWS = [
         "bubble/idle_s": 16.0,
         "bubble/harvested_s": 10.0,
         "bubble/streamed_s": 6.0,
-        "bubble/untrained_s/throttled": 5.0,
+        "bubble/untrained_s/no_data": 5.0,
         "bubble/streamed_share": 0.5,
         "drafter/version": 0.0,
     },
@@ -73,8 +73,8 @@ def test_seconds_and_shares_of_a_run_in_which_all_parts_helped() -> None:
 
 
 def test_idle_time_is_accounted_for() -> None:
-    # 24 worker seconds: 14 for the update, 4 for the drafter, 5 throttled, and 1 that nothing explains
-    assert dict(savings(_ROWS, _cfg()).idle) == {"update": 14.0, "throttled": 5.0, "drafter": 4.0, "unknown": 1.0}
+    # 24 worker seconds: 14 for the update, 4 for the drafter, 5 without data, and 1 that nothing explains
+    assert dict(savings(_ROWS, _cfg()).idle) == {"update": 14.0, "no_data": 5.0, "drafter": 4.0, "unknown": 1.0}
 
 
 def test_speculation_that_costs_time_is_said_to() -> None:

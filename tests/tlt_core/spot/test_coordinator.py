@@ -59,7 +59,6 @@ def test_passes_of_the_update_by_hand():
             "bubble/long_idle_s": 3.0,
             "bubble/overlap_headroom_s": 0.0,
             "bubble/harvested_ratio": 1.0,
-            "bubble/throttled_s": 0.0,
         }
     )
     last = Coordinator(1, SpotSettings(min_idle_s=0.0, stream_first=False))
@@ -107,7 +106,6 @@ def test_a_phase_by_hand():
             "bubble/long_idle_s": 3.05,
             "bubble/overlap_headroom_s": 0.75,
             "bubble/preempt_ms_p95": 100.0,
-            "bubble/throttled_s": 0.0,
             "bubble/untrained_s/min_idle": 0.3,
             "bubble/untrained_s/no_data": 0.5,
         }
@@ -151,31 +149,6 @@ def test_every_third_step_trains():
     assert trained == [False, False, True, False, False, True, False]
 
 
-def test_pauses_are_of_all_workers_and_not_harvested():
-    c = Coordinator(3, SpotSettings(min_idle_s=0, duty=0.75, cycle_s=4.0))
-    c.handle(PhaseBegan(1, 0.0))
-    assert c.handle(WorkerIdle(0, 10.0, has_data=True)) == TRAIN
-    assert c.handle(WorkerIdle(1, 11.5, has_data=True)) == TRAIN
-    assert c.handle(Progress(0, 1, 12.9, has_data=True)) == TRAIN
-    assert c.handle(Progress(0, 2, 13.1, has_data=True)) == wait("throttled")
-    assert c.handle(Progress(1, 1, 13.2, has_data=True)) == wait("throttled")
-    assert c.handle(Progress(0, 2, 14.0, has_data=True)) == TRAIN
-    assert c.handle(Progress(1, 1, 14.1, has_data=True)) == TRAIN
-    c.handle(RolloutOver(15.0))
-    report = c.report(15.0)
-    assert report.idle_by_reason_s == pytest.approx({"training": 3.1 + 1.0 + 1.7 + 0.9, "throttled": 0.9 + 0.9})
-    metrics = bubble(report.spans, over_s=15.0, idle_by_reason_s=report.idle_by_reason_s)
-    assert metrics["bubble/throttled_s"] == pytest.approx(1.8)
-    assert metrics["bubble/harvested_s"] == pytest.approx(6.7)
-    assert metrics["bubble/harvested_ratio"] == pytest.approx(6.7 / 8.5)
-
-
-@pytest.mark.parametrize("changes", [{"duty": 1.1}, {"duty": -0.1}, {"cycle_s": 0.0}])
-def test_bad_duty(changes):
-    with pytest.raises(ValueError, match=r"duty .* cycle_s"):
-        SpotSettings(**changes)
-
-
 def test_max_steps_counts_steps_that_are_under_way():
     c = Coordinator(3, SpotSettings(min_idle_s=0, max_steps=2))
     c.handle(PhaseBegan(1, 0.0))
@@ -209,8 +182,6 @@ class AnyEvents(RuleBasedStateMachine):
             min_idle_s=st.sampled_from([0.0, 0.2]),
             max_steps=st.sampled_from([0, 1, 4]),
             interval=st.sampled_from([1, 1, 2]),
-            duty=st.sampled_from([1.0, 1.0, 0.4, 0.0]),
-            cycle_s=st.sampled_from([1.0, 4.0]),
         ),
         step=st.integers(1, 4),
     )
@@ -222,7 +193,7 @@ class AnyEvents(RuleBasedStateMachine):
         self.step, self.began_s, self.over_s = step, self.now, None
         self.expected_spans = 0
         self.done, self.ordered = dict.fromkeys(range(WORKERS), 0), set()
-        self.idle_at, self.first_idle_s = {}, None
+        self.idle_at = {}
         self.c.handle(PhaseBegan(step, self.now))
 
     def send(self, event):
@@ -245,16 +216,8 @@ class AnyEvents(RuleBasedStateMachine):
             assert self.settings.enabled
             assert self.step % self.settings.interval == 0
             assert self.now - self.idle_at[event.worker] >= self.settings.min_idle_s
-            assert not self.pauses()
             self.ordered.add(event.worker)
-        if order.reason == "throttled":
-            assert self.pauses()
         return order
-
-    def pauses(self):
-        """Cycles of all workers begin with the first idle moment of the phase."""
-        cycle_s, duty = self.settings.cycle_s, self.settings.duty
-        return duty < 1 and (self.now - self.first_idle_s) % cycle_s >= duty * cycle_s
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.3, 2.0]))
     def wait_a_moment(self, seconds):
@@ -264,8 +227,6 @@ class AnyEvents(RuleBasedStateMachine):
     def idle(self, worker, has_data):
         if self.c.state(worker) == BUSY:
             self.idle_at[worker] = self.now
-            if self.first_idle_s is None:
-                self.first_idle_s = self.now
         self.ordered.discard(worker)
         order = self.send(WorkerIdle(worker, self.now, has_data))
         assert has_data or order.action != Action.TRAIN
