@@ -31,8 +31,8 @@ from tlt_core.spot.writer import BackgroundWriter, WriteJob
 
 log = logging.getLogger(__name__)
 
-_HELD_EVERY = 4  # one prompt in so many is held back
-_HELD_STEPS = 2  # newest steps in which responses are held back
+_HELD_EVERY = 4  # one prompt in so many is held back: a trial has enough responses then, and training keeps most
+_HELD_STEPS = 2  # newest steps in which responses are held back: the running one may still be short of them
 _KEPT_SHARE = 3  # one in so many of the bounds is for the longest of the last finished step
 
 

@@ -18,8 +18,8 @@ from tlt_core.spot.peers import PeerFiles
 from tlt_core.spot.sampling import WindowSampler
 
 _FIRST_ROWS = 16  # of the first micro-step, before anything was timed
-_LEAST_ROWS = 4
-_FASTEST = 2.0  # change of a micro-step's size from one to the next
+_LEAST_ROWS = 4  # fewer take as long: a pass has a fixed cost
+_FASTEST = 2.0  # change of a micro-step's size from one to the next: one stall must not shrink it for long
 
 
 class Curriculum:
