@@ -46,6 +46,10 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
 _BASE = "base"  # a key of files, not of the configuration
 _GONE = {  # keys that earlier versions had: what to do instead
     "drafter.method": "drafters are trained as EAGLE-3; choose drafter.loss, soft_ce or tv, and leave method out",
+    "drafter.spot.max_slowdown": "update.streamed says what idle workers do first, drafter.spot.enabled=false that "
+    "they train no drafter",
+    "drafter.spot.gain_lasts_steps": "update.streamed says what idle workers do first",
+    "rollout.vllm.max_probs_diff": "it is rollout.max_probs_diff now, of both engines",
 }
 
 

@@ -92,6 +92,8 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
         (["reward.functions=[{kind: exact, path: 'a:b'}]"], "must be left out"),
         (["model={kind: random, hidden_size: 64, num_heads: 3}"], "must be a multiple of num_heads"),
         (["drafter.method=hass"], "drafter.method: this key is gone: .* choose drafter.loss, soft_ce or tv"),
+        (["rollout.vllm.max_probs_diff=0.1"], r"max_probs_diff: this key is gone: it is rollout\.max_probs_diff now"),
+        (["drafter.spot.max_slowdown=0.1"], r"max_slowdown: this key is gone: update\.streamed says"),
         (["drafter.spot.loss=mixed"], "drafter.spot.loss: Input should be 'soft_ce' or 'tv' .value 'mixed'"),
         (
             [
