@@ -84,7 +84,6 @@ ANSWERS = {  # with another exit code than 0, which is no error here
 }
 FOR_THE_READER = {"NAME": "exports/demo/policy", "FOLDER": "exports/demo/policy", "DRAFTER": "runs/demo/drafter-eagle3"}
 FAST = ("tlt doctor", "tlt params")
-LONG = ("tlt bench e2e", "tlt bench spot", "tlt bench rollout", "tlt bench step")  # many runs each
 COMMANDS = list(dict.fromkeys(tuple(line) for page in PAGES for line in lines_of(text_of(page))))
 
 
@@ -101,7 +100,7 @@ def _less(command: Sequence[str]) -> list[str]:
 
 
 RUN = [c for c in COMMANDS if not _begins(c, [*NOT_RUN, "make"])]
-SLOW = [pytest.param(c, marks=[pytest.mark.long] * bool(_begins(c, LONG))) for c in RUN if not _begins(c, FAST)]
+SLOW = [c for c in RUN if not _begins(c, FAST)]
 
 
 @pytest.mark.parametrize("command", [c for c in RUN if _begins(c, FAST)], ids=shlex.join)
@@ -157,6 +156,7 @@ def sandbox(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.prefect
 @pytest.mark.parametrize("command", SLOW, ids=shlex.join)
 def test_a_command_does_what_it_says(command: Sequence[str], sandbox: Sandbox) -> None:
