@@ -176,7 +176,7 @@ def read_manifest(out_dir: Path) -> DataManifest:
         raise DataError(f"{out_dir} holds no data set: {error}") from None
     except ValidationError as error:
         where, why = error.errors()[0]["loc"], error.errors()[0]["msg"]
-        key = ".".join(map(str, where)) or "config"
+        key = ascii(".".join(map(str, where)))[1:-1] or "config"  # a key may hold a line break
         raise DataError(f"{out_dir} holds no data set: manifest.json, {key}: {why}; {remedy}") from None
     return manifest
 

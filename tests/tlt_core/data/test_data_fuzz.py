@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
@@ -163,6 +163,7 @@ def test_any_change_to_a_data_set(count: int, tokenizer: PreTrainedTokenizerFast
     train = (folder / "train.jsonl").read_bytes()
 
     @fuzz(count)
+    @example("counts", {"\n": None}, b"", 0)
     @given(st.sampled_from(sorted(manifest)), VALUES, st.binary(max_size=4), st.integers(0, len(train)))
     def check(key: str, value: Any, content: bytes, start: int) -> None:
         (folder / "manifest.json").write_text(json.dumps(manifest | {key: value}), encoding="utf-8")
