@@ -182,6 +182,7 @@ def test_an_unknown_stage_and_a_missing_gpu_are_named(suite) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_every_stage_runs_or_is_left_out_on_a_bare_machine(tmp_path: Path, bare: dict[str, str], suite) -> None:
     done = suite("--device", "cpu", "--seconds", "1500", env=bare)
     assert done.returncode == 0, done.stdout + done.stderr
