@@ -56,7 +56,6 @@ _MEASURES = {  # by the word behind `tlt bench`
     "memory": "The memory plan, made before the run, beside the most that a worker has held.",
     "soak": "A long run in which something breaks every few steps (`storm`), beside the same run in peace (`calm`).",
     "peers": "Whole steps of ours and of TRL's GRPOTrainer, all else equal. `reward, tlt minus trl`: over all steps.",
-    "plan": "Steps by a planner, since removed, beside `e2e`'s. Costs are those of the tail workload's plain run.",
 }
 
 _LIVE = ("1 live", "2 live", "3-4 live", "5-8 live", "above")
