@@ -33,6 +33,7 @@ from tasks.update import update_policy
 from tasks.warmup import warm_up_drafter
 from tlt_core.cluster.placement import check_cluster
 from tlt_core.items.store import Ref
+from tlt_core.items.types import ScoredBatch
 from tlt_core.machine import precision, provenance
 from tlt_core.machine.file_lock import exclusive
 from tlt_core.run import preflight
@@ -141,11 +142,11 @@ def register(session: Session, policy: Path, dataset: Ref, *, tracker_run_id: st
         register_drafter(cfg, drafter, policy, dataset, metrics, tracker_run_id)
 
 
-def sample(session: Session, step: int) -> Ref:
+def sample(session: Session, step: int) -> ScoredBatch:
     """Scored groups of one step; dynamic sampling may take several rollouts."""
     rollouts = rollout(session, step)
     scored = reward(session, step, rollouts)
     publish_drafter(session, step)
-    while scored.wants_more:
-        scored = resample(session, step, scored.ref)
-    return scored.ref
+    while session.needs_more_groups(scored):
+        scored = resample(session, step, scored)
+    return scored

@@ -1,1 +1,1 @@
-"""Stations of a flow: load, one call into `tlt_core`, save, return a reference."""
+"""Stations of a flow: one call into `tlt_core` each."""

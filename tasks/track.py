@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 
 
 @task(task_run_name="track-{step}", cache_policy=NO_CACHE)
-def track(session: Session, tracker: "Tracker", step: int, scored: Ref) -> dict[str, float]:
+def track(session: Session, tracker: "Tracker", step: int, scored: ScoredBatch) -> dict[str, float]:
     """Figures, samples, metrics and the log line of one step."""
-    return tracker.step(session, step, store.load_scored(scored.path))
+    return tracker.step(session, step, scored)
 
 
 class Tracker:

@@ -23,7 +23,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.fake_cluster import add_node, fake_cluster
-from tlt_core.items.store import load_rollouts
+from tlt_core.items.store import load_scored
 
 pytestmark = [pytest.mark.slow, pytest.mark.prefect]
 
@@ -110,7 +110,7 @@ class Run:
         return hashlib.sha256((self.folder / "policy" / "model.safetensors").read_bytes()).hexdigest()
 
     def _batches(self) -> list:
-        return [load_rollouts(self.folder / f"steps/{n:06d}/rollouts.safetensors") for n in range(1, STEPS + 1)]
+        return [load_scored(self.folder / f"steps/{n:06d}/scored.safetensors").rollouts for n in range(1, STEPS + 1)]
 
 
 def moved(a: Run, b: Run) -> float:

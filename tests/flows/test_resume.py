@@ -164,7 +164,7 @@ def test_a_killed_worker_takes_nothing_of_the_drafters_training_along(root):
 
     process = started()
     # Step 3 has its rollouts, and its rewards take over a second, in which both workers train.
-    kill_when(process, (run / "steps" / "000003" / "rollouts.safetensors").exists, victim=lambda: worker_pid(process))
+    kill_when(process, (run / "steps" / "000003" / "scored.safetensors").exists, victim=lambda: worker_pid(process))
     assert process.wait(120) == 1, log.read_text()[-3000:]
     before = rows()[2]
     process = started()

@@ -1,7 +1,4 @@
-"""Files between the tasks: packed safetensors, written atomically, named by a `Ref`.
-
-A task returns a `Ref`, never the data, so each intermediate result can be inspected and replayed.
-"""
+"""Files and folders that are written whole or not at all, and the scored responses of a step, as packed safetensors."""
 
 import ctypes
 import errno
@@ -25,10 +22,10 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 
 
 class Ref(NamedTuple):
-    """A saved item.  Ref(path="runs/demo/steps/000003/rollouts.safetensors", count=64, sha256="9f...")"""
+    """A saved data set.  Ref(path="data/9f...", count=64, sha256="9f...")"""
 
     path: str
-    count: int  # type: ignore[assignment]  # responses; hides tuple.count
+    count: int  # type: ignore[assignment]  # training prompts; hides tuple.count
     sha256: str
 
 
@@ -180,43 +177,20 @@ def is_finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(tensor.detach().sum(dtype=wide).isfinite())
 
 
-def save_rollouts(batch: RolloutBatch, path: Path) -> Ref:
-    """Write packed rollouts."""
-    return _save(_tensors(batch), path, count=len(batch))
-
-
-def load_rollouts(path: str | Path) -> RolloutBatch:
-    """Read packed rollouts back.  Raises StoreError."""
-    return RolloutBatch(**_load(path))
-
-
-def save_scored(batch: ScoredBatch, path: Path) -> Ref:
-    """Write scored rollouts (the rollouts are included, so the file is enough for an update)."""
-    own = {k: v for k, v in _tensors(batch).items() if k != "rollouts"}
-    nested = {f"rollouts.{k}": v for k, v in _tensors(batch.rollouts).items()}
-    return _save({**own, **nested}, path, count=len(batch.rollouts))
+def save_scored(batch: ScoredBatch, path: Path) -> None:
+    """Write scored responses; the rollouts are included, so the file is enough for an update."""
+    tensors = {f"rollouts.{f.name}": getattr(batch.rollouts, f.name) for f in fields(RolloutBatch)}
+    tensors |= {f.name: getattr(batch, f.name) for f in fields(ScoredBatch) if f.name != "rollouts"}
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    write_atomically(path, lambda partial: save_file(contiguous, partial))
 
 
 def load_scored(path: str | Path) -> ScoredBatch:
-    """Read scored rollouts back.  Raises StoreError."""
-    tensors = _load(path)
+    """Read scored responses back.  Raises StoreError."""
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, FileNotFoundError) as error:
+        raise StoreError(f"{path} cannot be read ({error}); remove it and run the step again") from None
     prefix = "rollouts."
     rollouts = RolloutBatch(**{k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
     return ScoredBatch(rollouts=rollouts, **{k: v for k, v in tensors.items() if not k.startswith(prefix)})
-
-
-def _tensors(item: RolloutBatch | ScoredBatch) -> dict[str, Tensor]:
-    return {f.name: getattr(item, f.name) for f in fields(item)}
-
-
-def _save(tensors: dict[str, Tensor], path: Path, *, count: int) -> Ref:
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    write_atomically(path, lambda partial: save_file(contiguous, partial))
-    return Ref(path=str(path), count=count, sha256=sha256_of(path))
-
-
-def _load(path: str | Path) -> dict[str, Tensor]:
-    try:
-        return load_file(path)
-    except (SafetensorError, FileNotFoundError) as error:
-        raise StoreError(f"{path} cannot be read ({error}); remove it and run the task that writes it again") from None

@@ -1,13 +1,13 @@
-"""The saved rollouts and scores of the RL steps, `runs/NAME/steps/000012/`: which are kept, and the room they take."""
+"""The scored responses of the RL steps, `runs/NAME/steps/000012/`: which are kept, and the room they take."""
 
 import shutil
 from pathlib import Path
 
 from conf.run import RunConfig
 
-_TOKEN_BYTES = 16  # id and log-probability, with the rollouts and again with the scores
-_RESPONSE_BYTES = 256  # what both files say of a response besides
-_HEADER_BYTES = 4096  # of both files
+_TOKEN_BYTES = 8  # id and log-probability
+_RESPONSE_BYTES = 128  # what the file says of a response besides
+_HEADER_BYTES = 2048
 
 
 def step_dir(run_dir: Path, step: int) -> Path:

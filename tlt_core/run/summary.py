@@ -72,12 +72,12 @@ def length_histogram(run_dir: Path, *, max_new_tokens: int) -> list[dict[str, in
     """
     width = -(-max_new_tokens // _NUM_BINS)
     num_bins = -(-max_new_tokens // width)
-    kept = sorted((run_dir / "steps").glob("*/rollouts.safetensors"))
+    kept = sorted((run_dir / "steps").glob("*/scored.safetensors"))
     if not kept:
         return []
     counts_B = []
     for path in (kept[0], kept[-1]):
-        bins_R = (store.load_rollouts(path).response_lens_R - 1).clamp(min=0) // width
+        bins_R = (store.load_scored(path).rollouts.response_lens_R - 1).clamp(min=0) // width
         counts_B.append(torch.bincount(bins_R, minlength=num_bins).tolist())
     return [
         {"tokens": (index + 1) * width, "first": first, "last": last}

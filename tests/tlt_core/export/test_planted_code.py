@@ -82,7 +82,6 @@ def read_checkpoint(folder: Path) -> None:
 
 def make_steps(tiny: Tiny, exported: Path, out: Path) -> None:
     store.save_scored(scored_batch(), out / "scored")
-    store.save_rollouts(scored_batch().rollouts, out / "rollouts")
 
 
 def make_spot(tiny: Tiny, exported: Path, out: Path) -> None:
@@ -121,9 +120,7 @@ INPUTS = {
         (lambda folder: verify(folder, target=None, other_weights=False),),
     ),
     "checkpoint": Input(make_checkpoint, (read_checkpoint,)),
-    "steps": Input(
-        make_steps, (lambda f: store.load_scored(f / "scored"), lambda f: store.load_rollouts(f / "rollouts"))
-    ),
+    "steps": Input(make_steps, (lambda folder: store.load_scored(folder / "scored"),)),
     "spot": Input(
         make_spot,
         (

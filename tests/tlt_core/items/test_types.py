@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tlt_core.items.store import StoreError, is_finite, load_rollouts, load_scored, save_rollouts, save_scored
+from tlt_core.items.store import StoreError, is_finite, load_scored, save_scored
 from tlt_core.items.types import FinishReason, NoiseKey, Rollout, RolloutBatch, ScoredBatch
 
 
@@ -57,21 +57,16 @@ def test_take_and_join_are_inverse():
     assert scored(BATCH).take([2, 0]).rollouts.tokens_T.tolist() == [7, 8, 5, 7, 8, 9, 9, 2]
 
 
-def test_saved_items_come_back(tmp_path):
-    ref = save_rollouts(BATCH, tmp_path / "a" / "rollouts.safetensors")
-    assert ref.count == 3
-    assert torch.equal(load_rollouts(ref.path).tokens_T, BATCH.tokens_T)
-    ref = save_scored(scored(BATCH), tmp_path / "scored.safetensors")
-    assert load_scored(ref.path).rollouts.finish_R.tolist() == [0, 0, 0]
-    assert load_scored(ref.path).advantages_R.tolist() == [-1, 0, 1]
-
-
-def test_truncated_file_is_named(tmp_path):
-    ref = save_rollouts(BATCH, tmp_path / "rollouts.safetensors")
-    path = tmp_path / "rollouts.safetensors"
+def test_a_saved_batch_comes_back_and_a_truncated_file_is_named(tmp_path):
+    path = tmp_path / "a" / "scored.safetensors"
+    save_scored(scored(BATCH), path)
+    again = load_scored(path)
+    for name in ("tokens_T", "logprobs_T", "finish_R", "worker_R", "offsets_R1"):
+        assert torch.equal(getattr(again.rollouts, name), getattr(BATCH, name))
+    assert again.advantages_R.tolist() == [-1, 0, 1]
     path.write_bytes(path.read_bytes()[:-7])
-    with pytest.raises(StoreError, match=r"rollouts\.safetensors"):
-        load_rollouts(ref.path)
+    with pytest.raises(StoreError, match=r"scored\.safetensors"):
+        load_scored(path)
 
 
 def test_a_response_needs_a_completion():

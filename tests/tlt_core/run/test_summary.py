@@ -39,8 +39,8 @@ def test_curves_have_a_row_a_training_step_and_gaps(tmp_path: Path) -> None:
 
 
 def test_lengths_of_the_first_and_the_last_step(tmp_path: Path) -> None:
-    batch = scored_batch().rollouts  # responses of 3, 5, 7 and 40 tokens
-    store.save_rollouts(batch, tmp_path / "steps" / "000001" / "rollouts.safetensors")
+    batch = scored_batch()  # responses of 3, 5, 7 and 40 tokens
+    store.save_scored(batch, tmp_path / "steps" / "000001" / "scored.safetensors")
     rows = run_summary.length_histogram(tmp_path, max_new_tokens=40)
     assert [row["tokens"] for row in rows] == list(range(2, 41, 2))
     assert {row["tokens"]: row["last"] for row in rows if row["last"]} == {4: 1, 6: 1, 8: 1, 40: 1}
