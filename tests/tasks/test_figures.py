@@ -88,16 +88,3 @@ def test_the_speculation_figure_shows_strategies_over_time_and_by_live_requests(
     assert [t.get_text() for t in shares.get_xticklabels()] == ["1\n1 rounds", "5-8\n3 rounds"]
     heights = {str(c.get_label()): [bar.get_height() for bar in c] for c in shares.containers}
     assert heights == {"off": [0, pytest.approx(2 / 3)], str(chain): [1.0, pytest.approx(1 / 3)]}
-
-
-def test_the_reward_curve_shows_training_and_validation(drawn: list[Figure]) -> None:
-    figures.reward_curve([(1, 0.25), (2, 0.5)], [(0, 0.1)], path=Path("unused"))
-    training, validation = drawn[0].axes[0].lines
-    assert training.get_xydata().tolist() == [[1.0, 0.25], [2.0, 0.5]]
-    assert validation.get_xydata().tolist() == [[0.0, 0.1]]
-
-
-def test_figures_are_written_as_png(tmp_path: Path) -> None:
-    path = tmp_path / "figures" / "lengths.png"
-    figures.lengths(torch.tensor([3]), step=1, max_new_tokens=8, path=path)
-    assert path.read_bytes().startswith(b"\x89PNG")

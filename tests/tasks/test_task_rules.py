@@ -19,37 +19,6 @@ def _tasks() -> list[prefect.Task]:
     return list(found.values())
 
 
-def test_the_stations_are_there() -> None:
-    named = {t.task_run_name for t in _tasks()}
-    assert {
-        "prepare-model",
-        "prepare-data",
-        "probe-rewards",
-        "cold-start",
-        "rollout-{step}",
-        "reward-{step}",
-        "resample-{step}",
-        "policy-update-{step}",
-        "publish-{step}",
-        "publish-drafter-{step}",
-        "checkpoint-{step}",
-        "evaluate-{step}",
-        "track-{step}",
-        "export-policy",
-        "export-drafter",
-        "version-folder",
-        "warm-up-drafter",
-        "register-policy",
-        "register-drafter",
-        "export-newest-checkpoint",
-        "fetch-champion",
-        "find-version",
-        "check-champion",
-        "try-drafters",
-        "record-decision",
-    } == named
-
-
 @pytest.mark.parametrize("station", _tasks(), ids=lambda t: t.name)
 def test_a_task_is_a_station(station: prefect.Task) -> None:
     assert station.cache_policy == NO_CACHE, "a cached task with an effect is skipped the second time"

@@ -1,7 +1,6 @@
 """The run's own files, and the boundary around MLflow."""
 
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,13 +17,10 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from conf.load import load
 from conf.run import RunConfig
 from conf.system import TrackingConfig
-from tasks import mlflow_run
-from tasks.mlflow_run import DatasetInput, MlflowRun, flatten
-from tasks.registry import Registry
-from tasks.track import Tracker, step_line
+from tasks.mlflow_run import DatasetInput, MlflowRun
+from tasks.track import Tracker
 from tests.tasks.scored_batches import scored_batch
 from tlt_core.data.dataset import DataManifest
-from tlt_core.data.question import DataError
 from tlt_core.items.speculation import OFF, RoundReport, Strategy
 from tlt_core.items.store import Ref, StoreError
 from tlt_core.items.types import ScoredBatch, WorkerSpan, WorkerState
@@ -51,10 +47,6 @@ def tracking(store_uri: str, tmp_path: Path) -> Iterator[TrackingConfig]:
 
 def _open(cfg: TrackingConfig, resume_id: str = "") -> MlflowRun:
     return MlflowRun(cfg, run_name="r", resume_id=resume_id, on_start=lambda run_id: None)
-
-
-def test_nested_parameters_become_flat_names() -> None:
-    assert flatten({"a": {"b": {"c": 1}, "d": [1, 2]}, "e": None}) == {"a/b/c": 1, "a/d": [1, 2], "e": None}
 
 
 def test_a_run_has_parameters_metrics_data_set_and_files(tracking: TrackingConfig, tmp_path: Path) -> None:
@@ -97,14 +89,6 @@ def test_an_earlier_attempts_run_goes_on_and_its_parameters_stay(tracking: Track
     assert client.get_run(first.run_id).data.params["num_steps"] == "2"
 
 
-def test_a_run_that_was_deleted_is_replaced_by_a_new_one(
-    tracking: TrackingConfig, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = _open(tracking, resume_id="f" * 32)
-    assert run.run_id not in ("", "f" * 32)
-    assert "a new one begins" in caplog.text
-
-
 def test_an_experiment_that_was_deleted_is_restored(tracking: TrackingConfig, caplog: pytest.LogCaptureFixture) -> None:
     """MLflow finds it by its name, and takes no run into it."""
     first = _open(tracking)
@@ -117,13 +101,6 @@ def test_an_experiment_that_was_deleted_is_restored(tracking: TrackingConfig, ca
     assert run.experiment_id == first.experiment_id
     assert client.get_run(run.run_id).data.metrics == {"loss": 1.0}
     assert f"MLflow's experiment '{tracking.experiment}' was deleted and is restored" in caplog.text
-
-
-def test_the_registry_restores_a_deleted_experiment_too(tracking: TrackingConfig) -> None:
-    registry, client = Registry(tracking), MlflowClient(tracking.uri)
-    first = registry.run(name="r", key="a", tags={})
-    client.delete_experiment(client.get_run(first).info.experiment_id)
-    assert client.get_run(registry.run(name="r", key="b", tags={})).info.lifecycle_stage == "active"
 
 
 def test_a_run_in_the_environment_is_left_alone(tracking: TrackingConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,28 +170,6 @@ def test_a_call_that_does_not_return_holds_up_nobody(tracking: TrackingConfig, m
     answer.set()
     run.end("FINISHED")
     assert [m.step for m in MlflowClient(tracking.uri).get_metric_history(run.run_id, "loss")] == [1, 2, 3]
-
-
-def test_a_server_that_accepts_and_never_answers_delays_only_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Each call to it takes until its time limit."""
-    monkeypatch.setattr(mlflow_run, "_START_S", 0.5)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
-        run = _open(TrackingConfig(uri=uri, system_metrics=False))
-        for step in range(50):
-            run.metrics({"loss": 1.0}, step=step)
-        run.end("KILLED")  # the thread makes no further call
-    assert (run.run_id, run.link) == ("", "")
-    assert "lacks the last 52 calls" in caplog.text  # start, steps, end
-
-
-def test_a_defect_of_ours_is_not_taken_for_a_failure_of_the_server(tracking: TrackingConfig) -> None:
-    run = _open(tracking)
-    run.describe({}, tags={}, dataset=None)  # type: ignore[arg-type]  # the defect
-    with pytest.raises(AttributeError):
-        run.settle(within_s=30.0)
 
 
 def test_what_a_server_refuses_does_not_hold_up_the_rest(
@@ -377,25 +332,6 @@ def test_an_attempt_that_fails_is_marked_so(cfg: RunConfig) -> None:
     session: Any = _Session(cfg)
     with pytest.raises(RuntimeError), _tracker(session, cfg):
         raise RuntimeError("a worker died")
-    assert MlflowClient(cfg.tracking.uri).get_run(session.tracker_run_id).info.status == "FAILED"
-
-
-def test_the_columns_of_the_step_line_do_not_move() -> None:
-    few = step_line({}, step=1, num_steps=8)
-    many = step_line(
-        {"critic/rewards/mean": -0.25, "response_length/p99": 16384, "perf/rollout_tokens_per_s": 123456.0},
-        step=1000,
-        num_steps=2000,
-    )
-    assert len(few) == len(many)
-    assert [i for i, c in enumerate(few) if c == "/"] == [i for i, c in enumerate(many) if c == "/"]
-
-
-def test_an_attempt_that_fails_before_it_begins_is_marked_so(cfg: RunConfig) -> None:
-    session: Any = _Session(cfg)
-    (Path(cfg.output_dir) / "data" / "manifest.json").write_text("{")
-    with pytest.raises(DataError):
-        _tracker(session, cfg)
     assert MlflowClient(cfg.tracking.uri).get_run(session.tracker_run_id).info.status == "FAILED"
 
 

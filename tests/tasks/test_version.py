@@ -17,49 +17,41 @@ print(version_folder.fn(Path(sys.argv[1])).md5)
 """
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With the patterns that this repository ignores, and a remote beside it."""
-    root = tmp_path / "project"
-    (root / "exports" / "a").mkdir(parents=True)
-    (root / "exports" / "a" / "config.json").write_text("{}")
+    root: Path = tmp_path_factory.mktemp("dvc") / "project"
+    (root / "exports").mkdir(parents=True)
+    for name in "ab":
+        (root / "exports" / name).mkdir()
+        (root / "exports" / name / "model.bin").write_text(name)
     (root / ".gitignore").write_text("exports/**\n!exports/**/\n!exports/**/*.dvc\n!exports/**/.gitignore\n")
-    for command in ("git init -q", "dvc init -q", "dvc remote add -q -d shared ../remote"):
-        program, *rest = command.split()
-        subprocess.run(
-            [sys.executable, "-m", "dvc", *rest] if program == "dvc" else [program, *rest], cwd=root, check=True
-        )
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    subprocess.run([sys.executable, "-m", "dvc", "init", "-q"], cwd=root, check=True)
+    (root / ".dvc" / "config").write_text(
+        "[core]\n    remote = shared\n['remote \"shared\"']\n    url = ../../remote\n"
+    )
     return root
 
 
-def test_a_version_is_in_git_s_reach_and_in_the_remote(project: Path) -> None:
-    version = version_folder.fn(project / "exports" / "a")
-    assert version.pointer == project / "exports" / "a.dvc"
-    assert version.md5.endswith(".dir")
-    digest = version.md5.removesuffix(".dir")
+def test_two_at_once_wait_for_each_other_and_are_in_git_s_reach_and_in_the_remote(project: Path) -> None:
+    folders = [project / "exports" / name for name in "ab"]
+    with ThreadPoolExecutor() as pool:
+        done = list(pool.map(lambda f: subprocess.run([sys.executable, "-c", _CODE, f], capture_output=True), folders))
+    assert [d.returncode for d in done] == [0, 0], b"\n".join(d.stderr for d in done)
+    first, second = (d.stdout.decode().strip() for d in done)
+    assert first != second
+    digest = first.removesuffix(".dir")
     assert (project.parent / "remote" / "files" / "md5" / digest[:2] / f"{digest[2:]}.dir").is_file()
     untracked = subprocess.run(["git", "status", "-s", "-uall"], cwd=project, capture_output=True, text=True).stdout
     assert "exports/a.dvc" in untracked
-    assert "config.json" not in untracked
-    assert version_folder.fn(project / "exports" / "a") == version
-    (project / "exports" / "a" / "config.json").write_text("[]")
-    assert version_folder.fn(project / "exports" / "a").md5 != version.md5
+    assert "model.bin" not in untracked
+    (folders[0] / "model.bin").write_text("changed")
+    version = version_folder.fn(folders[0], push=False)
+    assert version.pointer == project / "exports" / "a.dvc"
+    assert version.md5 not in (first, second)
 
 
-def test_several_at_once_wait_for_each_other(project: Path) -> None:
-    folders = [project / "exports" / name for name in "bcd"]
-    for folder in folders:
-        folder.mkdir()
-        (folder / "model.bin").write_text(folder.name)
-    with ThreadPoolExecutor() as pool:
-        done = list(pool.map(lambda f: subprocess.run([sys.executable, "-c", _CODE, f], capture_output=True), folders))
-    assert [d.returncode for d in done] == [0, 0, 0], b"\n".join(d.stderr for d in done)
-    assert len({d.stdout for d in done}) == 3
-
-
-def test_no_project_and_a_stage_s_output_are_refused(project: Path) -> None:
+def test_a_folder_in_no_project_is_refused(tmp_path: Path) -> None:
     with pytest.raises(VersionError, match="dvc init"):
-        version_folder.fn(project.parent / "elsewhere" / "a")
-    (project / "dvc.yaml").write_text("stages: {export: {cmd: 'true', outs: [exports/a]}}")
-    with pytest.raises(VersionError, match="dvc add failed"):
-        version_folder.fn(project / "exports" / "a")
+        version_folder.fn(tmp_path / "elsewhere" / "a")

@@ -22,7 +22,7 @@ class _Seat:
         return ray.util.get_node_ip_address(), os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-@pytest.mark.parametrize(("config", "nodes"), [("multi_gpu", 1), ("multi_node", 2), ("gpu_32b", 1)])
+@pytest.mark.parametrize(("config", "nodes"), [("multi_node", 2), ("gpu_32b", 1)])
 def test_every_worker_gets_a_gpu_of_its_own_and_neighbours_have_consecutive_ranks(config: str, nodes: int) -> None:
     cfg = load(f"conf/{config}.yaml")
     wanted, each = cfg.cluster, cfg.rollout.workers_per_engine

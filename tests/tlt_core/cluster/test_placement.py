@@ -23,10 +23,8 @@ from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.messages import WorkerSpec
 from tlt_core.cluster.placement import (
     ClusterError,
-    RayNotStarted,
     check_cluster,
     reserve,
-    start_ray,
     worker_environment,
 )
 from tlt_core.machine import huge_pages
@@ -54,9 +52,13 @@ def ask(group: WorkerGroup, question) -> list:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "num_nodes"), [("spread", 2), ("pack", 1)])
-def test_workers_sit_where_they_should_and_meet_there(cluster, tiny_folder, where, num_nodes):
-    with WorkerGroup(cluster_config(cluster, placement=where), spec(tiny_folder)) as group:
+@pytest.mark.parametrize(("where", "num_nodes", "threads"), [("spread", 2, 2), ("pack", 1, 1)])
+def test_workers_sit_and_meet_where_they_should_with_the_environment_of_the_driver(
+    cluster, tiny_folder, monkeypatch, where, num_nodes, threads
+):
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    cfg = cluster_config(cluster, placement=where, threads_per_worker=threads)
+    with WorkerGroup(cfg, spec(tiny_folder, threads=threads)) as group:
         nodes = [node.address for node in group._placement.nodes]
         assert ask(group, lambda: ray.util.get_node_ip_address()) == nodes  # as Ray says and as they say
         assert len({node.id for node in group._placement.nodes}) == num_nodes
@@ -69,18 +71,11 @@ def test_workers_sit_where_they_should_and_meet_there(cluster, tiny_folder, wher
             return float(total)
 
         assert ask(group, summed_ranks) == [3.0, 3.0]
-
-
-@pytest.mark.slow
-def test_the_environment_holds_on_a_cluster_that_we_did_not_start(cluster, tiny_folder, monkeypatch):
-    monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    cfg = cluster_config(cluster, placement="spread", threads_per_worker=2)
-    with WorkerGroup(cfg, spec(tiny_folder, threads=2)) as group:
         names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NCCL_DEBUG")
-        values = ask(group, lambda: tuple(os.environ[name] for name in names))
-        niceness = ask(group, lambda: os.nice(0))
-    assert values == [("2", "2", "WARN")] * 2
-    assert niceness == [os.nice(0)] * 2, "as nice as the driver, not Ray's 15 more"
+        assert (
+            ask(group, lambda: tuple(os.environ[name] for name in names)) == [(f"{threads}", f"{threads}", "WARN")] * 2
+        )
+        assert ask(group, lambda: os.nice(0)) == [os.nice(0)] * 2, "as nice as the driver, not Ray's 15 more"
 
 
 @pytest.mark.slow
@@ -199,12 +194,3 @@ def test_only_the_networks_settings_are_passed_on():
     assert passed["GLOO_SOCKET_IFNAME"] == "eth7"
     assert passed["OMP_NUM_THREADS"] == "3"
     assert "SECRET" not in passed
-
-
-def test_a_ray_that_does_not_start_on_a_busy_machine_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    def init(**_: object) -> None:
-        raise Exception("The current node timed out during startup. This could happen because ...")
-
-    monkeypatch.setattr(placement.ray, "init", init)
-    with pytest.raises(RayNotStarted, match=r"far too busy.*same command"):
-        start_ray(ClusterConfig(num_workers=1))

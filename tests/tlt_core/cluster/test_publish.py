@@ -46,7 +46,7 @@ def _ask(group: WorkerGroup, question: Any) -> list[Any]:
     return ray.get([worker.__ray_call__.remote(question) for worker in group._workers])
 
 
-def test_engines_get_the_weights_of_a_large_step(group: WorkerGroup) -> None:
+def test_engines_get_the_weights_of_a_large_step_and_workers_that_disagree_end_the_run(group: WorkerGroup) -> None:
     (before, _), _ = _ask(group, _engine_and_trainer)
     batch = tiny_scored(seed=0, num_groups=4)
     group.update(make_train_batches(batch, UPDATE, AlgorithmConfig(), num_workers=2, seed=0, step=1))
@@ -57,13 +57,11 @@ def test_engines_get_the_weights_of_a_large_step(group: WorkerGroup) -> None:
             assert torch.equal(weight, trainer[name]), name
             assert not torch.equal(weight, before[name]), name
 
-
-def test_workers_that_disagree_after_a_publish_end_the_run(group: WorkerGroup) -> None:
     def spoil(worker: Any) -> None:
         if worker._rank == 1:
             with torch.no_grad():
                 next(iter(worker._policy.weights()))[1].add_(1e-3)
 
     _ask(group, spoil)
-    with pytest.raises(WorkerDied, match=r"after publishing policy 1, workers \[\d.*\] hold other weights"):
-        group.publish(1)
+    with pytest.raises(WorkerDied, match=r"after publishing policy 2, workers \[\d.*\] hold other weights"):
+        group.publish(2)

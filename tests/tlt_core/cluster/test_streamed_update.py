@@ -1,8 +1,9 @@
 """Real workers: one computes passes of the update while the other decodes, and the update is the same to the bit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 
 from conf.drafter import DrafterConfig
@@ -34,10 +35,10 @@ def _advantages(rollouts: RolloutBatch) -> torch.Tensor:
     return (rollouts.prompt_ids_R * 0.3 + rollouts.samples_R - 1.5).float()
 
 
-def _train(folder: Path, model: Path, *, offers: bool) -> tuple[dict[str, torch.Tensor], list[int], set[WorkerState]]:
-    """Trainer states after two steps, passes streamed in each, states of the workers."""
+@pytest.fixture
+def group(tiny_folder: Path) -> Iterator[WorkerGroup]:
     spec = WorkerSpec(
-        model_dir=model,
+        model_dir=tiny_folder,
         rollout=RolloutConfig(dtype="float32", max_live_requests=1, speculation=SpeculationConfig(policy="off")),
         max_len=300,
         trainer=TrainerSpec(UPDATE, ALGORITHM, total_steps=4, max_new_tokens=120, temperature=1.0),
@@ -45,49 +46,57 @@ def _train(folder: Path, model: Path, *, offers: bool) -> tuple[dict[str, torch.
         device="cpu",
         drafter=DrafterConfig(),
     )
+    with WorkerGroup(ClusterConfig(num_workers=2), spec) as started:
+        yield started
+
+
+def _train(
+    group: WorkerGroup, folder: Path, *, offers: bool
+) -> tuple[dict[str, torch.Tensor], list[int], set[WorkerState]]:
+    """Trainer states after two steps from the start model, passes streamed in each, states of the workers."""
+    folder.mkdir()
     pack_of = {prompt: prompt for prompt in range(8)}
     streamed: list[int] = []
     states: set[WorkerState] = set()
-    with WorkerGroup(ClusterConfig(num_workers=2), spec) as group:
-        group.load(None, 0)
-        for step in (1, 2):
-            finished: list[Rollout] = []
-            offered: set[int] = set()
+    group.load(None, 0)
+    for step in (1, 2):
+        finished: list[Rollout] = []
+        offered: set[int] = set()
 
-            def offer(drained: Drained, finished: list[Rollout] = finished, offered: set[int] = offered) -> None:
-                finished.extend(drained.finished)
-                ended = [r.key.prompt_id for r in finished]
-                complete = [p for p in pack_of if ended.count(p) == SAMPLES[p] and p not in offered]
-                offered.update(complete)
-                if offers and complete:
-                    group.offer([o for p in complete for o in _passes(finished, p, pack_of)])
+        def offer(drained: Drained, finished: list[Rollout] = finished, offered: set[int] = offered) -> None:
+            finished.extend(drained.finished)
+            ended = [r.key.prompt_id for r in finished]
+            complete = [p for p in pack_of if ended.count(p) == SAMPLES[p] and p not in offered]
+            offered.update(complete)
+            if offers and complete:
+                group.offer([o for p in complete for o in _passes(finished, p, pack_of)])
 
-            done = group.run_phase(
-                _requests(step),
-                PARAMS,
-                dispatch="static",
-                on_progress=offer,
-                step=step,
-                is_training=True,
-                spot=SpotSettings(enabled=False),
-            )
-            states |= {span.state for span in done.phase.spans}
-            keys = frozenset(key for report in done.reports for key in report.streamed)
-            streamed.append(len(keys))
-            rollouts = RolloutBatch.pack(finished)
-            shares = make_train_batches(
-                scored(rollouts, _advantages(rollouts)),
-                UPDATE,
-                ALGORITHM,
-                num_workers=2,
-                seed=0,
-                step=step,
-                pack_of=pack_of,
-                streamed=keys,
-            )
-            group.update(shares)
-            group.publish(step)
-        group.save(folder)
+        done = group.run_phase(
+            _requests(step),
+            PARAMS,
+            dispatch="static",
+            on_progress=offer,
+            step=step,
+            is_training=True,
+            spot=SpotSettings(enabled=False),
+        )
+        states |= {span.state for span in done.phase.spans}
+        keys = frozenset(key for report in done.reports for key in report.streamed)
+        streamed.append(len(keys))
+        rollouts = RolloutBatch.pack(finished)
+        shares = make_train_batches(
+            scored(rollouts, _advantages(rollouts)),
+            UPDATE,
+            ALGORITHM,
+            num_workers=2,
+            seed=0,
+            step=step,
+            pack_of=pack_of,
+            streamed=keys,
+        )
+        group.update(shares)
+        group.publish(step)
+    group.save(folder)
     return dict(SavedState(folder)), streamed, states
 
 
@@ -101,11 +110,9 @@ def _passes(finished: Sequence[Rollout], prompt: int, pack_of: dict[int, int]) -
     ]
 
 
-def test_the_update_is_the_same_with_and_without_streaming(tiny_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "with").mkdir()
-    (tmp_path / "without").mkdir()
-    state, streamed, states = _train(tmp_path / "with", tiny_folder, offers=True)
-    expected, none, _ = _train(tmp_path / "without", tiny_folder, offers=False)
+def test_the_update_is_the_same_with_and_without_streaming(group: WorkerGroup, tmp_path: Path) -> None:
+    state, streamed, states = _train(group, tmp_path / "with", offers=True)
+    expected, none, _ = _train(group, tmp_path / "without", offers=False)
     assert min(streamed) > 0 == max(none)
     assert WorkerState.STREAMING in states
     assert state.keys() == expected.keys()

@@ -4,14 +4,11 @@ import json
 import math
 import os
 import shutil
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from tests.tlt_core.items.killed import killed_before
 from tlt_core.items import checkpoint
@@ -33,13 +30,6 @@ def state(step: int, best: float | None = None) -> DriverState:
 def write_part(folder):
     (folder / "rank_0").mkdir()
     (folder / "rank_0" / "weights.bin").write_bytes(b"x" * 1000)
-
-
-def test_round_trip(tmp_path):
-    folder = checkpoint.save(tmp_path, state(3), write_part)
-    assert checkpoint.newest_valid(tmp_path) == folder
-    assert checkpoint.load_state(folder) == state(3)
-    assert (folder / "rank_0" / "weights.bin").stat().st_size == 1000
 
 
 def test_everything_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
@@ -100,25 +90,12 @@ def test_damaged_checkpoints_are_skipped(tmp_path, damage, caplog):
     assert str(newer) in caplog.text
 
 
-def test_a_nan_written_into_a_weight_is_found(tmp_path):
-    def write_weights(folder):
-        save_file({"w": torch.ones(1000)}, folder / "trainer.safetensors")
-
-    older = checkpoint.save(tmp_path, state(1), write_weights)
-    newer = checkpoint.save(tmp_path, state(2), write_weights)
-    assert checkpoint.newest_valid(tmp_path) == newer
-    with (newer / "trainer.safetensors").open("r+b") as file:
-        file.seek(-4, os.SEEK_END)
-        file.write(struct.pack("<f", math.nan))
-    assert checkpoint.newest_valid(tmp_path) == older
-
-
 def test_a_killed_save_leaves_the_older_one(tmp_path):
     """What a kill -9 leaves is a partial folder: never picked up, and cleaned by the next save."""
     older = checkpoint.save(tmp_path, state(1), write_part)
     shutil.copytree(older, tmp_path / ".partial-step_000002")
     assert checkpoint.newest_valid(tmp_path) == older
-    assert checkpoint.load_state(checkpoint.save(tmp_path, state(2), write_part)).step == 2
+    assert checkpoint.load_state(checkpoint.save(tmp_path, state(2, best=0.5), write_part)) == state(2, best=0.5)
     assert not list(tmp_path.glob(".partial*"))
 
 
@@ -220,9 +197,3 @@ def test_unreadable_state_names_the_folder(tmp_path):
     (folder / "state.json").write_text(json.dumps({"step": 1}))
     with pytest.raises(CheckpointError, match="step_000001"):
         checkpoint.load_state(folder)
-
-
-def test_a_skipped_checkpoint_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for problem in ("torn", "torn", "empty"):
-        checkpoint._say_skipped(tmp_path, problem)
-    assert [record.getMessage().rsplit(" ", 1)[1] for record in caplog.records] == ["torn", "empty"]

@@ -27,12 +27,6 @@ def test_each_state_is_read_where_it_was_recorded(hidden):
     assert row(hidden, 2, 2) == [20, 21]
 
 
-def test_a_repeated_entry_changes_nothing(hidden):
-    """As in a round in which a row emits fewer tokens than another one."""
-    hidden.record(torch.tensor([1, 1, 1]), torch.tensor([0, 1, 1]), states(5, 6, 6))
-    assert row(hidden, 1, 3) == [5, 6, 0]
-
-
 def test_a_sibling_takes_the_states_of_the_prompt_alone(hidden):
     hidden.record_prompt(0, states(1, 2, 3))
     hidden.share(0, 1, 2)
@@ -64,9 +58,3 @@ def test_memory_is_given_back_and_taken_again(hidden):
     hidden.acquire()
     assert hidden.num_bytes == size
     assert not hidden.taps_SCE.any()
-
-
-def test_nothing_is_held_where_nobody_wants_any():
-    empty = HiddenStates((), hidden_size=3, max_live=3, max_len=5, dtype=torch.float32, device=torch.device("cpu"))
-    assert empty.num_bytes == 0
-    empty.move(2, 0)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from tlt_core.items.metrics import SECTIONS, declaration, page, undeclared
+from tlt_core.items.metrics import SECTIONS, declaration, page
 
 ROOT = Path(__file__).parents[3]
 DECLARED = [metric for section in SECTIONS for metric in section.metrics]
@@ -40,12 +40,6 @@ def test_the_document_is_what_is_declared() -> None:
     assert (ROOT / "docs" / "metrics.md").read_text() == page(), hint
 
 
-def test_every_metric_is_declared_once_and_completely() -> None:
-    names = [metric.name for metric in DECLARED]
-    assert len(names) == len(set(names)) > 100
-    assert all(metric.unit and metric.aggregation and metric.meaning for metric in DECLARED)
-
-
 def test_every_name_in_the_source_is_declared() -> None:
     made = [metric.name.replace("{", "").replace("}", "") for metric in DECLARED]  # a name that the placeholder allows
     unknown = [
@@ -64,9 +58,3 @@ def test_every_declared_metric_is_made_somewhere() -> None:
     for metric in DECLARED:
         name = metric.name.replace("{", "").replace("}", "")
         assert name.startswith(made_of_parts) or any(pattern.fullmatch(name) for pattern in found), metric.name
-
-
-def test_a_metric_without_a_declaration_is_found() -> None:
-    declared = ["critic/rewards/mean", "val-core/chain_sum/reward/pass_at_4", "bubble/untrained_s/min_idle"]
-    assert undeclared([*declared, "critic/rewards/median", "loss"]) == ["critic/rewards/median", "loss"]
-    assert declaration("reward/a/b/mean") is None

@@ -16,36 +16,11 @@ def test_processors_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert doctor.cpu_model(tmp_path / "absent")
 
 
-def test_the_table_has_a_line_and_a_reason_for_everything() -> None:
-    rows = doctor.findings()
-    named = {row.name for row in rows}
-    assert {"CPU", "memory", "precision", "GPU", "ray", "deepspeed", "flash-attn"} <= named
-    assert {"triton", "prefect", "mlflow"} <= named
-    assert all(row.found and row.reason and row.verdict in ("used", "skipped", "missing") for row in rows)
-
-
 def test_without_a_gpu_what_needs_one_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
     verdicts = {row.name: row for row in doctor.findings()}
     assert {verdicts[n].verdict for n in ("GPU", "deepspeed", "triton", "flash-attn")} == {"skipped"}
     assert "no GPU" in verdicts["triton"].reason
-
-
-def test_with_a_gpu_what_is_installed_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(doctor.torch.cuda, "get_device_name", lambda index: "Some GPU")
-    monkeypatch.setattr(doctor, "_version", lambda package: "" if package == "flash-attn" else "1.0")
-    verdicts = {row.name: row for row in doctor.findings()}
-    assert verdicts["triton"].verdict == verdicts["deepspeed"].verdict == "used"
-    assert verdicts["flash-attn"].verdict == "skipped"
-    assert "not installed" in verdicts["flash-attn"].reason
-
-
-def test_without_native_kernels_the_price_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TLT_NATIVE_KERNELS", "0")
-    verdicts = {row.name: row for row in doctor.findings()}
-    assert verdicts["CPU decoding"].verdict == "skipped"
-    assert "twice as long" in verdicts["CPU decoding"].reason
 
 
 def test_a_missing_package_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

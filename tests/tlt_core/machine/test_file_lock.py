@@ -54,11 +54,3 @@ def test_one_that_waits_enters_after_the_holder_has_died(tmp_path: Path) -> None
     first.wait()
     assert _inside(second)
     assert second.wait(30) == 0
-
-
-def test_the_lock_is_left_when_the_block_is_left_by_an_error(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError), exclusive(tmp_path / "lock"):
-        raise RuntimeError("within")
-    other = _holder(tmp_path / "lock", "wait")
-    assert _inside(other)
-    assert other.wait(30) == 0

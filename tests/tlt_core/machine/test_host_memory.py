@@ -1,18 +1,20 @@
 """Freed memory is used again without page faults."""
 
 import ctypes
+import resource
 import subprocess
 import sys
 
 import pytest
 
+from tlt_core.machine import memory
+
 _SCRIPT = """
-import resource, sys
+import resource
 import torch
 from tlt_core.machine.host_memory import keep_freed_memory
 
-if sys.argv[1] == "keep":
-    assert keep_freed_memory()
+assert keep_freed_memory()
 
 def faults_of_one_gigabyte():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -27,22 +29,17 @@ print(faults_of_one_gigabyte())
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
 def test_second_use_of_memory_is_free() -> None:
-    faults = {
-        mode: int(subprocess.run([sys.executable, "-c", _SCRIPT, mode], capture_output=True, check=True).stdout)
-        for mode in ("keep", "default")
-    }
-    assert faults["keep"] < 1000
-    assert faults["default"] > 10 * max(1, faults["keep"])
+    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, check=True)
+    assert int(done.stdout) < 1000, "a page fault for every 4 KiB would be 262,144"
 
 
-def test_a_limit_of_the_address_space_is_named() -> None:
+def test_a_limit_of_the_address_space_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """MKL without memory takes another kernel silently, and sums are rounded otherwise."""
-    script = "import logging; logging.basicConfig(); from tlt_core.machine import memory; memory.warn_of_limits()"
-
-    def said(limit: str) -> str:
-        command = ["sh", "-c", f'ulimit {limit}; exec "$0" -c "$1"', sys.executable, script]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
-
-    assert "address space of a process is limited to 51.2 GB (ulimit -v)" in said("-v 50000000")
-    assert "data of a process is limited to 51.2 GB (ulimit -d)" in said("-d 50000000")
-    assert said("-n 512") == ""
+    memory.warn_of_limits()
+    assert not caplog.records
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (50_000_000 * 1024, resource.RLIM_INFINITY))
+    memory.warn_of_limits()
+    assert "is limited to 51.2 GB (ulimit -v)" in caplog.text
+    assert "is limited to 51.2 GB (ulimit -d)" in caplog.text

@@ -64,13 +64,3 @@ def test_reserved_memory_gets_them_when_it_is_touched():
     values.fill_(1)
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
     assert faults < 32 * _HUGE // 4096 // 2, "a page fault for every 4 KiB would be twice as many and more"
-
-
-def test_a_system_that_has_none_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    switch = tmp_path / "enabled"
-    switch.write_text("always madvise [never]\n")
-    monkeypatch.setattr(huge_pages, "_ENABLED", switch)
-    monkeypatch.setattr(huge_pages, "_MAPS", tmp_path / "not read")
-    assert use_huge_pages() == 0
-    monkeypatch.setattr(huge_pages, "_ENABLED", tmp_path / "absent")
-    assert use_huge_pages() == 0

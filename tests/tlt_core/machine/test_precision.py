@@ -1,7 +1,6 @@
 """What `dtype: auto` stands for: by planted machines, and in a fresh process that is told to be a smaller one."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import torch
 from conf.load import load
 from conf.run import RunConfig
 from tlt_core.items import checkpoint
-from tlt_core.machine import doctor, precision
+from tlt_core.machine import precision
 from tlt_core.machine.precision import Offers, Precision, PrecisionError
 from tlt_core.run import coldstart
 
@@ -134,15 +133,6 @@ def test_an_old_gpu_has_no_bf16(monkeypatch: pytest.MonkeyPatch, supported: bool
     assert ("Old GPU has no bfloat16" in here.lacks) == (not supported)
 
 
-def test_bf16_instructions_are_read_from_the_flags_of_the_first_core(tmp_path: Path) -> None:
-    path = tmp_path / "cpuinfo"
-    path.write_text("processor: 0\nflags\t\t: fpu avx512_bf16 amx_bf16_not amx_bf16 amx_tile\nprocessor: 1\n")
-    assert precision.bf16_instructions(path) == ("amx_bf16", "avx512_bf16")
-    path.write_text("processor: 0\nFeatures: asimd\n")
-    assert precision.bf16_instructions(path) == ()
-    assert precision.bf16_instructions(tmp_path / "absent") == ()
-
-
 def test_a_smaller_machine_can_be_rehearsed(tmp_path: Path) -> None:
     """In a process of its own: torch reads these once.  A run called demo may be there already."""
     code = (
@@ -167,35 +157,6 @@ def config(folder: Path, *settings: str) -> RunConfig:
 
 def plant(monkeypatch: pytest.MonkeyPatch, here: Offers) -> None:
     monkeypatch.setattr(precision, "offers", lambda device, own_engine=True: here)
-
-
-def test_a_run_is_settled_once_and_told_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    plant(monkeypatch, AVX2)
-    with caplog.at_level(logging.INFO):
-        cfg = precision.settle(config(tmp_path))
-    assert Precision.of(cfg) == (HALF, FULL, FULL)
-    (line,) = [r.getMessage() for r in caplog.records]
-    assert line == (
-        "precision: rollout bfloat16, update float32, cold start float32; bfloat16 by C kernels (avx2); torch would "
-        f"emulate bfloat16: {NO_BF16}"
-    )
-    plant(monkeypatch, AVX512)
-    caplog.clear()
-    with caplog.at_level(logging.INFO):
-        assert precision.settle(cfg) == cfg, "nothing is left to decide"
-    assert not caplog.records
-
-
-def test_what_was_asked_for_and_is_slow_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    plant(monkeypatch, AVX2)
-    precision.settle(config(tmp_path, "update.dtype=bfloat16"))
-    assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING] == [
-        f"update.dtype=bfloat16 is emulated here, several times slower: {NO_BF16}"
-    ]
 
 
 def save(cfg: RunConfig, recorded: dict[str, str]) -> None:
@@ -224,18 +185,3 @@ def test_a_cold_start_that_another_machine_s_stage_made_is_used(
     monkeypatch.setenv("TLT_STAGES", str(tmp_path / "pipeline"))
     assert Precision.of(precision.settle(cfg)) == (HALF, FULL, HALF)
     assert coldstart.output_dir(precision.settle(cfg)).is_relative_to(tmp_path / "pipeline")
-
-
-def test_the_doctor_says_what_auto_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, AVX2)
-    found = {row.name: row for row in doctor.findings()}["precision"]
-    assert found == (
-        "precision",
-        "rollout bfloat16, update float32",
-        "skipped",
-        f"dtype: auto; bfloat16 by C kernels (avx2); training in it would be emulated: {NO_BF16}",
-    )
-    plant(monkeypatch, AVX512)
-    found = {row.name: row for row in doctor.findings()}["precision"]
-    assert found.verdict == "used"
-    assert found.reason == "dtype: auto; bfloat16 by C kernels (avx512_bf16) and torch (avx512_bf16)"

@@ -3,7 +3,6 @@
 import pytest
 
 from conf.system import ClusterConfig
-from tlt_core.cluster.placement import start_ray
 from tlt_core.machine import processors
 from tlt_core.machine.processors import TooManyWorkers, check_workers
 
@@ -20,13 +19,3 @@ def test_a_small_machine_takes_more_than_it_has(monkeypatch: pytest.MonkeyPatch)
     check_workers(ClusterConfig(num_workers=16))
     with pytest.raises(TooManyWorkers, match="--num-workers=17"):
         check_workers(ClusterConfig(num_workers=17), setting="--num-workers")
-
-
-def test_a_cluster_knows_its_own_room() -> None:
-    check_workers(ClusterConfig(num_workers=4096, address="auto"))
-
-
-def test_ray_is_not_started_for_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processors, "usable_processors", lambda: 1)
-    with pytest.raises(TooManyWorkers):
-        start_ray(ClusterConfig(num_workers=17))

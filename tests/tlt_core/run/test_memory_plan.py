@@ -1,7 +1,6 @@
 """The memory plan: its arithmetic, what it refuses and advises, and what vLLM is told to leave."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,13 +14,12 @@ from tlt_core.grpo.pass_memory import LiveBytes
 from tlt_core.grpo.policy import PolicyModel
 from tlt_core.grpo.torch_backend import TorchBackend
 from tlt_core.machine import memory
-from tlt_core.machine.memory import named_gpu_bytes, peak_bytes
+from tlt_core.machine.memory import named_gpu_bytes
 from tlt_core.model.config import DecoderConfig
 from tlt_core.model.load import load_config, random_decoder
 from tlt_core.model.shapes import KNOWN, shape, shape_of
-from tlt_core.rollout.vllm import process
-from tlt_core.run import coldstart, preflight
 from tlt_core.run import memory_plan as module
+from tlt_core.run import preflight
 from tlt_core.run.memory_plan import MemoryPlanError, check, memory_plan, vllm_room
 from tlt_core.run.worker_spec import worker_spec
 
@@ -39,11 +37,6 @@ def _shape(cfg: RunConfig) -> DecoderConfig:
     found = shape_of(cfg.model)
     assert found is not None
     return found
-
-
-def test_every_file_for_gpus_is_listed_above() -> None:
-    files = {path.stem for path in Path("conf").glob("*.yaml") if load(path).cluster.device == "cuda"}
-    assert files == GPU_GB.keys()
 
 
 @pytest.mark.parametrize("name", GPU_GB)
@@ -121,25 +114,11 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts(tmp_path: Path, monke
     preflight.check_model(cfg, tmp_path)
 
 
-def test_vllm_leaves_to_others_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "_on_cpu", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=80 * 10**9))
-    settings = {"sleeps": True, "kv_cache_mb": None, "memory_fraction": 0.9, "leave_bytes": 20 * 10**9}
-    assert process._memory(settings) == {"enable_sleep_mode": True, "gpu_memory_utilization": 0.75}
-    assert process._memory(settings | {"leave_bytes": 0})["gpu_memory_utilization"] == 0.9
-
-
 def test_a_gpu_is_named_by_its_memory_or_its_name() -> None:
     assert (named_gpu_bytes("80"), named_gpu_bytes("H200")) == (80 * 10**9, 141 * 10**9)
     for wrong in ("0", "h1", "-4", "nan", "1e9"):
         with pytest.raises(ValueError, match="give a GPU's memory in GB"):
             named_gpu_bytes(wrong)
-
-
-def test_the_peak_of_a_process_grows_with_what_it_holds() -> None:
-    before = peak_bytes(torch.device("cpu"))
-    held = torch.ones(before // 4 + (64 << 20))  # more than the peak so far
-    assert peak_bytes(torch.device("cpu")) >= held.nbytes
 
 
 def test_a_worker_looks_at_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,23 +154,6 @@ def test_workers_that_share_a_gpu_have_half_of_it_each(monkeypatch: pytest.Monke
         assert torch.cuda.get_per_process_memory_fraction() == memory.USABLE / 2
         with pytest.raises(memory.GpuError, match="by 3 workers"):
             memory.require_gpu(needed, workers=3)
-
-
-def test_workers_that_share_a_gpu_sum_gradients_in_main_memory() -> None:
-    alone, shared = (
-        memory_plan(_load("smoke", f"cluster.gpus_per_worker={gpus}", "rollout.engine=own"), SEVEN_B)
-        for gpus in (1, 0.5)
-    )
-    assert alone.phases["load"]["processes"] - shared.phases["load"]["processes"] == module._NCCL
-    assert shared.host.keys() - alone.host.keys() == {"gradients that gloo sums"}
-    assert shared.host["gradients that gloo sums"] == shared.phases["update"]["gradients"]
-
-
-@pytest.mark.parametrize("spec", [worker_spec, None])
-def test_workers_are_told_how_many_share_their_gpu(spec: object, tiny_folder: Path) -> None:
-    cfg = _load("smoke", *SHARING)
-    told = worker_spec(cfg, tiny_folder, longest_prompt=8) if spec else coldstart._spec(cfg, tiny_folder, num_steps=2)
-    assert told.workers_per_gpu == 2
 
 
 def test_a_worker_without_a_gpu_says_so_before_it_loads_anything(tiny_folder: Path) -> None:

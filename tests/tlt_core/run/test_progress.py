@@ -2,29 +2,12 @@
 
 import pytest
 
-from tlt_core.run.progress import PhaseClock, Progress, in_words, minutes
+from tlt_core.run.progress import PhaseClock, Progress, minutes
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (21, "0:21"), (725.2, "12:05"), (3725, "1:02:05")])
 def test_minutes(seconds: float, text: str) -> None:
     assert minutes(seconds) == text
-
-
-def test_a_rollout_in_words() -> None:
-    now = Progress(3, 12, "rollout", 41, 96, tokens=5000, tokens_per_s=412.4, unit="responses")
-    assert in_words(now, elapsed_s=12, left_s=21) == "rollout: step 3/12, 41/96 responses, 412 tok/s, about 0:21 left"
-
-
-def test_a_phase_without_a_count_in_words() -> None:
-    assert in_words(Progress(None, 0, "starting workers", 0, 1), elapsed_s=17.2, left_s=None) == (
-        "starting workers: 17 s so far"
-    )
-
-
-@pytest.mark.parametrize(("finished", "rate"), [(10, "2.0 s each"), (40, "2.0 a second")])
-def test_a_count_has_a_rate(finished: int, rate: str) -> None:
-    now = Progress(None, 0, "cold start", finished, 50, note="loss 0.500")
-    assert in_words(now, elapsed_s=20, left_s=5) == f"cold start: {finished}/50, {rate}, loss 0.500, about 0:05 left"
 
 
 def test_a_counted_phase_goes_on_at_its_rate() -> None:

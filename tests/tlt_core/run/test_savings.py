@@ -90,16 +90,6 @@ def test_speculation_that_costs_time_is_said_to() -> None:
     assert worse.verdict.startswith("15.0 s lost in 2 steps of 100.0 s")
 
 
-def test_plain_decoding_is_off_and_not_a_failure() -> None:
-    rows = [{"step": s, "timing_s/step": 5.0, "timing_s/gen": 2.0, "bubble/idle_s": 1.0} for s in (1, 2)]
-    found = savings(rows, _cfg("rollout.speculation.policy=off", "update.streamed=off"))
-    assert [part.outcome for part in found.parts] == ["off", "off", "off"]
-    assert found.verdict == (
-        "nothing saved in 2 steps of 10.0 s; speculation was off; streamed update was off; drafter training was off"
-    )
-    assert found.metrics() == {"saved/total_s": 0.0}
-
-
 @pytest.mark.parametrize(
     ("settings", "rows", "change"),
     [
@@ -119,11 +109,6 @@ def test_what_to_change_where_nothing_was_streamed(
     assert (
         f"streamed update did not help ({'set ' + change if change else 'there is no tail: workers'}" in found.verdict
     )
-
-
-def test_an_update_that_cannot_be_streamed_names_the_reason() -> None:
-    part = savings(_ROWS, _cfg("algorithm.kl.coef=0.1")).parts[1]
-    assert (part.outcome, part.change) == ("off", "algorithm.kl.coef")
 
 
 def test_a_drafter_helps_only_beyond_chance() -> None:

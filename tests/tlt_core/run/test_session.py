@@ -198,39 +198,6 @@ def test_a_step_whose_every_score_is_an_error_ends_the_run(begin: Callable[..., 
         session.score(1, rollouts)
 
 
-def test_every_response_is_scored_as_text_under_its_prompt(begin: Callable[..., Session]) -> None:
-    session = begin("update.streamed=off")
-    session.begin_step(1)
-    session.sample_step(1)
-    scorer: Any = session._scorer
-    assert scorer.submitted == {(prompt, sample): f"{sample}" for prompt in _next_ids(2) for sample in (0, 1)}
-
-
-def test_sampled_texts_are_spread_over_the_batch(begin: Callable[..., Session]) -> None:
-    first, second = sorted(_next_ids(2))
-    session = begin(scores={first: (1.0, 0.0), second: (0.0, 1.0)})
-    session.begin_step(1)
-    rows = session.scoring.sample_texts(session.score(1, session.sample_step(1)), 2)
-    assert [(row["prompt_id"], row["sample"], row["response"]) for row in rows] == [
-        (first, 0, "0"),
-        (second, 1, "1"),
-    ]
-    assert rows[0] | {"reward": 1.0, "advantage": 0.5, "num_tokens": 2, "finish": "STOP", "status": "OK"} == rows[0]
-    assert len(session.scoring.sample_texts(session.score(1, session.sample_step(1)), 99)) == 4
-
-
-def test_a_step_updates_publishes_and_counts(begin: Callable[..., Session]) -> None:
-    session = begin()
-    _step(session, 1)
-    group: Any = session.group
-    assert (len(group.updates), group.published) == (1, [1])
-    metrics = session.metrics.values()
-    assert (metrics["actor/pg_loss"], metrics["training/policy_version"], metrics["training/epoch"]) == (0.5, 1, 0)
-    _step(session, 2)
-    assert session.metrics.values()["training/epoch"] == 2 / 8
-    assert group.published == [1, 2]
-
-
 def _trained(session: Session) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """(prompt, sample) of the responses with an advantage: streamed, and left to the newest update."""
     group: Any = session.group
@@ -264,14 +231,6 @@ def test_what_was_streamed_is_left_out_of_the_update(begin: Callable[..., Sessio
     group.computes, group.offered = 0, []
     _step(session, 2)  # nothing of the last step remains
     assert session.metrics.values()["bubble/streamed_share"] == 0.0
-
-
-def test_a_group_without_advantages_is_not_streamed(begin: Callable[..., Session]) -> None:
-    first, second = _next_ids(2)
-    session = begin("update.groups_per_pack=1", scores={first: (1.0, 1.0), second: (3.0, 5.0)})
-    _step(session, 1)
-    group: Any = session.group
-    assert [int(offer.share.prompt_ids_S[0]) for offer in group.offered] == [second]
 
 
 def test_dynamic_sampling_streams_the_groups_that_it_keeps(begin: Callable[..., Session]) -> None:
@@ -414,23 +373,6 @@ def test_kl_in_the_loss_goes_to_the_update(begin: Callable[..., Session]) -> Non
     assert torch.equal(share.ref_logprobs_C, share.rollout_logprobs_C + 0.25)
 
 
-def test_workers_train_while_scores_are_outstanding(
-    begin: Callable[..., Session], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    session = begin()
-    session.begin_step(1)
-    rollouts = session.sample_step(1)
-    asked = []
-    monkeypatch.setattr(session.rollout, "train_until_scored", lambda found, *, step: asked.append((found, step)))
-    session.score(1, rollouts)
-    assert asked == [(rollouts, 1)]
-
-
-def test_a_checkpoint_is_due_every_few_steps_and_after_the_last(begin: Callable[..., Session]) -> None:
-    session = begin("num_steps=7", "checkpoint.every_steps=3")
-    assert [step for step in range(1, 8) if session.checkpoint_due(step)] == [3, 6, 7]
-
-
 def test_dynamic_sampling_keeps_the_informative_groups(begin: Callable[..., Session]) -> None:
     first, second, third = _next_ids(3)
     session = begin(
@@ -447,15 +389,6 @@ def test_dynamic_sampling_keeps_the_informative_groups(begin: Callable[..., Sess
     assert session.order.cursor == 3  # as many prompts as were missing
     metrics = session.metrics.values()
     assert (metrics["training/resample_rounds"], metrics["training/informative_groups"]) == (1, 2)
-
-
-def test_dynamic_sampling_ends_after_its_rounds(begin: Callable[..., Session]) -> None:
-    session = begin("algorithm.dynamic_sampling=true", "algorithm.max_resample_rounds=1")
-    session.begin_step(1)
-    scored = session.score(1, session.sample_step(1))
-    assert session.needs_more_groups(scored)
-    assert not session.needs_more_groups(session.resample(1, scored))
-    assert not begin().needs_more_groups(scored)  # dynamic sampling is off by default
 
 
 def test_a_resumed_run_goes_on_with_the_next_prompts(begin: Callable[..., Session]) -> None:
@@ -516,14 +449,6 @@ def test_a_decaying_learning_rate_that_jumps_is_told_before_a_longer_run_goes_on
     assert resumable.rate_jumps(constant.cfg.model_copy(update={"num_steps": 9})) == ""
 
 
-def test_more_steps_remain_when_a_resumed_run_asks_for_more(begin: Callable[..., Session]) -> None:
-    session = begin("num_steps=2")
-    assert list(session.remaining_steps()) == [1, 2]
-    _step(session, 1)
-    session.save_checkpoint(1)
-    assert list(begin("num_steps=4").remaining_steps()) == [2, 3, 4]
-
-
 @pytest.mark.parametrize("failing", ["__init__", "load"])
 def test_what_was_started_ends_when_a_later_part_fails(
     begin: Callable[..., Session], monkeypatch: pytest.MonkeyPatch, failing: str
@@ -541,19 +466,6 @@ def test_what_was_started_ends_when_a_later_part_fails(
     with pytest.raises(RuntimeError, match="no room"):
         begin()
     assert ended == (["scorer"] if failing == "__init__" else ["group", "scorer"])
-
-
-def test_the_first_attempt_loads_no_checkpoint(begin: Callable[..., Session]) -> None:
-    group: Any = begin().group
-    assert group.loaded == (None, 0)
-
-
-def test_a_killed_attempts_files_of_the_step_are_removed(begin: Callable[..., Session]) -> None:
-    session = begin()
-    left = session.step_dir(1)
-    left.mkdir(parents=True)
-    session.begin_step(1)
-    assert not left.exists()
 
 
 def test_a_checkpoint_is_not_pruned_while_a_session_loads_it(
@@ -594,9 +506,3 @@ def test_old_step_folders_go_with_old_checkpoints(begin: Callable[..., Session])
     session.step_dir(6).mkdir()
     session.save_checkpoint(6)
     assert steps() == [1, 5, 6, 9]
-
-
-def test_nothing_is_published_where_no_drafter_is_trained(begin: Callable[..., Session]) -> None:
-    session = begin()
-    _step(session, 1)
-    assert session.drafter.publish(1) == "no drafter is trained"

@@ -15,10 +15,6 @@ def test_covered_time_counts_overlaps_once_and_leaves_gaps_out() -> None:
     assert covered_s(spans) == pytest.approx(5.0 + 1.0)
 
 
-def test_no_span_covers_nothing() -> None:
-    assert covered_s([]) == 0.0
-
-
 def test_overhead_is_what_no_phase_explains() -> None:
     spans = [_span(0, 0.0, 30.0), _span(1, 0.0, 29.0), _span(0, 31.0, 38.0, WorkerState.UPDATING)]
     values = {

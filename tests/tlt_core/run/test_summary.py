@@ -1,6 +1,5 @@
 """A run's end, course and response lengths, from files written by hand."""
 
-import json
 from pathlib import Path
 
 from tests.tasks.scored_batches import scored_batch
@@ -25,12 +24,6 @@ def test_summary_takes_the_latest_value_and_the_median() -> None:
     assert run_summary.summary([]) == {"steps": 0, "last": {}, "median": {}}
 
 
-def test_half_a_line_of_a_killed_run_is_left_out(tmp_path: Path) -> None:
-    assert run_summary.rows_of(tmp_path) == []
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "crit')
-    assert run_summary.rows_of(tmp_path) == [{"step": 1}]
-
-
 def test_curves_have_a_row_a_training_step_and_gaps(tmp_path: Path) -> None:
     run_summary.write_csv(tmp_path / "x.csv", run_summary.curves(_ROWS), ["step", *run_summary.CURVES])
     head, *lines = (tmp_path / "x.csv").read_text().splitlines()
@@ -47,9 +40,3 @@ def test_lengths_of_the_first_and_the_last_step(tmp_path: Path) -> None:
     wide = run_summary.length_histogram(tmp_path, max_new_tokens=50)  # 3 tokens a bin, 17 bins
     assert {row["tokens"]: row["first"] for row in wide if row["first"]} == {3: 1, 6: 1, 9: 1, 42: 1}
     assert run_summary.length_histogram(tmp_path / "nothing", max_new_tokens=40) == []
-
-
-def test_last_step(tmp_path: Path) -> None:
-    assert run_summary.last_step(tmp_path) is None
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in _ROWS))
-    assert run_summary.last_step(tmp_path) == 3
