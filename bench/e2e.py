@@ -52,12 +52,12 @@ _FIGURES = (
     "response_length/clip_ratio",
     "rollout/spec_accept_length",
     "rollout/spec_active_frac",
-    "bubble/idle_s",
-    "bubble/harvested_s",
-    "bubble/harvested_ratio",
-    "bubble/streamed_s",
-    "bubble/preempt_ms_p95",
-    "bubble/streamed_share",
+    "idle/idle_s",
+    "idle/harvested_s",
+    "idle/harvested_ratio",
+    "idle/streamed_s",
+    "idle/preempt_ms_p95",
+    "idle/streamed_share",
     "critic/rewards/mean",
 )
 _WORKLOADS = ("tail", "no-tail", "exact")
@@ -66,8 +66,8 @@ _EXACT_CLAIMS = (
     Bound("float32: share of weights that are equal to the bit after training", "same_weights", 1.0, True),
 )
 _IDLE_CLAIMS = (
-    ("tail: share of idle windows over 0.5 s that TLT uses", "bubble/harvested_ratio", 0.95),
-    ("tail: idle work stops within, in milliseconds", "bubble/preempt_ms_p95", 250.0),
+    ("tail: share of idle windows over 0.5 s that TLT uses", "idle/harvested_ratio", 0.95),
+    ("tail: idle work stops within, in milliseconds", "idle/preempt_ms_p95", 250.0),
 )
 _Steps = Mapping[str, Sequence[Mapping[str, float]]]
 
@@ -166,7 +166,7 @@ def _rows(workload: str, steps: _Steps, same: Mapping[str, float], *, num_worker
     ceiling = {"rollout_share": statistics.median(shares), "speedup_if_rollout_were_free": 0.0}
     ceiling["speedup_if_rollout_were_free"] = 1.0 / (1.0 - ceiling["rollout_share"])
     # at best all that one worker idles is update that both would share afterwards
-    idle = [row["bubble/idle_s"] / num_workers / row["timing_s/step"] for row in steps["plain"]]
+    idle = [row["idle/idle_s"] / num_workers / row["timing_s/step"] for row in steps["plain"]]
     ceiling["speedup_if_idle_time_were_update"] = 1.0 / (1.0 - statistics.median(idle))
     for name in ("fixed", "static", "trained", "tlt"):
         faster = statistics.median(ratios(steps["plain"], steps[name], "timing_s/gen"))
@@ -187,7 +187,7 @@ def _verdicts(workload: str, steps: _Steps) -> list[dict[str, Any]]:
         for claim, figure, bound in _IDLE_CLAIMS:
             known = [row for row in steps["tlt"] if figure in row]  # steps that have such windows
             if known:
-                verdicts += judge(known, [Bound(claim, figure, bound, at_least=figure == "bubble/harvested_ratio")])
+                verdicts += judge(known, [Bound(claim, figure, bound, at_least=figure == "idle/harvested_ratio")])
         cost = [{"ratio": r} for r in ratios(steps["trained"], steps["static"], "timing_s/step")]
         claim = "tail: step time, drafter training in idle time over none"
         verdicts += judge(cost, [Bound(claim, "ratio", 1.01, at_least=False)])

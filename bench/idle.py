@@ -37,9 +37,9 @@ _FIGURES = (
     "step_s",
     "rollout_ratio",
     "step_ratio",
-    "bubble/harvested_s",
-    "bubble/harvested_ratio",
-    "bubble/preempt_ms_p95",
+    "idle/harvested_s",
+    "idle/harvested_ratio",
+    "idle/preempt_ms_p95",
     "drafter/trained_tokens",
 )
 

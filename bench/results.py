@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tlt_core.items.metrics import present_name
+
 Report = Mapping[str, Any]
 Row = Mapping[str, Any]
 
@@ -76,10 +78,10 @@ _CHOSEN: dict[str, tuple[str, ...]] = {  # of rows with more figures than a page
         "over_plain_in_all",
         "perf/rollout_share",
         "rollout/spec_accept_length",
-        "bubble/idle_s",
-        "bubble/harvested_s",
-        "bubble/streamed_s",
-        "bubble/streamed_share",
+        "idle/idle_s",
+        "idle/harvested_s",
+        "idle/streamed_s",
+        "idle/streamed_share",
         "same_steps",
     ),
     "spot": (
@@ -127,7 +129,8 @@ def load_reports(folder: Path) -> dict[str, Report]:
     """All reports of a folder by name, in alphabetical order.  Raises ValueError on a file that is none."""
     reports: dict[str, Mapping[str, Any]] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
-        report = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        report = json.loads(text, object_pairs_hook=lambda pairs: {present_name(name): v for name, v in pairs})
         if not isinstance(report, dict) or not {"commit", "command", "machine"} <= report.keys():
             raise ValueError(f"{path} is no report: commit, command and machine are missing; move it elsewhere")
         reports[path.stem] = {**report, "stem": path.stem}

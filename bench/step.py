@@ -39,6 +39,6 @@ def bench_step(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
     lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
     steps = [row for row in map(json.loads, lines) if row["step"] > 1]
     names = [f"timing_s/{phase}" for phase in _PHASES]
-    names += ["timing_s/step", "perf/rollout_tokens_per_s", "bubble/idle_ratio", *(c.figure for c in _STEP_CLAIMS)]
+    names += ["timing_s/step", "perf/rollout_tokens_per_s", "idle/idle_ratio", *(c.figure for c in _STEP_CLAIMS)]
     row = {"configuration": cfg.name, **summarise(steps, names)}
     return write_report(out, command=command, repeats=repeats, rows=[row], verdicts=judge(steps, _STEP_CLAIMS))

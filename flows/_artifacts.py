@@ -30,7 +30,7 @@ _COLUMNS = {
     "length p50": "response_length/p50",
     "length p99": "response_length/p99",
     "tok/s": "perf/rollout_tokens_per_s",
-    "idle": "bubble/idle_ratio",
+    "idle": "idle/idle_ratio",
     "rollout s": "timing_s/gen",
     "update s": "timing_s/update_actor",
     "step s": "timing_s/step",

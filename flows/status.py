@@ -96,10 +96,10 @@ def _step(row: Mapping[str, float]) -> str:
     parts = [f"{row['step']:.0f} in {row['timing_s/step']:.1f} s", f"reward {row['critic/rewards/mean']:.3f}"]
     if "rollout/spec_accept_length" in row:
         parts.append(f"accepted length {row['rollout/spec_accept_length']:.2f}")
-    if "bubble/idle_ratio" in row:
-        parts.append(f"idle {row['bubble/idle_ratio']:.0%} of the rollout")
-    if "bubble/harvested_ratio" in row:
-        parts.append(f"{row['bubble/harvested_ratio']:.0%} of that used")
+    if "idle/idle_ratio" in row:
+        parts.append(f"idle {row['idle/idle_ratio']:.0%} of the rollout")
+    if "idle/harvested_ratio" in row:
+        parts.append(f"{row['idle/harvested_ratio']:.0%} of that used")
     return ", ".join(parts)
 
 

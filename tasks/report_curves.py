@@ -43,8 +43,8 @@ def acceptance(rows: Sequence[Row]) -> str:
     """Acceptance length in rollouts, and of new drafters on held-back responses."""
     found = (
         Line("in rollouts", "rollout/spec_accept_length", _BLUE),
-        Line("new drafter, held-back responses", "drafter/canary_accept_length", _GREEN, "--"),
-        Line("drafter before it, same responses", "drafter/canary_accept_length_before", _GREY, "--"),
+        Line("new drafter, held-back responses", "drafter/heldout_accept_length", _GREEN, "--"),
+        Line("drafter before it, same responses", "drafter/heldout_accept_length_before", _GREY, "--"),
     )
     return _lines(rows, found, "tokens a request and round")
 
@@ -77,13 +77,13 @@ def step_time(rows: Sequence[Row]) -> str:
 
 def idle_use(rows: Sequence[Row]) -> str:
     """Idle worker seconds of each step: used for the update, for the drafter, not used."""
-    steps = [row for row in rows if "bubble/idle_s" in row]
-    streamed = [row.get("bubble/streamed_s", 0.0) for row in steps]
-    harvested = [max(row.get("bubble/harvested_s", 0.0), s) for row, s in zip(steps, streamed, strict=True)]
+    steps = [row for row in rows if "idle/idle_s" in row]
+    streamed = [row.get("idle/streamed_s", 0.0) for row in steps]
+    harvested = [max(row.get("idle/harvested_s", 0.0), s) for row, s in zip(steps, streamed, strict=True)]
     parts = {
         "for the update": (streamed, "#f5b971"),
         "for the drafter": ([h - s for h, s in zip(harvested, streamed, strict=True)], _GREEN),
-        "not used": ([max(row["bubble/idle_s"] - h, 0.0) for row, h in zip(steps, harvested, strict=True)], _GREY),
+        "not used": ([max(row["idle/idle_s"] - h, 0.0) for row, h in zip(steps, harvested, strict=True)], _GREY),
     }
     return _stacked(steps, parts, "idle worker seconds")
 

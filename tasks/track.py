@@ -22,7 +22,6 @@ from prefect.cache_policies import NO_CACHE
 from tasks import figures
 from tasks.mlflow_run import DatasetInput, MlflowRun
 from tlt_core.data import dataset as datasets
-from tlt_core.items import store
 from tlt_core.items.metrics import undeclared
 from tlt_core.items.store import Ref, write_atomically
 from tlt_core.items.types import ScoredBatch
@@ -30,6 +29,7 @@ from tlt_core.machine import provenance
 from tlt_core.run.savings import savings
 from tlt_core.run.session import Session
 from tlt_core.run.step_metrics import time_metrics
+from tlt_core.run.summary import rows_of
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Tracker:
         cfg = session.cfg
         self._cfg = cfg
         self._run_dir = cfg.run_dir
-        self._rows = _rows_up_to(self._run_dir / "metrics.jsonl", session.completed_steps)
+        self._rows = _rows_up_to(self._run_dir, session.completed_steps)
         self._attempt = session.resume_attempt
         self._began_s = time.perf_counter()
         self._warned: set[str] = set()
@@ -196,7 +196,7 @@ def step_line(values: Mapping[str, float], *, step: int, num_steps: int) -> str:
     return (
         f"step {step:>4}/{num_steps:<4} reward {v['critic/rewards/mean']:6.3f}"
         f"  length p50 {v['response_length/p50']:5.0f} p99 {v['response_length/p99']:5.0f}"
-        f"  {v['perf/rollout_tokens_per_s']:6.0f} tok/s  idle {v['bubble/idle_ratio']:4.0%}"
+        f"  {v['perf/rollout_tokens_per_s']:6.0f} tok/s  idle {v['idle/idle_ratio']:4.0%}"
         f"  rollout {v['timing_s/gen']:5.1f} update {v['timing_s/update_actor']:5.1f} step {v['timing_s/step']:5.1f} s"
     )
 
@@ -206,20 +206,20 @@ _COLUMNS = (
     "response_length/p50",
     "response_length/p99",
     "perf/rollout_tokens_per_s",
-    "bubble/idle_ratio",
+    "idle/idle_ratio",
     "timing_s/gen",
     "timing_s/update_actor",
     "timing_s/step",
 )
 
 
-def _rows_up_to(path: Path, completed_steps: int) -> list[dict[str, Any]]:
+def _rows_up_to(run_dir: Path, completed_steps: int) -> list[dict[str, Any]]:
     """Rows of earlier attempts up to the checkpoint; later ones are removed from the file, as their steps run again."""
-    if not path.is_file():
+    if not (run_dir / "metrics.jsonl").is_file():
         return []
-    kept = [row for row in store.read_json_lines(path) if row["step"] <= completed_steps and completed_steps > 0]
+    kept = [row for row in rows_of(run_dir) if row["step"] <= completed_steps and completed_steps > 0]
     text = "".join(json.dumps(row) + "\n" for row in kept)
-    write_atomically(path, lambda partial: partial.write_text(text))
+    write_atomically(run_dir / "metrics.jsonl", lambda partial: partial.write_text(text))
     return kept
 
 

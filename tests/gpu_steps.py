@@ -22,7 +22,7 @@ _BLOCK = {"cuda": 3, "cpu": 2}  # steps
 _FIGURES = (
     "timing_s/step", "timing_s/gen", "timing_s/update_actor", "perf/rollout_share", "perf/rollout_tokens_per_s",
     "response_length/p50", "response_length/p99", "response_length/clip_ratio", "rollout/spec_accept_length",
-    "rollout/spec_active_frac", "bubble/idle_s", "bubble/harvested_s", "bubble/streamed_s", "perf/max_memory_gb",
+    "rollout/spec_active_frac", "idle/idle_s", "idle/harvested_s", "idle/streamed_s", "perf/max_memory_gb",
     "critic/rewards/mean", "rollout/checksum",
 )  # fmt: skip
 _BOUNDS = {  # over, under, at least (or at most)
@@ -62,7 +62,7 @@ def _rows(runs: Mapping[str, RunConfig], done: Mapping[str, Sequence[Mapping[str
             f"{name}: {len(own)} steps of {median['timing_s/step']:.1f} s: rollout {median['timing_s/gen']:.1f} s, "
             f"update {median['timing_s/update_actor']:.1f} s, "
             f"{median.get('perf/rollout_tokens_per_s', 0):.0f} tokens/s, accepted "
-            f"{median.get('rollout/spec_accept_length', 1):.2f}, idle {median.get('bubble/idle_s', 0):.1f} s"
+            f"{median.get('rollout/spec_accept_length', 1):.2f}, idle {median.get('idle/idle_s', 0):.1f} s"
         )
         rows.append({"configuration": name, "says": says, "steps": [_figures(row) for row in own]})
         rows[-1] |= summarise(own, figures)

@@ -61,17 +61,17 @@ _FIGURES = (
     "rollout/tail_ratio",
     "rollout/spec_accept_length",
     "rollout/spec_speedup_est",
-    "bubble/idle_s",
-    "bubble/harvested_s",
-    "bubble/long_idle_s",
-    "bubble/harvested_ratio",
-    "bubble/preempt_ms_p95",
+    "idle/idle_s",
+    "idle/harvested_s",
+    "idle/long_idle_s",
+    "idle/harvested_ratio",
+    "idle/preempt_ms_p95",
     "drafter/trained_tokens",
     "drafter/optimizer_steps",
     "drafter/version",
     "drafter/rejected",
-    "drafter/canary_accept_length_before",
-    "drafter/canary_tokens",
+    "drafter/heldout_accept_length_before",
+    "drafter/heldout_tokens",
     "critic/rewards/mean",
 )
 
@@ -175,9 +175,9 @@ def _verdicts(
     steps: Sequence[Mapping[str, float]], acceptance: Sequence[Mapping[str, Any]], over_static: float
 ) -> list[dict[str, Any]]:
     """acceptance: by block, with long chains.  over_static: step time of all steps together."""
-    long_idle_s = sum(row.get("bubble/long_idle_s", 0.0) for row in steps)
-    missed_s = sum(row.get("bubble/overlap_headroom_s", 0.0) for row in steps)
-    stopped = [{"x": row["bubble/preempt_ms_p95"]} for row in steps if "bubble/preempt_ms_p95" in row]
+    long_idle_s = sum(row.get("idle/long_idle_s", 0.0) for row in steps)
+    missed_s = sum(row.get("idle/long_idle_s", 0.0) * (1 - row.get("idle/harvested_ratio", 0.0)) for row in steps)
+    stopped = [{"x": row["idle/preempt_ms_p95"]} for row in steps if "idle/preempt_ms_p95" in row]
     lengths = [a["adaptive_by_round"] for a in acceptance]
     worst = min(length / best for length, best in zip(lengths, itertools.accumulate(lengths, max), strict=True))
     claim = f"acceptance length of the last block, chains of {_LONG}, adaptive over static"

@@ -109,7 +109,7 @@ def test_a_run_killed_while_its_update_is_streamed_ends_where_the_uninterrupted_
         "update.streamed=first",
     ]
     whole = finish(root, "streamed", workers=2, more=more)
-    assert sum(row.get("bubble/streamed_share", 0) > 0 for row in whole["rows"]) >= 2
+    assert sum(row.get("idle/streamed_share", 0) > 0 for row in whole["rows"]) >= 2
     unstreamed = finish(root, "unstreamed", workers=2, more=[*more, "update.streamed=off"])
     assert unstreamed["sha256"] == whole["sha256"]
     checkpoints = root / "runs" / "killed-streaming" / "checkpoints"

@@ -26,7 +26,7 @@ def _lines(run_dir: Path) -> tuple[dict[str, str], bool]:
 
 
 def _row(step: int, step_s: float) -> str:
-    row = {"step": step, "timing_s/step": step_s, "critic/rewards/mean": 0.25, "bubble/idle_ratio": 0.5}
+    row = {"step": step, "timing_s/step": step_s, "critic/rewards/mean": 0.25, "idle/idle_ratio": 0.5}
     return json.dumps(row) + "\n"
 
 

@@ -86,8 +86,7 @@ def test_a_step_has_the_fields_vocabulary(rows: list[dict[str, float]]) -> None:
         "actor/grad_norm",
         "training/rollout_probs_diff_mean",
         "training/frac_reward_zero_std",
-        "bubble/idle_ratio",
-        "perf/throughput",
+        "idle/idle_ratio",
         "perf/overhead_share",
         *(f"timing_s/{p}" for p in ("step", "gen", "reward", "update_actor", "update_weights", "save_checkpoint")),
     } <= rows[1].keys()

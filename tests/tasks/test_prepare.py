@@ -14,7 +14,7 @@ from conf.run import RunConfig
 from tasks.prepare import prepare_data
 from tests.tlt_core.export.conftest import write_policy
 from tlt_core.data import file_questions
-from tlt_core.data.question import Item
+from tlt_core.data.question import Question
 from tlt_core.model.config import DecoderConfig, ModelError
 from tlt_core.run import inputs
 
@@ -31,7 +31,7 @@ def test_of_two_runs_that_want_the_same_data_set_one_makes_it(
     write_policy(tmp_path / "words", tiny_config)
     both_inside, making, splits = threading.Event(), [], file_questions.splits
 
-    def slow(own: FileData) -> tuple[list[Item], list[Item]]:
+    def slow(own: FileData) -> tuple[list[Question], list[Question]]:
         making.append(threading.current_thread())
         if len(making) == 2:
             both_inside.set()

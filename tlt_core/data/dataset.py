@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from conf.data import DataConfig, FileData, GymData
 from tlt_core.data import file_questions, gym_questions
 from tlt_core.data.chat import check_variables, encode_prompt, require_embedded
-from tlt_core.data.question import DataError, Item
+from tlt_core.data.question import DataError, Question
 from tlt_core.data.response_text import opening
 from tlt_core.items.store import StoreError, read_json, sha256_of, write_folder_atomically
 from tlt_core.items.types import Prompt
@@ -83,7 +83,7 @@ class _Encoder(NamedTuple):
         known = [sorted(self.tokenizer.get_vocab().items()), self.tokenizer.chat_template, self.vocab_size]
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
-    def length(self, item: Item) -> int:
+    def length(self, item: Question) -> int:
         """Tokens of its prompt.  Raises DataError."""
         tokens = _encode(self.tokenizer, item.question, self.cfg)
         where = f"the prompt {item.question[:_SHOWN]!r}"
@@ -159,7 +159,7 @@ def load(out_dir: Path, split: Literal["train", "validation"], tokenizer: Any) -
     return prompts
 
 
-def _write_rows(path: Path, items: list[Item], *, first_id: int) -> None:
+def _write_rows(path: Path, items: list[Question], *, first_id: int) -> None:
     with path.open("w", encoding="utf-8") as file:
         for number, item in enumerate(items, start=first_id):
             row = {"id": number, "task": item.task, "prompt": item.question, "answer": item.answer}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from conf.data import FileData
-from tlt_core.data.question import DataError, Item
+from tlt_core.data.question import DataError, Question
 from tlt_core.items.store import sha256_of
 
 TASK = "file"  # of all rows
@@ -27,7 +27,7 @@ def check(cfg: FileData) -> None:
             pass
 
 
-def splits(cfg: FileData) -> tuple[list[Item], list[Item]]:
+def splits(cfg: FileData) -> tuple[list[Question], list[Question]]:
     """Training and validation questions; no question is in both.  Raises DataError."""
     train = _read(Path(cfg.train_path), cfg, setting="data.train_path")
     if cfg.validation_path:
@@ -127,18 +127,18 @@ def _parts(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else ()
 
 
-def _read(path: Path, cfg: FileData, *, setting: str) -> list[Item]:
+def _read(path: Path, cfg: FileData, *, setting: str) -> list[Question]:
     items = list(_items(path, cfg, setting=setting))
     if not items:
         raise DataError(f"data file {path} has no rows")
     return items
 
 
-def _items(path: Path, cfg: FileData, *, setting: str) -> Iterator[Item]:
+def _items(path: Path, cfg: FileData, *, setting: str) -> Iterator[Question]:
     return (item for _, item in _located(path, cfg, setting=setting))
 
 
-def _located(path: Path, cfg: FileData, *, setting: str) -> Iterator[tuple[str, Item]]:
+def _located(path: Path, cfg: FileData, *, setting: str) -> Iterator[tuple[str, Question]]:
     """Each row, and its file and line."""
     if not path.is_file():
         raise DataError(f"data file {path} does not exist; {setting} wants a .jsonl or .parquet file")
@@ -151,7 +151,7 @@ def _located(path: Path, cfg: FileData, *, setting: str) -> Iterator[tuple[str, 
     for where, row in rows:
         prompt, answer = (_text(where, row, key) for key in (cfg.prompt_key, cfg.answer_key))
         metadata = {k: v for k, v in row.items() if k not in (cfg.prompt_key, cfg.answer_key)}
-        yield where, Item(TASK, prompt, answer, metadata)
+        yield where, Question(TASK, prompt, answer, metadata)
 
 
 def _text(where: str, row: Any, key: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from conf.data import GymData
-from tlt_core.data.question import DataError, Item
+from tlt_core.data.question import DataError, Question
 
 _TASK_STRIDE = 100_000_000  # seeds between two tasks of a mixture
 _MAX_TRIES = 50  # items tried for each one wanted, before a task counts as exhausted
@@ -20,7 +20,7 @@ _TRAIN_FIRST_INDEX = 1_000_000
 _FULL_SCORE = 0.99
 
 
-def splits(cfg: GymData) -> tuple[list[Item], list[Item]]:
+def splits(cfg: GymData) -> tuple[list[Question], list[Question]]:
     """Training and validation questions, shuffled; no question is in both."""
     order = random.Random(cfg.seed)
     validation = gym_items(cfg, count=cfg.num_validation, first_index=0, exclude=set())
@@ -36,7 +36,7 @@ def generator() -> str:
     return f"reasoning-gym {importlib.metadata.version('reasoning-gym')}"
 
 
-def gym_items(cfg: GymData, *, count: int, first_index: int, exclude: set[str]) -> list[Item]:
+def gym_items(cfg: GymData, *, count: int, first_index: int, exclude: set[str]) -> list[Question]:
     """`count` distinct questions of the mixture, none of them in `exclude`, from items first_index onwards."""
     total_weight = sum(t.weight for t in cfg.tasks)
     shares = [int(count * t.weight / total_weight) for t in cfg.tasks]
@@ -61,7 +61,7 @@ def gym_items(cfg: GymData, *, count: int, first_index: int, exclude: set[str]) 
     return items
 
 
-def _stream(cfg: GymData, number: int, *, first_index: int, limit: int) -> Iterator[Item]:
+def _stream(cfg: GymData, number: int, *, first_index: int, limit: int) -> Iterator[Question]:
     import reasoning_gym
 
     task = cfg.tasks[number]
@@ -78,7 +78,7 @@ def _stream(cfg: GymData, number: int, *, first_index: int, limit: int) -> Itera
         entry = dataset[index]
         if entry["answer"] is not None:
             metadata = {**entry["metadata"], "mixture": number}
-            yield Item(task.name, entry["question"], str(entry["answer"]), metadata)
+            yield Question(task.name, entry["question"], str(entry["answer"]), metadata)
 
 
 def _check_scorable(task: str, entry: dict[str, Any]) -> None:

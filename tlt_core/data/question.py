@@ -8,8 +8,8 @@ class DataError(ValueError):
     """Data that cannot be used.  The text names file, line or task, and the remedy."""
 
 
-class Item(NamedTuple):
-    """One question.  Item(task="chain_sum", question="2 + 3 =", answer="5", metadata={"expression": "2 + 3"})"""
+class Question(NamedTuple):
+    """One question.  Question(task="chain_sum", question="2 + 3 =", answer="5", metadata={"expression": "2 + 3"})"""
 
     task: str  # reasoning-gym name, or "file"
     question: str

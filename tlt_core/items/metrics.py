@@ -14,13 +14,8 @@ from typing import NamedTuple
 _TABLE = """
 # Rewards and advantages
 critic/score/mean | reward | mean over responses | weighted sum of the reward functions
-critic/score/max | reward | maximum over responses | the same
-critic/score/min | reward | minimum over responses | the same
 critic/rewards/mean | reward | mean over responses | score less overlong and KL penalties
-critic/advantages/max | reward | maximum over responses | group-relative advantage
-critic/advantages/min | reward | minimum over responses | group-relative advantage
 reward/{function}/mean | reward | mean over responses | one reward function, before its weight
-reward/sample_s_mean | s | mean over responses | time to score a response
 reward/sample_s_max | s | maximum over responses | time to score a response
 reward/num_ok | responses | count | scored
 reward/num_unparseable | responses | count | no answer was found in the response
@@ -39,7 +34,6 @@ val-core/{task}/reward/pass_at_{k} | share | over prompts | prompts that at leas
 
 # Responses
 response_length/mean | tokens | mean over responses | length of a response
-response_length/min | tokens | minimum over responses | length of a response
 response_length/max | tokens | maximum over responses | length of a response
 response_length/p50 | tokens | median over responses | length of a response
 response_length/p90 | tokens | 90th percentile over responses | length of a response
@@ -57,28 +51,23 @@ rollout/spec_accept_length_requests | tokens | mean over requests of their means
 rollout/spec_accept_rate | share | over drafts | verified draft tokens accepted | speculation
 rollout/spec_accept_rate_pos_{i} | share | over drafts | accepted at depth i, of those that can be | drafts were made
 rollout/spec_active_frac | share | over rounds | speculative rounds | speculation
-rollout/spec_active_frac_live_{live} | share | over rounds | of the rounds with that many live requests | speculation
-rollout/spec_switches | changes | sum over workers | changes of the strategy | speculation
-rollout/spec_draft_share | share | of decode time | time spent drafting | speculation
-rollout/spec_tail_time_share | share | of decode time | rounds with at most four live requests | speculation
 rollout/spec_speedup_est | ratio | cumulative, mean over workers | estimated plain over actual decode time | speculation
 rollout/spec_drafter_failures | proposals | cumulative, sum over workers | drafts that could not be used | speculation
 
 # Idle time of the rollout phases
-bubble/idle_s | worker s | sum over workers | without a request, until rollout has ended everywhere
-bubble/idle_ratio | share | of worker time | the same, relative
-bubble/harvested_s | worker s | sum over workers | idle time used, for the update or the drafter
-bubble/streamed_s | worker s | sum over workers | idle time used for passes of the policy update
-bubble/long_idle_s | worker s | sum over workers | idle time in windows of more than 0.5 s
-bubble/harvested_ratio | share | of long_idle_s | long windows' time that was used | there were such windows
-bubble/overlap_headroom_s | worker s | sum over workers | long windows' time that was not used
-bubble/streamed_share | share | of tokens with a gradient | the update computed in idle time | not off
-bubble/untrained_s/{reason} | worker s | sum over workers | unused, by reason | idle
-bubble/preempt_ms_p95 | ms | 95th percentile, worst phase | from rollout's end until idle work stopped | idle work
+idle/idle_s | worker s | sum over workers | without a request, until rollout has ended everywhere
+idle/idle_ratio | share | of worker time | the same, relative
+idle/harvested_s | worker s | sum over workers | idle time used, for the update or the drafter
+idle/streamed_s | worker s | sum over workers | idle time used for passes of the policy update
+idle/long_idle_s | worker s | sum over workers | idle time in windows of more than 0.5 s
+idle/harvested_ratio | share | of long_idle_s | long windows' time that was used | there were such windows
+idle/streamed_share | share | of tokens with a gradient | the update computed in idle time | not off
+idle/untrained_s/{reason} | worker s | sum over workers | unused, by reason | idle
+idle/preempt_ms_p95 | ms | 95th percentile, worst phase | from rollout's end until idle work stopped | idle work
 
 # The drafter
 > Idle workers train a candidate.  Before it is published, it is measured beside the drafter in use on held-back
-> responses (the canary).  The first drafter is trained before step 1; its own figures are of held-out responses.
+> responses.  The first drafter is trained before step 1; its own figures are of held-out responses.
 drafter/trained_tokens | tokens | sum over workers | tokens trained on in this step | drafter training
 drafter/optimizer_steps | steps | sum over workers | optimizer steps in this step | drafter training
 drafter/optimizer_steps_total | steps | sum over workers | the same since the start | drafter training
@@ -90,10 +79,10 @@ drafter/acc_top1 | share | over tokens | drafter and policy have the same likeli
 drafter/version | count | last value | drafters published so far | drafter training
 drafter/policy_version_lag | RL steps | last value | age of the policy that it learnt from last | drafter training
 drafter/rejected | 0 or 1 | last value | a candidate drafted worse and was refused | drafter training
-drafter/canary_accept_length | tokens | mean over tokens | acceptance length of the candidate | measured
-drafter/canary_accept_length_before | tokens | mean over tokens | acceptance length of the one in use before | measured
-drafter/canary_tokens | tokens | sum | held-back tokens measured on | measured
-drafter/canary_error | tokens | standard error | of the difference between both | measured
+drafter/heldout_accept_length | tokens | mean over tokens | acceptance length of the candidate | measured
+drafter/heldout_accept_length_before | tokens | mean over tokens | acceptance length of the one in use before | measured
+drafter/heldout_tokens | tokens | sum | held-back tokens measured on | measured
+drafter/heldout_error | tokens | standard error | of the difference between both | measured
 drafter/alarm | workers | count | a drafter is suspended: none of its first drafts was accepted
 drafter/warmup_rollouts | responses | count | responses sampled for it | first drafter
 drafter/warmup_tokens | tokens | sum | tokens of the responses trained on | first drafter
@@ -135,11 +124,9 @@ timing_s/overhead | s | sum | step time in which neither a phase nor a worker ra
 timing_s/coldstart | s | sum | the cold start | cold start
 timing_s/warmup | s | sum | training the first drafter | first drafter
 timing_s/warmup_rollouts | s | sum | sampling responses for it | first drafter
-perf/time_per_step | s | sum | the whole step
 perf/overhead_share | share | of the step | `timing_s/overhead`
 perf/rollout_share | share | of the step | `timing_s/gen`
 perf/rollout_tokens_per_s | tokens / s | of the last rollout | response tokens, all workers
-perf/throughput | tokens / s | of the last rollout | response tokens, per worker
 perf/max_memory_gb | GB | largest worker | most that it has held so far: resident, on a GPU reserved by torch
 perf/total_num_tokens | tokens | of the last rollout | prompt and response tokens
 
@@ -147,14 +134,14 @@ perf/total_num_tokens | tokens | of the last rollout | prompt and response token
 training/global_step | RL steps | last value | number of the step
 training/epoch | passes | last value | passes over the training prompts at the step's begin
 training/resume_attempt | attempts | last value | how often the run was resumed
-coldstart/steps | steps | count | optimizer steps | cold start
-coldstart/tokens | tokens | sum | tokens trained on | cold start
 coldstart/loss_first | nats | first optimizer step | cross-entropy | cold start
 coldstart/loss_last | nats | mean of the last ten steps | cross-entropy | cold start
-coldstart/tokens_per_s | tokens / s | over all steps | training speed | cold start
 took/{stage}_s | s | whole run | what the stage took | MLflow alone
 saved/{part}_s | s | whole run | estimated gain of a part of TLT (`tlt_core/run/savings.py`) | MLflow alone
 """
+
+
+_FORMER = {"bubble/": "idle/", "drafter/canary_": "drafter/heldout_"}  # in runs and reports of earlier releases
 
 
 class Metric(NamedTuple):
@@ -173,6 +160,14 @@ class Section(NamedTuple):
     title: str
     note: str
     metrics: tuple[Metric, ...]
+
+
+def present_name(name: str) -> str:
+    """What a metric of an earlier release is called now."""
+    for former, present in _FORMER.items():
+        if name.startswith(former):
+            return present + name.removeprefix(former)
+    return name
 
 
 def undeclared(names: Iterable[str]) -> list[str]:

@@ -93,20 +93,13 @@ def _make(cfg: RunConfig, *, model_dir: Path, data_dir: Path, out_dir: Path, on_
             seed=cfg.seed + epoch,
         )
     ]
-    tokens, started_s = sum(len(p) + len(c) for p, c in examples) * cfg.coldstart.num_epochs, time.time()
+    started_s = time.time()
     on_progress("starting workers", 0, 1, None)
     with WorkerGroup(cfg.cluster, _spec(cfg, model_dir, len(steps)), shared=out_dir.parent) as group:
         on_progress("loading the model", 0, 1, None)
         group.load(None, 0)
-        trained_s = time.time()
         losses = _train(group, steps, on_progress)
-        metrics = {
-            "coldstart/steps": float(len(steps)),
-            "coldstart/tokens": float(tokens),
-            "coldstart/loss_first": losses[0],
-            "coldstart/loss_last": sum(losses[-10:]) / len(losses[-10:]),
-            "coldstart/tokens_per_s": tokens / (time.time() - trained_s),
-        }
+        metrics = {"coldstart/loss_first": losses[0], "coldstart/loss_last": sum(losses[-10:]) / len(losses[-10:])}
         on_progress("writing the model", 0, 1, None)
         group.export(out_dir.resolve(), tokenizer_from=model_dir.resolve(), dtype=cfg.coldstart.dtype)
     metrics["timing_s/coldstart"] = time.time() - started_s

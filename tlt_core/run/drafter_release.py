@@ -92,11 +92,11 @@ def spot_metrics(
     of_average = published[0].trial if published else None
     trial = _total(r.trial for r in results) if of_average is None else of_average
     if trial.starts:
-        metrics["drafter/canary_accept_length"] = trial.candidate_length
-        metrics["drafter/canary_accept_length_before"] = trial.used_length
-        metrics["drafter/canary_tokens"] = trial.starts
+        metrics["drafter/heldout_accept_length"] = trial.candidate_length
+        metrics["drafter/heldout_accept_length_before"] = trial.used_length
+        metrics["drafter/heldout_tokens"] = trial.starts
         if trial.groups > 1:
-            metrics["drafter/canary_error"] = trial.error
+            metrics["drafter/heldout_error"] = trial.error
     return metrics
 
 
@@ -108,7 +108,7 @@ def _total(trials: Iterable[Comparison | None]) -> Comparison:
 
 
 def bubble_metrics(phases: Sequence[PhaseReport]) -> dict[str, float]:
-    """`bubble/*` of a step: its rollout phases, several with dynamic sampling, and waiting for rewards."""
+    """`idle/*` of a step: its rollout phases, several with dynamic sampling, and waiting for rewards."""
     parts = [
         bubble(p.spans, over_s=p.over_s, preempt_s=p.preempt_s, idle_by_reason_s=p.idle_by_reason_s) for p in phases
     ]
@@ -119,11 +119,12 @@ def merge(parts: Sequence[Mapping[str, float]], worker_s: float) -> dict[str, fl
     """Add the seconds of several phases up; recompute the ratios.  worker_s: of all workers in the phases."""
     names = dict.fromkeys(name for part in parts for name in part)
     totals = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
-    if "bubble/preempt_ms_p95" in totals:
-        totals["bubble/preempt_ms_p95"] = max(part.get("bubble/preempt_ms_p95", 0.0) for part in parts)
-    if "bubble/harvested_ratio" in totals:
-        totals["bubble/harvested_ratio"] = 1 - totals["bubble/overlap_headroom_s"] / totals["bubble/long_idle_s"]
-    return totals | {"bubble/idle_ratio": totals["bubble/idle_s"] / max(worker_s, 1e-9)}
+    if "idle/preempt_ms_p95" in totals:
+        totals["idle/preempt_ms_p95"] = max(part.get("idle/preempt_ms_p95", 0.0) for part in parts)
+    if "idle/harvested_ratio" in totals:
+        used_s = (part["idle/long_idle_s"] * part.get("idle/harvested_ratio", 0.0) for part in parts)
+        totals["idle/harvested_ratio"] = sum(used_s) / totals["idle/long_idle_s"]
+    return totals | {"idle/idle_ratio": totals["idle/idle_s"] / max(worker_s, 1e-9)}
 
 
 def results_of(reports: Sequence[GenerateReport]) -> list[SpotResult]:

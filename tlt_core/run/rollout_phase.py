@@ -72,7 +72,7 @@ class RolloutPhase:
         self._batches.append(rollouts)
         self._seconds += time.perf_counter() - started_s
         sampled = RolloutBatch.join(self._batches)
-        self._metrics.log(rollout_metrics(sampled, seconds=self._seconds, num_workers=self._group.num_workers))
+        self._metrics.log(rollout_metrics(sampled, seconds=self._seconds))
         self._add(done.phase)
         return rollouts
 

@@ -96,8 +96,8 @@ def _totals(rows: Sequence[Row], num_workers: int) -> _Totals:
     def of(name: str) -> float:
         return math.fsum(row.get(name, 0.0) for row in whole)
 
-    gen_s, idle_s, streamed_s = of("timing_s/gen"), of("bubble/idle_s"), of("bubble/streamed_s")
-    trained_s = max(of("bubble/harvested_s") - streamed_s, 0.0)
+    gen_s, idle_s, streamed_s = of("timing_s/gen"), of("idle/idle_s"), of("idle/streamed_s")
+    trained_s = max(of("idle/harvested_s") - streamed_s, 0.0)
     worker_s = num_workers * gen_s
     share = idle_s / worker_s if worker_s else 0.0
     return _Totals(whole, of("timing_s/step"), gen_s, idle_s, streamed_s, trained_s, share)
@@ -134,10 +134,10 @@ def _streamed(total: _Totals, cfg: RunConfig) -> Part:
         return _part(STREAMED, "off", "The update began after the rollout.", change="update.streamed=auto")
     if cfg.why_not_streamed:
         return _part(STREAMED, "off", f"Not possible: {cfg.why_not_streamed}.", change=cfg.why_not_streamed.split()[0])
-    if not any("bubble/streamed_s" in row or "bubble/streamed_share" in row for row in total.rows):
+    if not any("idle/streamed_s" in row or "idle/streamed_share" in row for row in total.rows):
         return _part(STREAMED, "not measured", "No step says how much of the update was done in idle time.")
     saved_s = math.fsum(_streamed_s(row, workers) for row in total.rows)
-    share = max((row.get("bubble/streamed_share", 0.0) for row in total.rows), default=0.0)
+    share = max((row.get("idle/streamed_share", 0.0) for row in total.rows), default=0.0)
     if saved_s >= _NOTICEABLE * total.step_s:
         text = (
             f"{total.streamed_s:.1f} idle worker seconds went into it; at most {share:.0%} of a step's gradient work."
@@ -149,7 +149,7 @@ def _streamed(total: _Totals, cfg: RunConfig) -> Part:
 
 def _streamed_s(row: Row, workers: int) -> float:
     """Seconds that idle work took off the update of one step: see `_streamed`."""
-    by_time, share = row.get("bubble/streamed_s", 0.0) / workers, row.get("bubble/streamed_share", 0.0)
+    by_time, share = row.get("idle/streamed_s", 0.0) / workers, row.get("idle/streamed_share", 0.0)
     return by_time if share >= 1 else min(by_time, row.get("timing_s/update_actor", 0.0) * share / (1 - share))
 
 
@@ -207,10 +207,10 @@ def _drafter_gain(rows: Sequence[Row]) -> tuple[float, float, int]:
     """Gain in acceptance length over all drafters that came into use, its standard error, and their number."""
     gain, variance, published, version = 0.0, 0.0, 0, 0.0
     for row in rows:
-        if row.get("drafter/version", version) > version and "drafter/canary_accept_length" in row:
-            before = row.get("drafter/canary_accept_length_before", row["drafter/canary_accept_length"])
-            gain += row["drafter/canary_accept_length"] - before
-            variance += row.get("drafter/canary_error", 0.0) ** 2
+        if row.get("drafter/version", version) > version and "drafter/heldout_accept_length" in row:
+            before = row.get("drafter/heldout_accept_length_before", row["drafter/heldout_accept_length"])
+            gain += row["drafter/heldout_accept_length"] - before
+            variance += row.get("drafter/heldout_error", 0.0) ** 2
             published += 1
         version = row.get("drafter/version", version)
     return gain, math.sqrt(variance), published
@@ -221,7 +221,7 @@ def _idle(total: _Totals) -> tuple[Idle, ...]:
     uses = {"update": total.streamed_s, "drafter": total.trained_s}
     for row in total.rows:
         for name, seconds in row.items():
-            if name.startswith("bubble/untrained_s/"):
+            if name.startswith("idle/untrained_s/"):
                 reason = name.rpartition("/")[2]
                 uses[reason] = uses.get(reason, 0.0) + seconds
     uses["unknown"] = max(total.idle_s - math.fsum(uses.values()), 0.0)

@@ -48,14 +48,13 @@ class StepMetrics:
         return dict(self._values)
 
 
-def rollout_metrics(batch: RolloutBatch, *, seconds: float, num_workers: int) -> dict[str, float]:
+def rollout_metrics(batch: RolloutBatch, *, seconds: float) -> dict[str, float]:
     """Response lengths (the tail), finish reasons and throughput of one step's rollouts."""
     lengths = batch.response_lens_R.double()
     p50, p90, p99 = (torch.quantile(lengths, q).item() for q in (0.5, 0.9, 0.99))
     total = lengths.sum().item()
     return {
         "response_length/mean": lengths.mean().item(),
-        "response_length/min": lengths.min().item(),
         "response_length/max": lengths.max().item(),
         "response_length/p50": p50,
         "response_length/p90": p90,
@@ -65,7 +64,6 @@ def rollout_metrics(batch: RolloutBatch, *, seconds: float, num_workers: int) ->
         "rollout/checksum": float(_checksum(batch)),
         "perf/rollout_tokens_per_s": total / seconds,
         "perf/total_num_tokens": float(batch.offsets_R1[-1]),
-        "perf/throughput": total / seconds / num_workers,
         "rollout/entropy_est": -(batch.logprobs_T.sum().item() / total),
     }
 
@@ -82,13 +80,8 @@ def score_metrics(scored: ScoredBatch, names: Sequence[str]) -> dict[str, float]
     status = scored.status_R
     metrics = {
         "critic/score/mean": scored.scores_R.mean().item(),
-        "critic/score/max": scored.scores_R.max().item(),
-        "critic/score/min": scored.scores_R.min().item(),
         "critic/rewards/mean": scored.rewards_R.mean().item(),
-        "critic/advantages/max": scored.advantages_R.max().item(),
-        "critic/advantages/min": scored.advantages_R.min().item(),
         "training/frac_reward_zero_std": _zero_spread_share(scored.scores_R, scored.rollouts.prompt_ids_R),
-        "reward/sample_s_mean": scored.reward_s_R.mean().item(),
         "reward/sample_s_max": scored.reward_s_R.max().item(),
     }
     metrics |= {f"reward/{n}/mean": scored.components_RF[:, i].mean().item() for i, n in enumerate(names)}
@@ -141,7 +134,6 @@ def time_metrics(values: Mapping[str, float], spans: Sequence[WorkerSpan], *, st
     return {
         "timing_s/step": step_s,
         "timing_s/overhead": overhead,
-        "perf/time_per_step": step_s,
         "perf/overhead_share": overhead / step_s,
         "perf/rollout_share": values.get("timing_s/gen", 0.0) / step_s,
     }

@@ -89,7 +89,7 @@ class StreamedUpdate:
         return self._done
 
     def metrics(self, scored: ScoredBatch) -> Mapping[str, float]:
-        """bubble/streamed_share.  scored: the step's whole batch."""
+        """idle/streamed_share.  scored: the step's whole batch."""
         if not self._offers:
             return {}
         rows = kept(scored.rollouts, self._cfg.algorithm).nonzero().flatten().tolist()
@@ -97,7 +97,7 @@ class StreamedUpdate:
         lens = scored.rollouts.response_lens_R
         total = sum(int(lens[p.rows].sum()) for p in passes)
         done = sum(int(lens[p.rows].sum()) for p in passes if p.key in self._done)
-        return {"bubble/streamed_share": done / max(total, 1)}
+        return {"idle/streamed_share": done / max(total, 1)}
 
     def _passes(self, scored: ScoredBatch) -> list[OfferedPass]:
         rows = kept(scored.rollouts, self._cfg.algorithm).nonzero().flatten().tolist()

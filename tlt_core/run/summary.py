@@ -13,18 +13,19 @@ from typing import Any
 import torch
 
 from tlt_core.items import store
+from tlt_core.items.metrics import present_name
 
 CURVES = {  # column: metric
     "accept_length": "rollout/spec_accept_length",
     "accept_length_requests": "rollout/spec_accept_length_requests",
     "spec_active_frac": "rollout/spec_active_frac",
-    "canary_accept_length": "drafter/canary_accept_length",
+    "heldout_accept_length": "drafter/heldout_accept_length",
     "reward": "critic/rewards/mean",
     "validation": "val-core/all/reward/greedy",
     "length_p50": "response_length/p50",
     "length_p99": "response_length/p99",
     "tokens_per_s": "perf/rollout_tokens_per_s",
-    "idle_ratio": "bubble/idle_ratio",
+    "idle_ratio": "idle/idle_ratio",
     "step_s": "timing_s/step",
 }
 _AT_THE_END = ("reward", "validation", "accept_length", "accept_length_requests", "length_p50", "length_p99")
@@ -34,7 +35,8 @@ _NUM_BINS = 20
 
 def rows_of(run_dir: Path) -> list[dict[str, float]]:
     """What the run logged, one row a step; empty before its first step.  Raises StoreError."""
-    return store.read_json_lines(run_dir / "metrics.jsonl")
+    rows = store.read_json_lines(run_dir / "metrics.jsonl")
+    return [{present_name(name): value for name, value in row.items()} for row in rows]
 
 
 def last_step(run_dir: Path) -> int | None:

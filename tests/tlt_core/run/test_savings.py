@@ -18,11 +18,11 @@ _ROWS = [
         "timing_s/gen": 30.0,
         "timing_s/update_actor": 10.0,
         "rollout/spec_speedup_est": 1.2,
-        "bubble/idle_s": 16.0,
-        "bubble/harvested_s": 10.0,
-        "bubble/streamed_s": 6.0,
-        "bubble/untrained_s/no_data": 5.0,
-        "bubble/streamed_share": 0.5,
+        "idle/idle_s": 16.0,
+        "idle/harvested_s": 10.0,
+        "idle/streamed_s": 6.0,
+        "idle/untrained_s/no_data": 5.0,
+        "idle/streamed_share": 0.5,
         "drafter/version": 0.0,
     },
     {
@@ -31,14 +31,14 @@ _ROWS = [
         "timing_s/gen": 10.0,
         "timing_s/update_actor": 8.0,
         "rollout/spec_speedup_est": 1.5,
-        "bubble/idle_s": 8.0,
-        "bubble/harvested_s": 8.0,
-        "bubble/streamed_s": 8.0,
-        "bubble/streamed_share": 0.2,
+        "idle/idle_s": 8.0,
+        "idle/harvested_s": 8.0,
+        "idle/streamed_s": 8.0,
+        "idle/streamed_share": 0.2,
         "drafter/version": 1.0,
-        "drafter/canary_accept_length": 3.5,
-        "drafter/canary_accept_length_before": 3.25,
-        "drafter/canary_error": 0.1,
+        "drafter/heldout_accept_length": 3.5,
+        "drafter/heldout_accept_length_before": 3.25,
+        "drafter/heldout_error": 0.1,
     },
 ]
 
@@ -94,7 +94,7 @@ def test_speculation_that_costs_time_is_said_to() -> None:
     ("settings", "rows", "change"),
     [
         (["cluster.num_workers=1"], _with(), "cluster.num_workers=2"),
-        ([], _with(bubble__idle_s=0.5), ""),  # 1 of 80 worker seconds: no tail
+        ([], _with(idle__idle_s=0.5), ""),  # 1 of 80 worker seconds: no tail
         ([], _with(), "update.streamed=first"),  # idle time trained the drafter
         (["update.streamed=first", "update.groups_per_pack=4"], _with(), "update.groups_per_pack=1"),
         (["update.streamed=first", "update.groups_per_pack=1"], _with(), "update.tokens_per_micro_batch=256"),
@@ -103,7 +103,7 @@ def test_speculation_that_costs_time_is_said_to() -> None:
 def test_what_to_change_where_nothing_was_streamed(
     settings: list[str], rows: list[dict[str, float]], change: str
 ) -> None:
-    rows = [{**row, "bubble/streamed_s": 0.0, "bubble/streamed_share": 0.0} for row in rows]
+    rows = [{**row, "idle/streamed_s": 0.0, "idle/streamed_share": 0.0} for row in rows]
     found = savings(rows, _cfg(*settings))
     assert _part(found, "streamed update") == ("did not help", change)
     assert (
@@ -112,7 +112,7 @@ def test_what_to_change_where_nothing_was_streamed(
 
 
 def test_a_drafter_helps_only_beyond_chance() -> None:
-    assert _part(savings(_with(drafter__canary_error=0.3), _cfg()), "drafter training") == (
+    assert _part(savings(_with(drafter__heldout_error=0.3), _cfg()), "drafter training") == (
         "did not help",
         "drafter.spot.enabled=false",
     )

@@ -225,12 +225,12 @@ def test_what_was_streamed_is_left_out_of_the_update(begin: Callable[..., Sessio
     streamed, left = _trained(session)
     assert len(streamed) == len(left) == 2
     assert sorted(streamed + left) == sorted((p, s) for p in (first, second) for s in (0, 1))
-    assert session.metrics.values()["bubble/streamed_share"] == 0.5
+    assert session.metrics.values()["idle/streamed_share"] == 0.5
     by_hand = group.offered[0].share
     assert by_hand.advantages_S.tolist() in ([0.5, -0.5], [-1.0, 1.0])
     group.computes, group.offered = 0, []
     _step(session, 2)  # nothing of the last step remains
-    assert session.metrics.values()["bubble/streamed_share"] == 0.0
+    assert session.metrics.values()["idle/streamed_share"] == 0.0
 
 
 def test_dynamic_sampling_streams_the_groups_that_it_keeps(begin: Callable[..., Session]) -> None:

@@ -14,6 +14,11 @@ _ROWS = [
 ]
 
 
+def test_rows_of_an_earlier_release_have_the_present_names(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "bubble/idle_s": 2.0, "drafter/canary_error": 0.5}\n')
+    assert run_summary.rows_of(tmp_path) == [{"step": 1, "idle/idle_s": 2.0, "drafter/heldout_error": 0.5}]
+
+
 def test_summary_takes_the_latest_value_and_the_median() -> None:
     summary = run_summary.summary(_ROWS)
     assert summary == {

@@ -53,12 +53,11 @@ def test_passes_of_the_update_by_hand():
     metrics = bubble(report.spans, over_s=report.over_s, idle_by_reason_s=report.idle_by_reason_s)
     assert metrics == pytest.approx(
         {
-            "bubble/streamed_s": 2.5,
-            "bubble/idle_s": 3.5,
-            "bubble/harvested_s": 3.5,
-            "bubble/long_idle_s": 3.0,
-            "bubble/overlap_headroom_s": 0.0,
-            "bubble/harvested_ratio": 1.0,
+            "idle/streamed_s": 2.5,
+            "idle/idle_s": 3.5,
+            "idle/harvested_s": 3.5,
+            "idle/long_idle_s": 3.0,
+            "idle/harvested_ratio": 1.0,
         }
     )
     last = Coordinator(1, SpotSettings(min_idle_s=0.0, stream_first=False))
@@ -99,32 +98,30 @@ def test_a_phase_by_hand():
     metrics = bubble(report.spans, over_s=14.05, preempt_s=report.preempt_s, idle_by_reason_s=report.idle_by_reason_s)
     assert metrics == pytest.approx(
         {
-            "bubble/streamed_s": 0.0,
-            "bubble/idle_s": 3.1,
-            "bubble/harvested_s": 2.3,
-            "bubble/harvested_ratio": 2.3 / 3.05,  # worker 1's window of 0.05 s is too short to count
-            "bubble/long_idle_s": 3.05,
-            "bubble/overlap_headroom_s": 0.75,
-            "bubble/preempt_ms_p95": 100.0,
-            "bubble/untrained_s/min_idle": 0.3,
-            "bubble/untrained_s/no_data": 0.5,
+            "idle/streamed_s": 0.0,
+            "idle/idle_s": 3.1,
+            "idle/harvested_s": 2.3,
+            "idle/harvested_ratio": 2.3 / 3.05,  # worker 1's window of 0.05 s is too short to count
+            "idle/long_idle_s": 3.05,
+            "idle/preempt_ms_p95": 100.0,
+            "idle/untrained_s/min_idle": 0.3,
+            "idle/untrained_s/no_data": 0.5,
         }
     )
 
 
 def test_bubble_without_idle_time():
     assert bubble([WorkerSpan(0, BUSY, 0.0, 9.0)], over_s=9.0) == {
-        "bubble/streamed_s": 0.0,
-        "bubble/idle_s": 0.0,
-        "bubble/harvested_s": 0.0,
-        "bubble/long_idle_s": 0.0,
-        "bubble/overlap_headroom_s": 0.0,
+        "idle/streamed_s": 0.0,
+        "idle/idle_s": 0.0,
+        "idle/harvested_s": 0.0,
+        "idle/long_idle_s": 0.0,
     }
 
 
 def test_p95_of_preemption_is_a_measured_one():
     metrics = bubble([], over_s=0.0, preempt_s=[0.001 * n for n in range(20, 0, -1)])
-    assert metrics["bubble/preempt_ms_p95"] == pytest.approx(19.0)
+    assert metrics["idle/preempt_ms_p95"] == pytest.approx(19.0)
 
 
 @pytest.mark.parametrize(
@@ -268,9 +265,9 @@ class AnyEvents(RuleBasedStateMachine):
     def every_idle_second_has_one_reason(self):
         report = self.c.report(self.now)
         figures = bubble(report.spans, over_s=report.over_s)
-        assert sum(report.idle_by_reason_s.values()) == pytest.approx(figures["bubble/idle_s"])
+        assert sum(report.idle_by_reason_s.values()) == pytest.approx(figures["idle/idle_s"])
         trained = report.idle_by_reason_s.get("training", 0.0)
-        assert trained == pytest.approx(figures["bubble/harvested_s"])
+        assert trained == pytest.approx(figures["idle/harvested_s"])
         assert "rollout_over" not in report.idle_by_reason_s
 
     @invariant()
