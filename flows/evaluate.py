@@ -11,8 +11,8 @@ from flows._logging import run_log
 from flows._stopping import Stopping
 from flows._terminal import Terminal
 from tasks.coldstart import cold_start
-from tasks.evaluate import evaluate as validate
 from tasks.prepare import prepare_data, prepare_model
+from tasks.step import evaluate as validate
 from tlt_core.cluster.placement import check_cluster
 from tlt_core.items.store import write_atomically
 from tlt_core.machine import precision

@@ -11,9 +11,9 @@ from flows._logging import run_log
 from flows._stopping import Stopping
 from flows._terminal import Terminal
 from tasks.coldstart import cold_start
-from tasks.export import export_policy
 from tasks.export_drafter import export_drafter
 from tasks.prepare import prepare_data, prepare_model
+from tasks.step import export_policy
 from tasks.version import project_of, version_folder
 from tlt_core.export.folder import DRAFTER, POLICY
 from tlt_core.export.record import Source

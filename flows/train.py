@@ -18,18 +18,21 @@ from flows._config import as_config, run_name
 from flows._logging import at_step, run_log
 from flows._stopping import Stopping
 from flows._terminal import Terminal
-from tasks.checkpoint import checkpoint
 from tasks.coldstart import cold_start
-from tasks.evaluate import evaluate
-from tasks.export import export_policy
 from tasks.prepare import prepare_data, prepare_model, probe_rewards
-from tasks.publish import publish
-from tasks.publish_drafter import publish_drafter
 from tasks.register import register_drafter, register_policy
-from tasks.reward import resample, reward
-from tasks.rollout import rollout
+from tasks.step import (
+    checkpoint,
+    evaluate,
+    export_policy,
+    publish,
+    publish_drafter,
+    resample,
+    reward,
+    rollout,
+    update_policy,
+)
 from tasks.track import Tracker, track
-from tasks.update import update_policy
 from tasks.warmup import warm_up_drafter
 from tlt_core.cluster.placement import check_cluster
 from tlt_core.items.store import Ref
