@@ -1,10 +1,8 @@
 """Figures show the numbers they are given."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from matplotlib.figure import Figure
 
 from tasks import figures
@@ -49,19 +47,6 @@ def test_the_timeline_has_a_lane_per_worker_and_one_for_scoring(drawn: list[Figu
     assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["reward", "worker 0", "worker 1"]
     # 6 idle of 6 + 12 worker seconds
     assert figure.axes[0].get_title() == "step 3: workers idle for 33% of the rollout"
-
-
-def test_the_length_histogram_marks_the_quantiles_and_the_limit(drawn: list[Figure]) -> None:
-    lens = torch.arange(1, 102)  # 1 .. 101: p50 = 51, p90 = 91, p99 = 100
-    figures.lengths(lens, step=1, max_new_tokens=120, path=Path("unused"))
-    lines: dict[str, Any] = {str(line.get_label()): line.get_xdata() for line in drawn[0].axes[0].lines}
-    assert {k: v[0] for k, v in lines.items()} == {
-        "p50 = 51": pytest.approx(51.0),
-        "p90 = 91": pytest.approx(91.0),
-        "p99 = 100": pytest.approx(100.0),
-        "limit = 120": 120,
-    }
-    assert sum(patch.get_height() for patch in drawn[0].axes[0].patches) == 101
 
 
 def _round(strategy: Strategy, live: int, end_s: float, *, accepted: int = 0) -> RoundTrace:

@@ -36,12 +36,8 @@ from tlt_core.spot.coordinator import (
     WorkerIdle,
 )
 
-
-class OfferedPass(NamedTuple):
-    """A pass of the policy update that a worker without requests may compute."""
-
-    key: Key
-    share: TrainBatch
+OfferedPass = tuple[Key, TrainBatch]
+"""A pass of the policy update that a worker without requests may compute."""
 
 
 class Pulled(NamedTuple):

@@ -103,7 +103,7 @@ class StreamedUpdate:
         rows = kept(scored.rollouts, self._cfg.algorithm).nonzero().flatten().tolist()
         planned = power_of_two(self.planned_sequences)
         return [
-            OfferedPass(p.key, train_batch(scored, [p], planned_sequences=planned))
+            (p.key, train_batch(scored, [p], planned_sequences=planned))
             for p in self._passes_of(scored, rows)
             if p.needs_grad
         ]

@@ -35,16 +35,6 @@ def test_pull_gives_a_fair_share_however_greedy_the_first_worker_is():
     assert answer.exhausted
 
 
-def test_pull_feeds_the_worker_that_frees_up():
-    dispatcher = begun("pull", num_groups=6)
-    mine, _ = dispatcher.pull(0, 2)
-    dispatcher.pull(1, 2)
-    for request in mine:
-        dispatcher.push(0, finish(request))
-    assert len(dispatcher.pull(0, 2).requests) == 2
-    assert len(dispatcher.pull(1, 0).requests) == 0
-
-
 def test_static_deals_whole_groups():
     dispatcher = begun("static", num_groups=3)
     first, exhausted = dispatcher.pull(0, 100)
@@ -63,13 +53,6 @@ def test_rollout_ends_when_the_last_response_is_in():
     dispatcher.push(1, finish(requests[1]))
     assert dispatcher.ask(Progress(0, 0, time.time(), has_data=True)).action is Action.STOP
     assert len(dispatcher.drain().finished) == 1
-
-
-def test_a_phase_of_waiting_ends_when_told_to():
-    dispatcher = begun("pull", num_groups=0)
-    assert dispatcher.ask(WorkerIdle(0, time.time(), has_data=True)).action is Action.WAIT
-    dispatcher.end()
-    assert dispatcher.ask(Progress(0, 0, time.time(), has_data=True)).action is Action.STOP
 
 
 @pytest.mark.parametrize("dispatch", ["pull", "static"])

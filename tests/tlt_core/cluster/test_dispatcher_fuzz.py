@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 
 from tests.fuzz import cases, fuzz
 from tests.tlt_core.cluster.test_dispatcher import finish, groups
-from tlt_core.cluster.dispatcher import Dispatcher, OfferedPass
+from tlt_core.cluster.dispatcher import Dispatcher
 from tlt_core.cluster.engines import Engines
 from tlt_core.items.types import GenerationRequest, NoiseKey
 from tlt_core.spot.coordinator import Action, Progress, SpotSettings, WorkerIdle
@@ -97,7 +97,7 @@ class AnyPhase(RuleBasedStateMachine):
         if action is Action.TRAIN:
             self.steps[worker] += 1
         if action is Action.STREAM:
-            assert self.dispatcher.take().key == (self.taken,), "each pass once, in the order of the offers"
+            assert self.dispatcher.take()[0] == (self.taken, 0), "each pass once, in the order of the offers"
             self.taken += 1
         return action
 
@@ -109,7 +109,7 @@ class AnyPhase(RuleBasedStateMachine):
     @rule(count=st.integers(0, 2))
     def offer(self, count: int) -> None:
         nothing: Any = None  # a share's content is none of the dispatcher's business
-        self.dispatcher.offer([OfferedPass((self.offered + i,), nothing) for i in range(count)])
+        self.dispatcher.offer([((self.offered + i, 0), nothing) for i in range(count)])
         self.offered += count
 
     @rule()

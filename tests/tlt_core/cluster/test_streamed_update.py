@@ -105,7 +105,7 @@ def _passes(finished: Sequence[Rollout], prompt: int, pack_of: dict[int, int]) -
     batch = scored(own, _advantages(own))
     planned = power_of_two(sum(SAMPLES.values()))
     return [
-        OfferedPass(p.key, train_batch(batch, [p], planned_sequences=planned))
+        (p.key, train_batch(batch, [p], planned_sequences=planned))
         for p in make_passes(batch, range(len(own)), UPDATE, ALGORITHM, pack_of=pack_of)
     ]
 

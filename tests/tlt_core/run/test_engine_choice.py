@@ -71,9 +71,3 @@ def test_a_resumed_run_keeps_its_engine(tmp_path: Path, python: Path, recorded: 
     checkpoint.save(cfg.run_dir / "checkpoints", state, lambda _: None)
     assert choose(cfg).engine == kept
     assert choose(config(tmp_path, "rollout.engine=own")).engine == "own", "what is asked for counts"
-
-
-def test_why_an_engine_was_settled_before_is_told(tmp_path: Path) -> None:
-    assert "no GPU" in choose(config(tmp_path, "cluster.gpus_per_worker=0")).why
-    assert "2 workers to a GPU" in choose(config(tmp_path, "cluster.gpus_per_worker=0.5")).why
-    assert choose(config(tmp_path, "rollout.engine=own")).why == "the configuration says rollout.engine=own"

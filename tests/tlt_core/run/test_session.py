@@ -65,7 +65,7 @@ class _Group:
     ) -> Generated:
         finished = tuple(_answer(request) for group in groups for request in group)
         on_progress(Drained(finished, (0,), len(finished)))
-        computed = tuple(offer.key for offer in self.offered[: self.computes])
+        computed = tuple(key for key, _ in self.offered[: self.computes])
         return Generated([GenerateReport((), {}, 0, streamed=computed)], PhaseReport((), 0.0, (), 0, {}))
 
     def offer(self, passes: Sequence[OfferedPass]) -> None:
@@ -201,7 +201,7 @@ def test_a_step_whose_every_score_is_an_error_ends_the_run(begin: Callable[..., 
 def _trained(session: Session) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
     """(prompt, sample) of the responses with an advantage: streamed, and left to the newest update."""
     group: Any = session.group
-    streamed = [offer.share for offer in group.offered[: group.computes]]
+    streamed = [share for _, share in group.offered[: group.computes]]
     shares = [s for s in (*streamed, *group.updates[-1][0])]
 
     def keys(own: Sequence[Any]) -> list[tuple[int, int]]:
@@ -226,27 +226,11 @@ def test_what_was_streamed_is_left_out_of_the_update(begin: Callable[..., Sessio
     assert len(streamed) == len(left) == 2
     assert sorted(streamed + left) == sorted((p, s) for p in (first, second) for s in (0, 1))
     assert session.metrics.values()["idle/streamed_share"] == 0.5
-    by_hand = group.offered[0].share
+    _, by_hand = group.offered[0]
     assert by_hand.advantages_S.tolist() in ([0.5, -0.5], [-1.0, 1.0])
     group.computes, group.offered = 0, []
     _step(session, 2)  # nothing of the last step remains
     assert session.metrics.values()["idle/streamed_share"] == 0.0
-
-
-def test_dynamic_sampling_streams_the_groups_that_it_keeps(begin: Callable[..., Session]) -> None:
-    first, second, third = _next_ids(3)
-    session = begin(
-        "update.groups_per_pack=2",
-        "algorithm.dynamic_sampling=true",
-        scores={first: (1.0, 0.0), second: (1.0, 1.0), third: (0.0, 1.0)},
-    )
-    group: Any = session.group
-    group.computes = 1
-    session.begin_step(1)
-    scored = session.resample(1, session.score(1, session.sample_step(1)))
-    session.update(1, scored)
-    streamed, left = _trained(session)
-    assert (streamed, left) == ([(first, 0), (first, 1)], [(third, 0), (third, 1)])
 
 
 def test_a_group_whose_scores_come_late_is_streamed_in_the_next_rollout(begin: Callable[..., Session]) -> None:
@@ -263,7 +247,7 @@ def test_a_group_whose_scores_come_late_is_streamed_in_the_next_rollout(begin: C
     assert group.offered == []
     scored = session.score(1, rollouts)
     scored = session.resample(1, scored)
-    assert [int(offer.share.prompt_ids_S[0]) for offer in group.offered] == [first]
+    assert [int(share.prompt_ids_S[0]) for _, share in group.offered] == [first]
     session.update(1, scored)
     assert _trained(session) == ([(first, 0), (first, 1)], [(third, 0), (third, 1)])
 
