@@ -131,7 +131,7 @@ class Dispatcher:
         self._coordinator.handle(RolloutOver(time.time()))
 
     def report(self, worker: int, tokens: int) -> None:
-        """A worker has emitted so many tokens in this phase."""
+        """Record a worker's token count for this phase."""
         self._tokens[worker] = tokens
 
     def ask(self, event: WorkerIdle | Progress) -> Order:

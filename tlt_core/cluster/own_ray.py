@@ -1,6 +1,6 @@
 """The processes of the Ray that the driver has started for itself.
 
-Without its control server (GCS) a Ray goes on for a minute and then ends the driver without a word; its agents stay for
+Without its control server (GCS) a Ray goes on for a minute and then kills the driver silently; its agents stay for
 longer.  Without its raylet the workers end, and Ray takes half a minute to say so.  So the driver looks by itself.
 """
 

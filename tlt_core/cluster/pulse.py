@@ -3,8 +3,8 @@
     worker's thread --beat--> dispatcher (`Signs`) <--signs, want_stacks-- driver (`watch`)
                   '-- on request: writes the stacks of all its threads to a file
 
-A process that was stopped, or a machine that was lost, has no pulse.  One that waits in vain has a pulse, but does not
-get on.
+A process that was stopped, or a machine that was lost, has no pulse.  A deadlocked worker still has one, but reports no
+progress.
 """
 
 import faulthandler

@@ -1,7 +1,7 @@
 """The driver's watch over its workers while it waits for them.
 
     silent    a worker has no pulse: its process was stopped, its machine is lost or far too busy
-    stuck     every worker that is waited for has a pulse, and none gets on
+    stuck     all awaited workers are alive, and none makes progress
     no Ray    a server of the driver's own Ray has ended: the run is given up at once
 
 The first two are logged once, with worker and phase, and the workers' stacks are written.  After `cluster.silence_s` or

@@ -31,7 +31,7 @@ class GpuError(RuntimeError):
 
 
 def warn_of_limits() -> None:
-    """MKL, which multiplies torch's float32 matrices, takes another kernel where it gets no memory, without a word."""
+    """MKL, which multiplies torch's float32 matrices, silently takes another kernel where it gets no memory."""
     for name, kind, option in (("address space", resource.RLIMIT_AS, "-v"), ("data", resource.RLIMIT_DATA, "-d")):
         limit = resource.getrlimit(kind)[0]
         if limit != resource.RLIM_INFINITY:

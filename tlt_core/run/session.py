@@ -48,7 +48,7 @@ from tlt_core.run.worker_spec import worker_spec
 log = logging.getLogger(__name__)
 
 _RESERVE = 1.5  # times the newest checkpoint's seconds, for the one that a stopped run still saves
-_FIRST_SAVING_S = 10.0  # believed before one was saved
+_FIRST_SAVING_S = 10.0  # assumed until one save was timed
 
 
 class Session:
