@@ -20,6 +20,7 @@ from conf.rollout import SpeculationConfig, StrategyConfig
 from conf.run import RunConfig
 from kernels.sampling.coupled_sample import gumbel_noise
 from tlt_core.data import dataset
+from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.machine.driver import driver_device
 from tlt_core.machine.precision import as_torch
@@ -123,7 +124,7 @@ def _workload(cfg: RunConfig, policy: Path, data_dir: Path, *, dtype: torch.dtyp
 
 def _chain(cfg: RunConfig, folder: Path) -> SpeculationConfig:
     depth = cfg.drafter.depth
-    menu = (StrategyConfig(drafter="eagle3", depth=depth, width=1, tokens=depth),)
+    menu = (StrategyConfig(drafter=Eagle3Drafter.name, depth=depth, width=1, tokens=depth),)
     return SpeculationConfig(policy="fixed", menu=menu, drafter_path=str(folder))
 
 

@@ -33,7 +33,7 @@ from tlt_core.tuner.policies import RecordedTuner, make_tuner
 _COST_TOKENS = 32  # of each request while costs are measured
 _UNSETTLED = 2  # first rounds of a batch, whose costs do not count: the drafter reads the prompts in them
 _WITHIN = 0.98  # of the best rate, for the shortest chain
-_NAME = "eagle3"
+_NAME = Eagle3Drafter.name
 
 
 class ChainAcceptance(NamedTuple):

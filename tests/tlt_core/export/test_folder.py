@@ -70,21 +70,6 @@ def test_the_drafter_is_the_one_that_came_in(exported, tiny, tiny_config):
     assert torch.equal(before.draft_ids_J, after.draft_ids_J)
 
 
-def test_one_configuration_for_every_route(exported):
-    raw = json.loads((exported / "drafter-eagle3" / "config.json").read_text())
-    assert (raw["model_type"], raw["architectures"]) == ("llama", ["LlamaForCausalLMEagle3"])
-    assert raw["speculators_model_type"] == "eagle3"
-    assert raw["norm_before_residual"] is False
-    assert raw["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
-    assert raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [-1, 0, 1]
-    layer = raw["transformer_layer_config"]
-    assert (layer["model_type"], layer["vocab_size"], layer["num_hidden_layers"]) == ("llama", 64, 1)
-    assert raw["speculators_config"]["verifier"]["name_or_path"] == str(exported / "policy")
-    serving = json.loads((exported / "drafter-eagle3" / "provenance.json").read_text())["serving"]
-    method = raw["speculators_config"]["proposal_methods"][0]
-    assert method["speculative_tokens"] == serving["num_speculative_tokens"] >= 1
-
-
 def test_provenance(exported, tiny):
     record = json.loads((exported / "drafter-eagle3" / "provenance.json").read_text())
     manifest = json.loads((tiny.source.data_dir / "manifest.json").read_text())
@@ -98,21 +83,6 @@ def test_provenance(exported, tiny):
     first = record["measured"]["schedules"][0]["table"]
     assert first[0][0] == 1
     assert first[-1][1] == 3, "max_live_requests"
-
-
-def test_a_drafter_in_foreign_spelling_leaves_in_ours(tiny, tmp_path):
-    """The speculators' native names, and layer ids in one place only."""
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    tensors = load_file(tiny.source.drafter / "model.safetensors")
-    save_file({n.replace("midlayer", "layers.0"): x for n, x in tensors.items()}, foreign / "model.safetensors")
-    raw = json.loads((tiny.source.drafter / "config.json").read_text())
-    del raw["eagle_aux_hidden_state_layer_ids"]
-    (foreign / "config.json").write_text(json.dumps(raw))
-    out = folder.run(tiny.cfg, _with_drafter(tiny.source, foreign), out_dir=tmp_path / "out", num_prompts=0)
-    assert load_file(out / "drafter-eagle3" / "model.safetensors").keys() == tensors.keys()
-    written = json.loads((out / "drafter-eagle3" / "config.json").read_text())
-    assert written["eagle_aux_hidden_state_layer_ids"] == [0, 1, 2]
 
 
 def _with_drafter(source: Source, drafter: Path | None) -> Source:

@@ -230,13 +230,3 @@ def test_resume_gives_the_same_picks(sampler, pool, cut):
             sampler.refresh(newer, step=5)
             resumed.refresh(newer, step=5)
         assert places(resumed.next(77)) == places(sampler.next(77))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [{"window_rows": 0}, {"recency": 0.0}, {"recency": 1.1}, {"length_bias": -1.1}, {"oldest_age": -1}],
-    ids=str,
-)
-def test_a_setting_out_of_its_range_is_refused(wrong):
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))} {next(iter(wrong.values()))}"):
-        WindowSampler(**{"window_rows": 4} | wrong)

@@ -7,7 +7,7 @@ import torch
 
 from kernels.sampling.coupled_sample import gumbel_noise
 from tests.tlt_core.drafter.eagle3.reference import lively_model, logits_after
-from tests.tlt_core.drafter.eagle3.training_texts import IDS, blank, lively_decoder, texts
+from tests.tlt_core.drafter.eagle3.training_texts import IDS, blank, texts
 from tlt_core.drafter.eagle3.acceptance import AcceptanceMeasure, _choose_starts, accepted_runs, measure_acceptance
 from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
 from tlt_core.drafter.eagle3.model import eagle3_from_target, tap_scales
@@ -30,11 +30,6 @@ SAMPLINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def decoder(tiny_config):
-    return lively_decoder(tiny_config)
-
-
 def requests():
     generator = torch.Generator().manual_seed(3)
     lengths = (1, 2, 5, 9, 14, 3)
@@ -42,23 +37,12 @@ def requests():
     return [GenerationRequest(NoiseKey(0, 1, p, s), tokens) for p, tokens in enumerate(prompts) for s in range(3)]
 
 
-def generate(engine, params, on_round=lambda _: None):
-    waiting, finished = requests(), {}
-
-    def pull(wanted):
-        taken, waiting[:] = waiting[:wanted], waiting[wanted:]
-        return taken
-
-    engine.decode(pull, lambda r: finished.__setitem__(r.key, r), params, on_round=on_round)
-    return [finished[request.key] for request in requests()]
-
-
 @pytest.fixture(scope="module")
 def drafters(decoder):
     """A drafter that learnt the decoder's responses a little, for each sampling: hits and misses at every depth."""
     made = {}
     for name, params in SAMPLINGS.items():
-        rollouts = generate(RolloutEngine(decoder, max_live=4, max_len=64), params)
+        rollouts = RolloutEngine(decoder, max_live=4, max_len=64).decode_all(requests(), params)
         sequences = recorded(decoder, rollouts, eagle3_from_target(decoder, IDS, scales=(1.0,) * 3, seed=1))
         ids = torch.cat([r.completion for r in rollouts]).long().unique()
         model = eagle3_from_target(decoder, ids, scales=tap_scales(sequences[0].taps_LE), seed=1)
@@ -95,7 +79,7 @@ def test_the_engine_accepts_what_was_predicted(decoder, drafters, name):
         for number, count in zip(trace.numbers, trace.report.accepted, strict=True):
             accepted.setdefault(number, []).append(count)
 
-    rollouts = generate(engine, params, on_round)
+    rollouts = engine.decode_all(requests(), params, on_round=on_round)
     sequences = recorded(decoder, rollouts, model)
     spans = [Window(s, s.earliest, len(s.tokens_L) - 2) for s in sequences]
     runs = accepted_runs(model, decoder.embed_tokens.weight, spans, depth=DEPTH, params=params)
