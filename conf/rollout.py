@@ -6,6 +6,7 @@ from pydantic import Field, field_validator, model_validator
 
 from conf.section import MANY, MOST_LIVE, MOST_MB, MOST_TOKENS, Dtype, Section
 
+_LEARNED = ("eagle3",)  # drafters that a folder holds
 _LEAST_VLLM = 0.01  # vLLM's lowest temperature above 0
 
 
@@ -56,10 +57,11 @@ class SpeculationConfig(Section):
 
     @model_validator(mode="after")
     def _drafters_exist(self) -> "SpeculationConfig":
-        if self.menu is not None and self.drafter_path is None and any(s.drafter == "eagle3" for s in self.menu):
+        named = next((s.drafter for s in self.menu or () if s.drafter in _LEARNED), None)
+        if named is not None and self.drafter_path is None:
             raise ValueError(
-                "menu names the drafter eagle3, but drafter_path is not set: make one with 'tlt warmup' and give its "
-                "folder, or leave eagle3 out of the menu"
+                f"menu names the drafter {named}, but drafter_path is not set: make one with 'tlt warmup' and give its "
+                f"folder, or leave {named} out of the menu"
             )
         return self
 

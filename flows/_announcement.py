@@ -11,6 +11,7 @@ from conf.run import RunConfig
 from tlt_core.items import checkpoint
 from tlt_core.machine import precision
 from tlt_core.model.embedded import EMBEDDED_NAME
+from tlt_core.rollout.engines import ENGINES
 from tlt_core.run import coldstart, inputs, resumable
 from tlt_core.run.progress import minutes
 
@@ -79,7 +80,7 @@ def kernels_in_words(cfg: RunConfig) -> str:
     if cluster.gpus_per_worker:
         shared = f", {cfg.rollout.workers_per_engine} to an engine" if cfg.rollout.workers_per_engine > 1 else ""
         gpus = f", {cluster.workers_per_gpu} to a GPU" if cluster.workers_per_gpu > 1 else " with a GPU each"
-        engine = "in vLLM" if cfg.rollout.engine == "vllm" else "on our engine"
+        engine = ENGINES[cfg.rollout.engine].words
         return f"{cluster.num_workers} workers{gpus}{shared}: rollout in {rollout} {engine}, update in {update}"
     isa = precision.kernels_isa() if rollout == "bfloat16" else None
     kernels = _KERNELS.get(isa, f"C kernels ({isa})")

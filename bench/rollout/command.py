@@ -28,6 +28,7 @@ from prefect import flow
 
 from bench.report import Bound, judge, write_report
 from bench.rollout.floor import ceilings, linears_s, pass_costs
+from bench.rollout.side_by_side import BANDS, Measured, Workload, compare, differing, fix_lengths
 from bench.verdicts import summarise
 from conf.data import GymData, GymTask
 from conf.load import ConfigError
@@ -38,11 +39,11 @@ from tasks.coldstart import cold_start
 from tasks.prepare import prepare_data, prepare_model
 from tlt_core.data import dataset
 from tlt_core.data.prompt_order import PromptOrder
+from tlt_core.drafter.kinds import menu_of
 from tlt_core.items.types import GenerationRequest, NoiseKey, Prompt, SamplingParams
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
-from tlt_core.rollout.build import make_engine, menu_of
-from tlt_core.rollout.side_by_side import BANDS, Measured, Workload, compare, differing, fix_lengths
+from tlt_core.rollout.build import make_engine
 
 _RAW_TOKENS = 256  # longest response of the raw model, which rambles
 _RAW_PROMPTS, _RAW_SAMPLES, _RAW_LIVE = 8, 4, 16

@@ -17,7 +17,7 @@ from conf.run import RunConfig
 from tlt_core.drafter.eagle3.loss import LossKind
 from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
-from tlt_core.drafter.eagle3.windows import Window, whole
+from tlt_core.drafter.eagle3.windows import whole
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.decoder import Decoder
@@ -39,14 +39,10 @@ def trained(
     trainer = _trainer(first, decoder, recording, _settings(cfg, loss=METHODS[kind]))
     spot = cfg.drafter.spot
     sampler = WindowSampler(window_rows=spot.window_rows, length_bias=spot.length_bias, recency=spot.recency)
-    by_id = {r.sequence.id: r.sequence for r in recording.responses}
-    sampler.refresh(by_id.values(), max(r.step for r in recording.responses))
+    sampler.refresh([r.sequence for r in recording.responses], max(r.step for r in recording.responses))
     done, seconds = 0, 0.0
     while done < rows:
-        windows = []
-        for ref in sampler.next(spot.rows_per_step - trainer.rows):
-            sequence = by_id[ref.id]
-            windows.append(Window(sequence, sequence.earliest + ref.start, sequence.earliest + ref.end))
+        windows = sampler.next(spot.rows_per_step - trainer.rows)
         began_s = time.perf_counter()
         done += trainer.accumulate(windows).rows
         if trainer.rows >= ENOUGH * spot.rows_per_step:

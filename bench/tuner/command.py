@@ -15,7 +15,7 @@ from bench.report import write_report
 from bench.tuner.workloads import POLICIES, SWAP_LIVE, WORKLOADS, best_fixed, earnings, recovery
 from bench.verdicts import summarise, verdict
 from conf.run import RunConfig
-from tlt_core.rollout.build import menu_of
+from tlt_core.drafter.kinds import menu_of
 
 _OF_BEST = 0.97  # of the best single strategy's throughput, which a tuner does not know beforehand
 _MOST_ROUNDS = 100  # until a change of the drafter is followed: about a second on the simulated machine

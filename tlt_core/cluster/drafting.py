@@ -93,7 +93,7 @@ class Drafting:
     ) -> None:
         """Make the drafter trainable.  speculation: names the folder that the engine's drafter came from.
         compute_dtype: of the training; the engine drafts in its own.  folder: each worker has a subfolder."""
-        if speculation.drafter_path is None or self._drafts is None or "eagle3" not in self._drafts.learned:
+        if speculation.drafter_path is None or self._drafts is None or not self._drafts.learned:
             return
         ends = self._drafts.ends
         assert ends is not None, "whoever starts an engine of which a drafter learns keeps them"
@@ -134,11 +134,13 @@ class Drafting:
         accepted = measured is not None or not trial.is_worse(errors=self._trial_errors)
         if accepted:
             self._swap(parameters_N, is_mine=self._share(shares) == 1)
-            was_suspended = self._check.published("eagle3")
+            assert self._drafts is not None, "there is training, so something is drafted"
+            trained = self._drafts.learned[0]
+            was_suspended = self._check.published(trained)
             if self._tuner is not None:
-                self._tuner.notify_change("eagle3", change=trial.change)
+                self._tuner.notify_change(trained, change=trial.change)
                 if was_suspended:
-                    self._tuner.resume("eagle3")
+                    self._tuner.resume(trained)
         else:
             spot.reject()
         return DrafterPublished(accepted, trial if measured is None else None, spot.candidate.checksum)

@@ -47,11 +47,8 @@ def start_replica(
     if not (spec.decodes and engines.is_host(rank)):
         return Started(NoReplica(), Drafting(None, rank=rank, hosts=engines.hosts, group=together))
     speculation = newest_drafter(spec.rollout.speculation, checkpoint)
-    drafts: Drafts | None
-    if spec.rollout.engine == "vllm":
-        replica, drafts = _vllm(spec, speculation, policy_version=policy_version, rank=rank, gpus=gpus)
-    else:
-        replica, drafts = _own(spec, speculation, policy_version=policy_version, rank=rank)
+    start = _START[spec.rollout.engine]
+    replica, drafts = start(spec, speculation, policy_version=policy_version, rank=rank, gpus=gpus)
     drafting = Drafting(drafts, rank=rank, hosts=engines.hosts, group=together)
     drafting.prepare(checkpoint)
     if spec.spot_dir is not None:
@@ -97,7 +94,7 @@ def _vllm(
 
 
 def _own(
-    spec: WorkerSpec, speculation: SpeculationConfig, *, policy_version: int, rank: int
+    spec: WorkerSpec, speculation: SpeculationConfig, *, policy_version: int, rank: int, gpus: Sequence[str]
 ) -> tuple[Replica, Drafts | None]:
     engine = build.make_engine(
         load_decoder(spec.model_dir, dtype=as_torch(spec.rollout.dtype), device=spec.device),
@@ -110,3 +107,6 @@ def _own(
     )
     replica = OwnReplica(engine, policy_version=policy_version)
     return replica, None if engine.speculation is None else OwnDrafts(engine, engine.speculation)
+
+
+_START = {"own": _own, "vllm": _vllm}

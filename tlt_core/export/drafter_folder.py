@@ -30,18 +30,27 @@ from tlt_core.data import dataset
 from tlt_core.drafter.eagle3.files import load_eagle3, save_eagle3
 from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.export import card, replay
+from tlt_core.export.contents import Refused
 from tlt_core.export.measure import Measured, depth_table, expected_rates, measure
 from tlt_core.export.record import Source, identity, write_json, write_record
 from tlt_core.items.store import read_json
 from tlt_core.items.types import SamplingParams
 from tlt_core.machine.driver import driver_device
 from tlt_core.machine.precision import as_torch
+from tlt_core.model.config import DecoderConfig
 from tlt_core.model.load import load_config, load_decoder, load_tokenizer, stop_token_ids
 
 _PROBE_SEQUENCES, _PROBE_TOKENS = 4, 256
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # batch sizes whose rates are recorded
 _SPECULATORS_VERSION = "0.3.0"  # of the format; nothing newer is used
 _NOT_THE_LAYER = ("architectures", "draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "eagle_config", "tap_scales")
+_SPECULATORS = (
+    "speculators_model_type",
+    "speculators_version",
+    "target_hidden_size",
+    "transformer_layer_config",
+    "speculators_config",
+)
 
 
 def write_drafter(
@@ -91,25 +100,49 @@ def _serving(schedules: Sequence[Mapping[str, Any]], *, trained_depth: int) -> d
 def _add_speculators(path: Path, policy: Path, *, verifier: str, serving: Mapping[str, Any]) -> None:
     """verifier: what vLLM loads as target when it is given the drafter alone: a folder or a hub name."""
     raw = json.loads(path.read_text(encoding="utf-8"))
+    depth = serving["num_speculative_tokens"]
+    write_json(path, raw | _speculators(raw, load_config(policy), verifier=verifier, depth=depth))
+
+
+def _speculators(raw: Mapping[str, Any], target: DecoderConfig, *, verifier: str, depth: int) -> dict[str, Any]:
+    """The speculators keys.  raw: the plain ones.  depth: chain length."""
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": serving["num_speculative_tokens"],
+        "speculative_tokens": depth,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
-    speculators = {
+    return {
         "speculators_model_type": "eagle3",
         "speculators_version": _SPECULATORS_VERSION,
         "target_hidden_size": raw["hidden_size"],
-        "transformer_layer_config": {key: value for key, value in raw.items() if key not in _NOT_THE_LAYER},
+        "transformer_layer_config": {key: raw[key] for key in raw if key not in _NOT_THE_LAYER},
         "speculators_config": {
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": verifier, "architectures": load_config(policy).to_hf()["architectures"]},
+            "verifier": {"name_or_path": verifier, "architectures": target.to_hf()["architectures"]},
         },
     }
-    write_json(path, raw | speculators)
+
+
+def check_speculators(raw: Mapping[str, Any], target: DecoderConfig) -> str:
+    """Do the speculators keys describe the same drafter as the plain ones?  Returns the target that they name.
+
+    Raises Refused.
+    """
+    try:
+        settings = raw["speculators_config"]
+        depth, verifier = settings["proposal_methods"][0]["speculative_tokens"], settings["verifier"]["name_or_path"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise Refused(f"speculators_config is incomplete ({error!r}), 'vllm serve' needs it; export again") from None
+    if not isinstance(verifier, str) or not isinstance(depth, int) or depth < 1:
+        raise Refused(f"speculators_config has speculative_tokens={depth!r}, verifier {verifier!r}; export again")
+    plain = {key: value for key, value in raw.items() if key not in _SPECULATORS}
+    for key, wanted in _speculators(plain, target, verifier=verifier, depth=depth).items():
+        if raw.get(key) != wanted:
+            raise Refused(f"{key} is {raw.get(key)!r}, 'vllm serve' of this folder needs {wanted!r}; export again")
+    return verifier
 
 
 def _measure(cfg: RunConfig, source: Source, model: Eagle3Model, *, num_prompts: int) -> Measured:
@@ -172,7 +205,6 @@ def _write_probe(folder: Path, policy: Path, measured: Measured) -> None:
     if not probe:
         return
     decoder = load_decoder(policy, dtype=torch.float32)
-    model = load_eagle3(folder, decoder.config)
-    found = replay.agreement(replay.replay(decoder, probe, model=model)[replay.LOGITS], model.draft_ids_J, probe)
+    found = replay.replay(decoder, load_eagle3(folder, decoder.config), probe)
     sequences = [{"tokens": list(s.tokens), "prompt_len": s.prompt_len} for s in probe]
     (folder / replay.PROBE).write_text(json.dumps({**found._asdict(), "sequences": sequences}), encoding="utf-8")

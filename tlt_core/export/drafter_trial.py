@@ -7,7 +7,8 @@ Each drafter drafts the same chain in every round, so acceptance depends only on
 """
 
 import statistics
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,17 +20,35 @@ from conf.rollout import SpeculationConfig, StrategyConfig
 from conf.run import RunConfig
 from kernels.sampling.coupled_sample import gumbel_noise
 from tlt_core.data import dataset
+from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.machine.driver import driver_device
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
 from tlt_core.model.sampling import NoiseStep, policy_scores, row_keys, stream_key
-from tlt_core.rollout import side_by_side
-from tlt_core.rollout.side_by_side import Workload
+from tlt_core.rollout import build
+from tlt_core.rollout.engine import RoundTrace
 
 _NEAR_TIE = 1e-3  # the fp32 scores of one context differ by less between two batch shapes
 _PLAIN = SpeculationConfig(policy="off")
+
+
+class Workload(NamedTuple):
+    """What is decoded."""
+
+    decoder: Decoder
+    requests: Sequence[GenerationRequest]
+    params: SamplingParams
+    max_live: int
+
+
+class Decoded(NamedTuple):
+    """A workload, decoded once."""
+
+    accept_length: float  # of rounds with drafts; 1 without
+    tokens_per_s: float
+    rollouts: Mapping[NoiseKey, Rollout]
 
 
 class Trial(NamedTuple):
@@ -46,16 +65,18 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, drafters: Mapping[str, 
     torch.set_num_threads(cfg.cluster.num_workers * cfg.cluster.threads_per_worker)
     exact = _workload(cfg, policy, data_dir, dtype=torch.float32)
     drafting = {"plain": _PLAIN} | {name: _chain(cfg, folder) for name, folder in drafters.items()}
-    once = {name: side_by_side.run(exact, speculation, seed=cfg.seed) for name, speculation in drafting.items()}
+    once = {name: decode(exact, speculation, seed=cfg.seed) for name, speculation in drafting.items()}
     timed = exact
     if cfg.rollout.dtype != "float32":
         timed = _workload(cfg, policy, data_dir, dtype=as_torch(cfg.rollout.dtype))
-    measured = side_by_side.compare(timed, drafting, repeats=cfg.retrain.repeats, seed=cfg.seed)
+    rates: dict[str, list[float]] = {name: [] for name in drafting}
+    for repeat in range(cfg.retrain.repeats):  # forwards and backwards: a machine that slows down does so for all
+        for name in drafting if repeat % 2 == 0 else reversed(drafting):
+            rates[name].append(decode(timed, drafting[name], seed=cfg.seed).tokens_per_s)
     trials = {}
     for name, done in once.items():
         changed, near_ties = _differences(exact, once["plain"].rollouts, done.rollouts)
-        speed = statistics.median(m.figures["tokens_per_s"] for m in measured[name])
-        trials[name] = Trial(done.figures["accept_length"], speed, changed, near_ties)
+        trials[name] = Trial(done.accept_length, statistics.median(rates[name]), changed, near_ties)
     return trials
 
 
@@ -63,7 +84,22 @@ def acceptance(cfg: RunConfig, *, policy: Path, data_dir: Path, drafter: Path) -
     """Acceptance length of one drafter, measured as `run` measures it.  Raises ModelError when it does not fit."""
     torch.set_num_threads(cfg.cluster.num_workers * cfg.cluster.threads_per_worker)
     exact = _workload(cfg, policy, data_dir, dtype=torch.float32)
-    return side_by_side.run(exact, _chain(cfg, drafter), seed=cfg.seed).figures["accept_length"]
+    return decode(exact, _chain(cfg, drafter), seed=cfg.seed).accept_length
+
+
+def decode(workload: Workload, cfg: SpeculationConfig, *, seed: int) -> Decoded:
+    """With a new engine and drafter."""
+    longest = max(len(r.prompt_tokens) for r in workload.requests)
+    max_len = longest + workload.params.max_new_tokens
+    engine = build.make_engine(workload.decoder, cfg, max_live=workload.max_live, max_len=max_len, seed=seed)
+    rounds: list[RoundTrace] = []
+    began_s = time.perf_counter()
+    rollouts = engine.decode_all(workload.requests, workload.params, on_round=rounds.append)
+    seconds = time.perf_counter() - began_s
+    drafted = [r.report for r in rounds if not r.report.strategy.is_off]
+    accepted = sum(sum(report.accepted) for report in drafted) / max(1, sum(report.live for report in drafted))
+    tokens = sum(len(r.completion) for r in rollouts)
+    return Decoded(1.0 + accepted, tokens / seconds, {r.key: r for r in rollouts})
 
 
 def _workload(cfg: RunConfig, policy: Path, data_dir: Path, *, dtype: torch.dtype) -> Workload:
@@ -83,12 +119,12 @@ def _workload(cfg: RunConfig, policy: Path, data_dir: Path, *, dtype: torch.dtyp
         stop_token_ids=stop_token_ids(policy, tokenizer, also=cfg.rollout.stop_token_ids),
     )
     decoder = load_decoder(policy, dtype=dtype, device=driver_device(cfg.cluster))
-    return Workload("held-out", decoder, requests, params, own.max_live_requests)
+    return Workload(decoder, requests, params, own.max_live_requests)
 
 
 def _chain(cfg: RunConfig, folder: Path) -> SpeculationConfig:
     depth = cfg.drafter.depth
-    menu = (StrategyConfig(drafter="eagle3", depth=depth, width=1, tokens=depth),)
+    menu = (StrategyConfig(drafter=Eagle3Drafter.name, depth=depth, width=1, tokens=depth),)
     return SpeculationConfig(policy="fixed", menu=menu, drafter_path=str(folder))
 
 

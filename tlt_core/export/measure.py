@@ -33,7 +33,7 @@ from tlt_core.tuner.policies import RecordedTuner, make_tuner
 _COST_TOKENS = 32  # of each request while costs are measured
 _UNSETTLED = 2  # first rounds of a batch, whose costs do not count: the drafter reads the prompts in them
 _WITHIN = 0.98  # of the best rate, for the shortest chain
-_NAME = "eagle3"
+_NAME = Eagle3Drafter.name
 
 
 class ChainAcceptance(NamedTuple):
@@ -184,7 +184,7 @@ def _accept(
     engine: RolloutEngine, requests: Sequence[GenerationRequest], params: SamplingParams, *, depth: int
 ) -> tuple[ChainAcceptance, list[Rollout]]:
     traces: list[RoundTrace] = []
-    finished = _decode(engine, requests, params, traces)
+    finished = engine.decode_all(requests, params, on_round=traces.append)
     offered, accepted = [0] * depth, [0] * depth
     for trace in traces:
         for length, hits in zip(trace.report.offered, trace.report.accepted, strict=True):
@@ -211,20 +211,4 @@ def _time_rounds(
         batch = [requests[i % len(requests)] for i in range(live)]
         keys = [request.key._replace(sample=i) for i, request in enumerate(batch)]
         again = [GenerationRequest(key, request.prompt_tokens) for key, request in zip(keys, batch, strict=True)]
-        _decode(engine, again, greedy, [])
-
-
-def _decode(
-    engine: RolloutEngine,
-    requests: Sequence[GenerationRequest],
-    params: SamplingParams,
-    traces: list[RoundTrace],
-) -> list[Rollout]:
-    waiting = list(reversed(requests))
-    finished: list[Rollout] = []
-
-    def pull(wanted: int) -> list[GenerationRequest]:
-        return [waiting.pop() for _ in range(min(wanted, len(waiting)))]
-
-    engine.decode(pull, finished.append, params, on_round=traces.append)
-    return sorted(finished, key=lambda r: r.key)
+        engine.decode_all(again, greedy)

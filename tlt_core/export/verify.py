@@ -1,28 +1,27 @@
 """`tlt verify-export`: whether an export may be served with a target.
 
-    contents -> digests -> config, layers, tensors, values, vocabulary -> target -> replay in a fresh process
+    contents -> digests -> layout, speculators keys -> tokenizer and weights of the target -> replay
 
 Each check gives one line: what was found, or the problem and the remedy.  A check is skipped when one that it builds on
 has failed.  Nothing is unpickled, no code of the folder runs, and no link or path out of the folder is followed.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from tlt_core.drafter.eagle3.files import load_eagle3
-from tlt_core.export import layout, replay
+from tlt_core.drafter.eagle3.files import check_layout, load_eagle3
+from tlt_core.export import replay
 from tlt_core.export.contents import Refused, check_contents, check_digests, read_json, read_provenance
+from tlt_core.export.drafter_folder import check_speculators
 from tlt_core.export.folder import DRAFTER, KEPT, POLICY
 from tlt_core.export.record import tokenizer_digest, weights_digest
 from tlt_core.model.config import ModelError
-from tlt_core.model.load import load_config, load_decoder, resolve
+from tlt_core.model.load import check_finite, load_config, load_decoder, resolve
 
-_TOLERANCE = 1e-3  # share of the standard deviation; two fp32 implementations usually differ by 1e-5
-_REPLAY_NEEDS = ("digests", "values", "vocabulary", "target", "layers", "tokenizer", "weights", "verifier")
+_REPLAY_NEEDS = ("digests", "layout", "tokenizer", "weights", "verifier")
 _SLACK = 0.02  # share of the probe's guesses that may differ, because of near-ties
 
 
@@ -52,7 +51,7 @@ def verify(export: Path, *, target: str | None, other_weights: bool = False) -> 
     if not passed(checks):
         return [*checks, Check("policy, drafter", "skipped", "they need it")]
     if policy.is_dir():
-        checks += _verify_policy(policy, replayed=target is None and drafter.is_dir())
+        checks += _verify_policy(policy)
     if drafter.is_dir():
         if target is None and not policy.is_dir():
             raise ModelError(f"{export} holds no policy to verify the drafter with: say --target FOLDER")
@@ -84,14 +83,12 @@ def _check_root(export: Path) -> str:
     return " and ".join(name for name in (POLICY, DRAFTER) if (export / name).is_dir())
 
 
-def _verify_policy(policy: Path, *, replayed: bool) -> list[Check]:
-    """replayed: the drafter's check replays it anyway."""
+def _verify_policy(policy: Path) -> list[Check]:
     stages: list[tuple[str, Callable[[], str]]] = [
         ("policy contents", lambda: check_contents(policy)),
         ("policy digests", lambda: check_digests(policy)),
+        ("policy weights", lambda: _check_policy(policy)),
     ]
-    if not replayed:
-        stages.append(("policy replay", lambda: _replay_policy(policy)))
     checks: list[Check] = []
     for name, check in stages:
         good = passed(checks)
@@ -99,11 +96,10 @@ def _verify_policy(policy: Path, *, replayed: bool) -> list[Check]:
     return checks
 
 
-def _replay_policy(policy: Path) -> str:
-    decoder = load_decoder(policy, dtype=torch.float32)
-    probe = replay.synthetic_probe(decoder.config.vocab_size)
-    worst = compare(replay.replay(decoder, probe), replay.replay_elsewhere(policy, probe))
-    return f"transformers loads it in a fresh process; logits as ours to {worst:.0e}"
+def _check_policy(policy: Path) -> str:
+    check_finite(policy)
+    config = load_decoder(policy, dtype=torch.float32).config
+    return f"a {config.family} of {config.num_layers} layers, finite numbers"
 
 
 class _Drafter:
@@ -112,23 +108,17 @@ class _Drafter:
     def __init__(self, folder: Path, target: Path, target_name: str, *, other_weights: bool) -> None:
         self._folder, self._target, self._target_name = folder, target, target_name
         self._other_weights = other_weights
-        self._raw: dict[str, Any] = {}
-        self._tensors: dict[str, Tensor] = {}
+        self._verifier = ""  # the target that `vllm serve DRAFTER` would load
 
     def run(self) -> list[Check]:
         """All checks in order; each names those that it needs."""
         stages: list[tuple[str, Callable[[], str], tuple[str, ...]]] = [
             ("contents", lambda: check_contents(self._folder), ()),
             ("digests", lambda: check_digests(self._folder), ("contents",)),
-            ("config", self._check_config, ("contents",)),
-            ("tensors", self._check_tensors, ("config",)),
-            ("values", lambda: layout.check_values(self._tensors), ("tensors",)),
-            ("vocabulary", lambda: layout.check_vocabulary(self._tensors, self._raw), ("tensors",)),
-            ("target", self._check_target, ("config",)),
-            ("layers", self._check_layers, ("config",)),
+            ("layout", self._check_layout, ("contents",)),
             ("tokenizer", self._check_tokenizer, ("contents",)),
             ("weights", self._check_weights, ("contents",)),
-            ("verifier", self._check_verifier, ("config",)),
+            ("verifier", self._check_verifier, ("layout",)),
             ("replay", self._check_replay, _REPLAY_NEEDS),
         ]
         outcomes: dict[str, Check] = {}
@@ -138,19 +128,11 @@ class _Drafter:
             outcomes[name] = skipped if missing else _check(f"drafter {name}", check)
         return list(outcomes.values())
 
-    def _check_config(self) -> str:
-        self._raw = read_json(self._folder / "config.json")
-        return layout.check_config(self._raw)
-
-    def _check_tensors(self) -> str:
-        self._tensors = layout.read_tensors(self._folder)
-        return layout.check_tensors(self._tensors, self._raw)
-
-    def _check_target(self) -> str:
-        return layout.check_sizes(self._raw, load_config(self._target))
-
-    def _check_layers(self) -> str:
-        return layout.check_taps(self._raw, load_config(self._target).num_layers)
+    def _check_layout(self) -> str:
+        target = load_config(self._target)
+        check_layout(self._folder, target)
+        self._verifier = check_speculators(read_json(self._folder / "config.json"), target)
+        return f"as vLLM and SGLang read it, for a target of {target.num_layers} layers"
 
     def _check_tokenizer(self) -> str:
         if tokenizer_digest(self._target) != self._recorded("tokenizer_sha256"):
@@ -178,7 +160,7 @@ class _Drafter:
 
     def _check_verifier(self) -> str:
         """Whether `vllm serve DRAFTER` would load this target."""
-        name = self._raw["speculators_config"]["verifier"]["name_or_path"]
+        name = self._verifier
         path = Path(name)
         if name == self._target_name or (path.is_dir() and path.resolve() == self._target.resolve()):
             return f"{name}, this target"
@@ -194,22 +176,14 @@ class _Drafter:
         )
 
     def _check_replay(self) -> str:
+        if not (self._folder / replay.PROBE).is_file():
+            return "no text was recorded at the export"
         decoder = load_decoder(self._target, dtype=torch.float32)
-        model = load_eagle3(self._folder, decoder.config)
-        probe, recorded = replay.synthetic_probe(decoder.config.vocab_size), None
-        if (self._folder / replay.PROBE).is_file():
-            raw = read_json(self._folder / replay.PROBE)
-            probe, recorded = replay.read_probe(raw, vocab_size=decoder.config.vocab_size)
-        ours = replay.replay(decoder, probe, model=model)
-        del decoder  # so that a large target is not in memory twice
-        theirs = replay.replay_elsewhere(self._target, probe, drafter=self._folder)
-        worst = compare(ours, theirs)
-        found = replay.agreement(theirs[replay.LOGITS], layout.draft_ids(self._tensors, self._raw), probe)
-        text = f"loads in a fresh process; logits, hidden states and target as ours to {worst:.0e}"
-        if recorded is None:
-            return f"{text} (no recorded text)"
+        raw = read_json(self._folder / replay.PROBE)
+        probe, recorded = replay.read_probe(raw, vocab_size=decoder.config.vocab_size)
         if self._other_weights:
-            return f"{text}; the recorded guesses are another target's"
+            return "the recorded guesses are another target's"
+        found = replay.replay(decoder, load_eagle3(self._folder, decoder.config), probe)
         slack = max(1, _SLACK * recorded.positions)
         if found.positions != recorded.positions or abs(found.agreeing - recorded.agreeing) > slack:
             raise Refused(
@@ -217,21 +191,4 @@ class _Drafter:
                 f"{recorded.agreeing} of {recorded.positions}: its parts, or drafter and target, do not belong "
                 "together; export again"
             )
-        return f"{text}; guesses {found.agreeing} of {found.positions} recorded tokens, as at its export"
-
-
-def compare(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """Largest difference, as a share of the standard deviation.  Raises Refused beyond the tolerance."""
-    worst = 0.0
-    for name, a in ours.items():
-        b = theirs[name]
-        if a.shape != b.shape:
-            raise Refused(f"{name}: ours have shape {tuple(a.shape)}, the reference's {tuple(b.shape)}; report this")
-        share = float((a - b).abs().max() / b.std().clamp_min(1e-9))
-        if not share <= _TOLERANCE:  # a NaN must not pass
-            raise Refused(
-                f"{name} differ from the reference implementation's by {share:.1e} of their standard deviation (at "
-                f"most {_TOLERANCE:.0e}): the export would behave differently in a server; report this"
-            )
-        worst = max(worst, share)
-    return worst
+        return f"guesses {found.agreeing} of {found.positions} recorded tokens, as at its export"

@@ -1,18 +1,14 @@
-"""Builds what an engine speculates with from the configuration: drafters, tuner, menu.
+"""Builds what an engine speculates with from the configuration: drafters, tuner, engine.
 
 The tuner's costs are measured on the engine's own decoder before the first round (`calibrate`), a few seconds.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
-from tlt_core.drafter.eagle3.files import load_eagle3
-from tlt_core.drafter.eagle3.static import room_for
-from tlt_core.drafter.ngram.drafter import NgramDrafter
-from tlt_core.items.speculation import Drafter, Strategy
+from tlt_core.drafter.kinds import KINDS, Wanted, menu_of
+from tlt_core.items.speculation import Drafter
 from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.tuner.policies import RecordedTuner, make_tuner
@@ -21,28 +17,6 @@ if TYPE_CHECKING:  # benchmarks on a bare machine calibrate without pydantic
     from conf.rollout import SpeculationConfig
 
 _CALIBRATION_S = 3.0
-# Few strategies: each is tried before it is trusted, and the tuner's floors shorten deep drafts (`Floors`).
-_NGRAM_MENU = (
-    Strategy("ngram", 2, 1, 2),
-    Strategy("ngram", 4, 1, 4),
-    Strategy("ngram", 8, 1, 8),
-)
-_EAGLE3_MENU = (
-    Strategy("eagle3", 2, 1, 2),  # a cheap probe: it finds a drafter that is good again
-    Strategy("eagle3", 4, 1, 4),
-    Strategy("eagle3", 7, 1, 7),
-)
-# On a CPU every verified token costs time: no tree has paid there, and trying one costs time.
-_GPU_TREES = (Strategy("eagle3", 5, 2, 8),)
-
-
-def menu_of(cfg: SpeculationConfig, *, on_gpu: bool = False) -> tuple[Strategy, ...]:
-    """The configured strategies, or a few for each drafter at hand."""
-    if cfg.menu is not None:
-        return tuple(Strategy(s.drafter, s.depth, s.width, s.tokens) for s in cfg.menu)
-    if cfg.drafter_path is None:
-        return _NGRAM_MENU
-    return _EAGLE3_MENU + (_GPU_TREES if on_gpu else ()) + _NGRAM_MENU
 
 
 def make_engine(
@@ -58,7 +32,7 @@ def make_engine(
 ) -> RolloutEngine:
     """An engine that speculates as configured.  Raises ModelError when the drafter does not fit the decoder.
 
-    capture: keep the hidden states that an EAGLE-3 drafter is trained on; without such a drafter nothing is kept.
+    capture: keep the hidden states that a learned drafter is trained on; without such a drafter nothing is kept.
     static, kv_memory_fraction: see `RolloutEngine`.
     """
     if cfg.policy == "off":
@@ -66,22 +40,17 @@ def make_engine(
             decoder, max_live=max_live, max_len=max_len, static=static, kv_memory_fraction=kv_memory_fraction
         )
     menu = menu_of(cfg, on_gpu=decoder.head_weight.is_cuda)
-    used = {strategy.drafter for strategy in menu}
     drafters: dict[str, Drafter] = {}
-    if "ngram" in used:
-        drafters["ngram"] = NgramDrafter(max_index_tokens=cfg.ngram.max_index_tokens, min_match=cfg.ngram.min_match)
-    if "eagle3" in used:
-        assert cfg.drafter_path is not None, "the configuration was checked"
-        network = load_eagle3(Path(cfg.drafter_path), decoder.config)
-        room = room_for([s for s in menu if s.drafter == "eagle3"])
-        drafters["eagle3"] = Eagle3Drafter(network, decoder, max_live=max_live, max_len=max_len, room=room)
+    for name in dict.fromkeys(strategy.drafter for strategy in menu):
+        own = [strategy for strategy in menu if strategy.drafter == name]
+        drafters[name] = KINDS[name].make(Wanted(cfg, decoder, own, max_live, max_len))
     tuner = make_tuner(cfg.policy, menu, max_live=cfg.max_live, seed=seed)
     return RolloutEngine(
         decoder,
         max_live=max_live,
         max_len=max_len,
         speculation=Speculation(drafters, tuner, menu),
-        capture_taps=drafters["eagle3"].taps if capture and "eagle3" in drafters else (),
+        capture_taps=next((d.taps for d in drafters.values() if capture and d.taps), ()),
         static=static,
         kv_memory_fraction=kv_memory_fraction,
     )

@@ -56,7 +56,7 @@ class Drafts(Protocol):
         """Measure costs before the first round, where that is possible."""
 
     def load_drafter(self, weights: Mapping[str, Tensor]) -> None:
-        """Draft with these weights of the EAGLE-3 drafter from now on; names as in an exported file."""
+        """Draft with these weights of the learned drafter from now on; names as in an exported file."""
 
     def exchange_ngrams(self) -> None:
         """See `NgramDrafter.exchange`."""
@@ -79,8 +79,8 @@ class OwnDrafts:
 
     def load_drafter(self, weights: Mapping[str, Tensor]) -> None:
         """As `Drafts.load_drafter`, in place.  Raises RuntimeError if that has changed the policy."""
-        drafter = self._drafters["eagle3"]
-        assert isinstance(drafter, Eagle3Drafter), "the drafter of that name"
+        drafter = self._drafters[self.learned[0]]
+        assert isinstance(drafter, Eagle3Drafter), "the one kind that idle workers train"
         shared = _distinct((self.ends.head_weight, self.ends.embed_tokens.weight))
         before = [_checksum(weight) for weight in shared]
         drafter.load_weights(dict(weights))

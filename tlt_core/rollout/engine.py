@@ -15,6 +15,7 @@ the same tokens.  On a GPU rounds have fixed shapes and are replayed graphs (`st
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -149,6 +150,24 @@ class RolloutEngine:
                     on_captured(self._capture.finish(done.row, rollout))
                 self._release(done.row, rollout.tokens)
                 on_finish(rollout)
+
+    def decode_all(
+        self,
+        requests: Iterable[GenerationRequest],
+        params: SamplingParams,
+        *,
+        on_finish: Callable[[Rollout], None] = lambda _: None,
+        on_round: Callable[[RoundTrace], None] = lambda _: None,
+    ) -> list[Rollout]:
+        """Decode these requests, the first ones first; the rollouts in the order of their keys."""
+        waiting, finished = iter(requests), []
+
+        def keep(rollout: Rollout) -> None:
+            finished.append(rollout)
+            on_finish(rollout)
+
+        self.decode(lambda wanted: list(islice(waiting, wanted)), keep, params, on_round=on_round)
+        return sorted(finished, key=lambda r: r.key)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite the replica's weights in place; names and shapes as in `Decoder`."""

@@ -13,6 +13,7 @@ from typing import Any
 from conf.run import RunConfig
 from tlt_core.cluster.drafting import DrafterPublished
 from tlt_core.cluster.group import WorkerGroup
+from tlt_core.drafter.kinds import learned_in, menu_of
 from tlt_core.items.checkpoint import DriverState
 from tlt_core.items.store import write_atomically
 from tlt_core.run.drafter_release import (
@@ -34,9 +35,8 @@ log = logging.getLogger(__name__)
 def trains_drafter(cfg: RunConfig) -> bool:
     """Do idle workers train a drafter in this run?"""
     speculation = cfg.rollout.speculation
-    drafts = speculation.menu is None or any(s.drafter == "eagle3" for s in speculation.menu)
     has_one = speculation.policy != "off" and speculation.drafter_path is not None
-    return cfg.drafter.spot.enabled and has_one and drafts
+    return cfg.drafter.spot.enabled and has_one and bool(learned_in(menu_of(speculation)))
 
 
 class DrafterPublisher:

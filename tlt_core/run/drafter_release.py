@@ -23,8 +23,6 @@ from tlt_core.spot.comparison import Comparison
 from tlt_core.spot.coordinator import PhaseReport
 from tlt_core.spot.training import SpotResult
 
-TRAINED = "eagle3"  # name of the drafter that idle workers train
-
 
 class Decision(NamedTuple):
     """What is done with the candidates."""

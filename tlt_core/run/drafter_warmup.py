@@ -10,6 +10,7 @@ drafter's folder with `drafter.json` (settings and metrics).
 import json
 import time
 from collections.abc import Callable, Sequence
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -131,21 +132,11 @@ def _sample(
         max_len=max(len(p.tokens) for p in prompts) + rollout.max_new_tokens,
         seed=cfg.seed,
     )
-    waiting = [
+    requests = [
         GenerationRequest(NoiseKey(cfg.seed, NoiseStep.WARM_UP, p.id, s), p.tokens)
         for p in prompts
         for s in range(own.num_samples)
     ]
-    total, finished = len(waiting), []
-    waiting.reverse()
-
-    def pull(wanted: int) -> list[GenerationRequest]:
-        return [waiting.pop() for _ in range(min(wanted, len(waiting)))]
-
-    def on_finish(done: Rollout) -> None:
-        finished.append(done)
-        on_progress("drafter rollouts", len(finished), total, None)
-
     params = SamplingParams(
         temperature=rollout.temperature,
         top_p=rollout.top_p,
@@ -153,9 +144,11 @@ def _sample(
         max_new_tokens=rollout.max_new_tokens,
         stop_token_ids=stops,
     )
-    on_progress("drafter rollouts", 0, total, None)
-    engine.decode(pull, on_finish, params)
-    return sorted(finished, key=lambda r: r.key)
+    on_progress("drafter rollouts", 0, len(requests), None)
+    done = count(1)
+    return engine.decode_all(
+        requests, params, on_finish=lambda _: on_progress("drafter rollouts", next(done), len(requests), None)
+    )
 
 
 def _vocabulary(

@@ -7,9 +7,9 @@ rounding.  Another temperature, other weights or another tokenizer make a much l
 from collections.abc import Mapping
 
 from conf.rollout import RolloutConfig
+from tlt_core.rollout.engines import ENGINES
 
 _DIFFERENCE = "training/rollout_probs_diff_mean"
-_OTHER_KERNELS = {"own": " and TLT_NATIVE_KERNELS=0 (torch's kernels)", "vllm": " and rollout.engine=own"}
 
 
 class DisagreementError(Exception):
@@ -26,6 +26,6 @@ def require_agreement(metrics: Mapping[str, float], cfg: RolloutConfig) -> None:
         raise DisagreementError(
             f"{_DIFFERENCE} is {found:.4f}, rollout.max_probs_diff allows {cfg.max_probs_diff}: the probabilities of "
             f"sampled tokens in rollout.engine={cfg.engine} and in the update are not those of one policy; compare "
-            f"with rollout.dtype=float32 (now {cfg.dtype}){_OTHER_KERNELS[cfg.engine]}, or raise the bound if rounding "
-            "explains it.  The newest checkpoint is from before this update"
+            f"with rollout.dtype=float32 (now {cfg.dtype}) and {ENGINES[cfg.engine].other_code}, or raise the bound if "
+            "rounding explains it.  The newest checkpoint is from before this update"
         )

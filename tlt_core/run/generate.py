@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -181,17 +182,8 @@ def _generate_here(
         seed=spec.seed,
     )
     build.calibrate(engine)
-    waiting, finished = list(reversed(requests)), []
-
-    def pull(wanted: int) -> list[GenerationRequest]:
-        return [waiting.pop() for _ in range(min(wanted, len(waiting)))]
-
-    def on_finish(rollout: Rollout) -> None:
-        finished.append(rollout)
-        on_progress(len(finished), len(requests))
-
-    engine.decode(pull, on_finish, params)
-    return finished
+    done = count(1)
+    return engine.decode_all(requests, params, on_finish=lambda _: on_progress(next(done), len(requests)))
 
 
 def _generate_on_group(

@@ -19,6 +19,7 @@ from tlt_core.grpo.pass_memory import pass_bytes, trained_parameters
 from tlt_core.machine.memory import USABLE
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.config import DecoderConfig
+from tlt_core.rollout.engines import ENGINES
 from tlt_core.rollout.kv_memory import slot_bytes
 
 _GB = 1e9
@@ -88,11 +89,11 @@ def memory_plan(cfg: RunConfig, model: DecoderConfig, *, longest_prompt: int | N
     )
     assert cfg.rollout.engine != "auto", "settle() comes first"
     on_gpu, largest = cfg.cluster.device == "cuda", model.vocab_size * model.hidden_size
-    own = cfg.rollout.engine != "vllm"
+    apart = ENGINES[cfg.rollout.engine].own_process
     process = {"processes": _processes(cfg)}
     trainer = _trainer(cfg, model, sizes)
     drafter = _drafter_training(cfg, model, sizes)
-    awake = _own_engine(cfg, model, sizes) if own else _vllm(cfg, model, sizes)
+    awake = _vllm(cfg, model, sizes) if apart else _own_engine(cfg, model, sizes)
     asleep = _asleep(cfg, awake)
     # The torch back end rounds its sums to float32 gradients after the last pass.
     a_step = 4 * trained if cfg.update.backend.kind == "torch" else 0
@@ -112,7 +113,7 @@ def memory_plan(cfg: RunConfig, model: DecoderConfig, *, longest_prompt: int | N
     if not cfg.cluster.release_rollout_memory:
         others |= work
     host = _host(cfg, model, sizes) if on_gpu else {}
-    return MemoryPlan(phases, host, 0 if own else sum(others.values()))
+    return MemoryPlan(phases, host, sum(others.values()) if apart else 0)
 
 
 def check(plan: MemoryPlan, cfg: RunConfig, *, device_bytes: int) -> None:
@@ -193,7 +194,7 @@ def _processes(cfg: RunConfig) -> int:
         return int(_CPU_PROCESS)
     cluster = cfg.cluster
     uses_nccl = cluster.num_workers > 1 and not cluster.shares_gpus
-    return int(_CONTEXT * (2 if cfg.rollout.engine == "vllm" else 1) + uses_nccl * _NCCL)
+    return int(_CONTEXT * (1 + ENGINES[cfg.rollout.engine].own_process) + uses_nccl * _NCCL)
 
 
 def _trainer(cfg: RunConfig, model: DecoderConfig, sizes: _Sizes) -> Owners:
@@ -276,7 +277,7 @@ def _asleep(cfg: RunConfig, awake: Owners) -> Owners:
     """What of the rollout's memory stays during the update."""
     if not cfg.cluster.release_rollout_memory:
         return awake
-    stays = ("rollout weights", "CUDA graphs", "drafter") if cfg.rollout.engine != "vllm" else ()
+    stays = () if ENGINES[cfg.rollout.engine].own_process else ("rollout weights", "CUDA graphs", "drafter")
     return {name: size for name, size in awake.items() if name in stays}
 
 
@@ -302,7 +303,7 @@ def _drafter_training(cfg: RunConfig, model: DecoderConfig, sizes: _Sizes) -> Ow
     context = _DRAFTER_ROWS * 4 * sizes.positions * model.hidden_size
     logits = 3 * 4 * cfg.drafter.depth * cfg.drafter.spot.rows_per_step * cfg.drafter.vocab_size
     size = _DRAFTER_COPIES * _drafter_parameters(cfg, model) + context + logits
-    if cfg.rollout.engine == "vllm":
+    if ENGINES[cfg.rollout.engine].own_process:
         ends = 1 if model.tie_word_embeddings else 2
         size += ends * model.vocab_size * model.hidden_size * sizes.rollout_item
     return {"drafter's training": size}
@@ -310,9 +311,10 @@ def _drafter_training(cfg: RunConfig, model: DecoderConfig, sizes: _Sizes) -> Ow
 
 def _host(cfg: RunConfig, model: DecoderConfig, sizes: _Sizes) -> Owners:
     owners = {"processes": int(_CPU_PROCESS) * 2}
-    if cfg.rollout.engine == "vllm" and cfg.cluster.release_rollout_memory:
+    apart = ENGINES[cfg.rollout.engine].own_process
+    if apart and cfg.cluster.release_rollout_memory:
         owners["vLLM's weights while it sleeps"] = sizes.rollout_item * sizes.model // cfg.rollout.workers_per_engine
-    if cfg.rollout.engine == "vllm" and _trains(cfg):  # of live responses, and of as many that have ended
+    if apart and _trains(cfg):  # of live responses, and of as many that have ended
         a_response = sizes.positions * ((_TAPS + 1) * model.hidden_size * sizes.rollout_item + 4)
         owners["hidden states"] = 2 * cfg.rollout.max_live_requests * a_response
     zero = cfg.update.backend

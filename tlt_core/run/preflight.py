@@ -30,8 +30,7 @@ from tlt_core.model.decoder import Decoder
 from tlt_core.model.embedded import EMBEDDED_NAME
 from tlt_core.model.load import load_config, resolve
 from tlt_core.model.shapes import shape_of
-from tlt_core.rollout.vllm.client import require_vllm
-from tlt_core.rollout.vllm.environment import vllm_python
+from tlt_core.rollout.engines import ENGINES
 from tlt_core.run import memory_plan, step_files
 from tlt_core.run.step_metrics import validation_metrics
 
@@ -57,8 +56,8 @@ def check_run(cfg: RunConfig) -> None:
         check_shape(cfg, shape)
     elif not _is_fetched(cfg.model.path):
         check_model(cfg, resolve(cfg.model.path))
-    if cfg.rollout.engine == "vllm":
-        require_vllm(vllm_python(), cfg.cluster.device)
+    if cfg.rollout.engine in ENGINES:  # not where `auto` is to be settled
+        ENGINES[cfg.rollout.engine].check_install(cfg.cluster.device)
     check_reward_functions(cfg.reward)  # last: it starts a process
 
 

@@ -17,7 +17,7 @@ def worker_spec(cfg: RunConfig, start_model: Path, *, longest_prompt: int) -> Wo
     plan = None
     if cfg.cluster.device == "cuda":
         plan = memory_plan(cfg, load_config(start_model), longest_prompt=longest_prompt)
-    leave = plan.leave_bytes if plan is not None and cfg.rollout.engine == "vllm" else 0
+    leave = 0 if plan is None else plan.leave_bytes
     return WorkerSpec(
         model_dir=start_model.resolve(),
         rollout=_with_absolute_path(cfg.rollout),

@@ -36,13 +36,13 @@ _HELD_STEPS = 2  # newest steps in which responses are held back: the running on
 _KEPT_SHARE = 3  # one in so many of the bounds is for the longest of the last finished step
 
 
-def held_back(step: int, prompt_id: int, *, every: int = _HELD_EVERY) -> bool:
-    """Whether the responses to this prompt in this step are kept from training: one prompt in `every`, others in each
-    step, the same ones on every worker.
+def held_back(step: int, prompt_id: int) -> bool:
+    """Whether the responses to this prompt in this step are kept from training: other prompts in each step, the same
+    ones on every worker.
 
     All samples of a prompt go together: they are alike, and training on one would flatter a measurement on another.
     """
-    return splitmix64(splitmix64(prompt_id) + step) % every == 0
+    return splitmix64(splitmix64(prompt_id) + step) % _HELD_EVERY == 0
 
 
 def is_recent_and_held(sequence: TrainSequence, *, newest_step: int) -> bool:

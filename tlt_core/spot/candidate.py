@@ -16,7 +16,7 @@ from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.drafter.eagle3.weights import checksum, copy_of, fill, flat
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.spot.comparison import Comparison
-from tlt_core.spot.trial import Measurement, PairedTrial, TrialSettings, compare, trial_windows
+from tlt_core.spot.trial import Measurement, PairedTrial, TrialSettings, trial_windows
 
 _TRAINING_PER_TRIAL = 4.0  # seconds of training for each second that a trial takes
 
@@ -57,16 +57,16 @@ class DrafterCandidate:
 
     def start_trial(self, weights: Eagle3Model, steps: int, held: Callable[[], Iterable[TrainSequence]]) -> None:
         """Take a copy of these weights as candidate.  held: responses held back from training."""
-        done = self._done
-        if done is None:
-            windows = trial_windows(held(), rows=self._settings.pass_rows, max_starts=self._max_starts)
-            used = Measurement(self.used, windows)
+        if self._done is None:
+            used = Measurement(
+                self.used, trial_windows(held(), rows=self._settings.pass_rows, max_starts=self._max_starts)
+            )
         else:
-            windows, used = done.windows, done.used
-        self._nothing_held = not windows
-        if windows:
+            used = self._done.used
+        self._nothing_held = not used.windows
+        if used.windows:
             self._tried_steps, self._trained_s = steps, 0.0
-            self._trial = PairedTrial(windows, used, Measurement(copy_of(weights), windows), known_s=used.seconds)
+            self._trial = PairedTrial.beside(used, copy_of(weights))
 
     @property
     def in_trial(self) -> bool:
@@ -101,10 +101,10 @@ class DrafterCandidate:
             return Comparison()
         model = copy_of(self.used)
         fill(model, parameters_N)
-        other = Measurement(model, self._done.windows)
-        while not other.done:
-            other.step(self._settings)
-        return compare(self._done.used, other)
+        trial = PairedTrial.beside(self._done.used, model)
+        while not trial.done:
+            trial.step(self._settings)
+        return trial.comparison()
 
     def adopt(self, parameters_N: Tensor) -> None:
         """These weights are in use from now on; trials beside the old ones are void."""

@@ -54,12 +54,8 @@ class Curriculum:
 
     def next(self, *, room: int) -> list[Window]:
         """Windows of the next micro-step: at most `room` rows, and what fits into its time."""
-        sequences = self.sequences()
-        windows = []
-        for ref in self._sampler.next(max(1, min(int(self._wanted_rows), room))):
-            sequence = sequences[ref.id]
-            windows.append(Window(sequence, sequence.earliest + ref.start, sequence.earliest + ref.end))
-        return windows
+        self.sequences()
+        return self._sampler.next(max(1, min(int(self._wanted_rows), room)))
 
     def trained(self, rows: int, seconds: float) -> None:
         """The windows of `next` were trained on.  Adapts the next micro-step's size.

@@ -23,31 +23,10 @@ Two bounds follow, with m_i the rows of the largest window of i:
 import heapq
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-
-class Trainable(Protocol):
-    """What the sampler knows of a sequence; a `TrainSequence` is one."""
-
-    @property
-    def id(self) -> str:
-        """The same in a resumed run."""
-
-    @property
-    def rows(self) -> int:
-        """Rows that count in the loss."""
-
-    @property
-    def step(self) -> int:
-        """RL step that it comes from."""
-
-
-class WindowRef(NamedTuple):
-    """Rows start .. end - 1 of one sequence, counted from its first trained row."""
-
-    id: str
-    start: int
-    end: int
+from tlt_core.drafter.eagle3.windows import Window
+from tlt_core.items.train_sequence import TrainSequence
 
 
 @dataclass(slots=True)
@@ -76,16 +55,17 @@ class WindowSampler:
         self._recency, self._oldest_age = recency, oldest_age
         self._step = 0
         self._now = 0.0  # virtual time: when the latest pick was due
+        self._sequences: dict[str, TrainSequence] = {}
         self._flows: dict[str, _Flow] = {}
         self._queue: list[tuple[float, float, str]] = []  # (start time, -weight, id): the long one first when equal
 
-    def refresh(self, sequences: Iterable[Trainable], step: int) -> None:
+    def refresh(self, sequences: Iterable[TrainSequence], step: int) -> None:
         """Choose from these from now on; `step`: the current RL step.
 
         New sequences are due now: they neither wait nor catch up with what others got before them.  Raises ValueError
         on a sequence without rows.
         """
-        by_id = {sequence.id: sequence for sequence in sequences}
+        self._sequences = by_id = {sequence.id: sequence for sequence in sequences}
         if by_id.keys() == self._flows.keys() and step == self._step:
             return  # a resumed run may ask once more than the uninterrupted one; the picks must not differ in a bit
         flows = {}
@@ -103,7 +83,7 @@ class WindowSampler:
         self._flows, self._step, self._now = flows, step, 0.0
         self._rebuild()
 
-    def next(self, max_rows: int) -> list[WindowRef]:
+    def next(self, max_rows: int) -> list[Window]:
         """Windows of the next training step, max_rows rows at most; empty when there is no sequence.
 
         A window that is too large even when alone is given in parts.  No window comes twice: a step ends early when
@@ -111,7 +91,7 @@ class WindowSampler:
         """
         if max_rows < 1:
             raise ValueError(f"max_rows {max_rows} < 1")
-        picked: list[WindowRef] = []
+        picked: list[Window] = []
         starts: set[tuple[str, int]] = set()
         room = max_rows
         while self._queue and room:
@@ -136,11 +116,12 @@ class WindowSampler:
         self._flows = {name: _Flow(*values) for name, values in state["flows"].items()}
         self._rebuild()
 
-    def _visit(self, name: str, end: int) -> WindowRef:
+    def _visit(self, name: str, end: int) -> Window:
         """Take the rows up to `end` of the sequence that is due."""
         self._now, tie, _ = self._queue[0]
         flow = self._flows[name]
-        window = WindowRef(name, flow.cursor, end)
+        sequence = self._sequences[name]
+        window = Window(sequence, sequence.earliest + flow.cursor, sequence.earliest + end)
         flow.start_time += (end - flow.cursor) / -tie
         flow.cursor = end % flow.rows
         heapq.heapreplace(self._queue, (flow.start_time, tie, name))

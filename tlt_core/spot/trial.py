@@ -64,7 +64,7 @@ class Measurement:
     """One model along some windows; `step` until `done`."""
 
     def __init__(self, model: Eagle3Model, windows: Sequence[Window]) -> None:
-        self.model = model
+        self.model, self.windows = model, tuple(windows)
         self.seconds = 0.0
         self.counts: dict[tuple[int, int], tuple[int, int]] = {}  # starts and accepted drafts, by group
         self._waiting = list(windows)
@@ -103,10 +103,14 @@ class Measurement:
 class PairedTrial(NamedTuple):
     """A candidate beside the drafter in use, on the same windows."""
 
-    windows: list[Window]
     used: Measurement  # shared by the trials of one phase
     candidate: Measurement
     known_s: float  # seconds that `used` had taken before
+
+    @classmethod
+    def beside(cls, used: Measurement, model: Eagle3Model) -> "PairedTrial":
+        """Of this candidate."""
+        return cls(used, Measurement(model, used.windows), used.seconds)
 
     def step(self, settings: TrialSettings) -> None:
         """Measure a few more rows."""
@@ -124,15 +128,11 @@ class PairedTrial(NamedTuple):
 
     def comparison(self) -> Comparison:
         """The outcome, when done."""
-        return compare(self.used, self.candidate)
-
-
-def compare(used: Measurement, candidate: Measurement) -> Comparison:
-    """Of two models along the same windows, both done."""
-    assert used.counts.keys() == candidate.counts.keys(), "measured on the same windows"
-    return Comparison.of(
-        Group(starts, accepted, candidate.counts[group][1]) for group, (starts, accepted) in used.counts.items()
-    )
+        assert self.used.counts.keys() == self.candidate.counts.keys(), "measured on the same windows"
+        theirs = self.candidate.counts
+        return Comparison.of(
+            Group(starts, accepted, theirs[group][1]) for group, (starts, accepted) in self.used.counts.items()
+        )
 
 
 def _with_weights_in(model: Eagle3Model, dtype: torch.dtype) -> Eagle3Model:

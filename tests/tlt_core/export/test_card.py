@@ -57,18 +57,6 @@ def test_what_was_not_measured_is_not():
     assert "0.75" not in card
 
 
-def test_overlaps_of_the_training_are_named_as_such():
-    training = {"metrics": {"drafter/overlap_pos_1": 0.8, "drafter/overlap_pos_2": 0.7, "drafter/loss_train": 9.0}}
-    card = model_card({**RECORD, "training": training, "measured": None})
-    assert "positions 1 to 2: 0.800, 0.700" in card
-    assert "Nothing was measured" not in card
-
-
-def test_a_drafter_that_never_pays():
-    serving = {"num_speculative_tokens": 1, "num_speculative_tokens_per_batch_size": [[1, 8, 0]]}
-    assert "no chain pays at any batch size" in model_card({**RECORD, "serving": serving})
-
-
 @pytest.mark.parametrize("first", ["vllm serve ./policy", "python -m sglang.launch_server"])
 def test_the_commands_can_be_pasted(first):
     block = model_card(RECORD).split("```")[1].replace("\\\n", " ")

@@ -8,10 +8,9 @@ import torch
 
 from conf.rollout import SpeculationConfig
 from tlt_core.export import drafter_trial
+from tlt_core.export.drafter_trial import Workload, decode
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.model.decoder import Decoder
-from tlt_core.rollout import side_by_side
-from tlt_core.rollout.side_by_side import Workload
 
 
 @pytest.fixture(params=[0.0, 1.0])
@@ -19,11 +18,11 @@ def workload(tiny_decoder: Decoder, request: pytest.FixtureRequest) -> Workload:
     prompts = [torch.tensor([1, 5, 9 + index], dtype=torch.int32) for index in range(3)]
     requests = [GenerationRequest(NoiseKey(0, 1, index, 0), tokens) for index, tokens in enumerate(prompts)]
     params = SamplingParams(temperature=request.param, max_new_tokens=8, stop_token_ids=())
-    return Workload("tiny", tiny_decoder, requests, params, 2)
+    return Workload(tiny_decoder, requests, params, 2)
 
 
 def _plain(workload: Workload) -> dict[NoiseKey, Rollout]:
-    return dict(side_by_side.run(workload, SpeculationConfig(policy="off"), seed=0).rollouts)
+    return dict(decode(workload, SpeculationConfig(policy="off"), seed=0).rollouts)
 
 
 def _altered(
@@ -40,25 +39,16 @@ def _another_token(tokens: torch.Tensor) -> torch.Tensor:
     return tokens
 
 
-def test_equal_responses_count_as_nothing(workload: Workload) -> None:
-    plain = _plain(workload)
-    assert drafter_trial._differences(workload, plain, dict(plain)) == (0, 0)
-
-
-def test_another_token_is_a_change_unless_it_scores_the_same(
+def test_another_or_a_missing_token_is_a_change_unless_it_scores_the_same(
     workload: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = _plain(workload)
-    other = _altered(plain, _another_token)
+    other, shorter = _altered(plain, _another_token), _altered(plain, lambda tokens: tokens[:-2])
+    assert drafter_trial._differences(workload, plain, dict(plain)) == (0, 0)
     assert drafter_trial._differences(workload, plain, other) == (1, 0)
     monkeypatch.setattr(drafter_trial, "_NEAR_TIE", 1e9)
     assert drafter_trial._differences(workload, plain, other) == (0, 1)
-
-
-def test_a_shorter_response_is_a_change(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_trial, "_NEAR_TIE", 1e9)
-    plain = _plain(workload)
-    assert drafter_trial._differences(workload, plain, _altered(plain, lambda tokens: tokens[:-2])) == (1, 0)
+    assert drafter_trial._differences(workload, plain, shorter) == (1, 0)
 
 
 def test_the_gap_is_zero_for_the_token_itself_only(workload: Workload) -> None:

@@ -82,13 +82,6 @@ def test_the_shortest_chain_within_two_percent_of_the_best():
     assert depth_table(rates)[2] == DepthRange(first=3, last=4, depth=2)
 
 
-def test_ranges_are_what_vllm_demands():
-    """Begin at 1, ascend, leave no gap, K >= 0; equal neighbours are one range."""
-    cheap, dear = [1.0, 1.1, 1.2], [1.0, 2.0, 3.0]
-    table = depth_table(expected_rates((0.6, 0.4), [cheap] * 8 + [dear] * 24))
-    assert [list(entry) for entry in table] == [[1, 8, 2], [9, 32, 0]]
-
-
 def test_costs_that_do_not_fit():
     with pytest.raises(ValueError, match=r"batch size 2: one positive number of seconds .* from 0 to 1"):
         expected_rates((0.5,), [[1.0, 1.0], [1.0]])

@@ -77,13 +77,3 @@ def test_power():
     assert refused(-0.15) >= 0.99
     # The rule that any lower figure is refused throws every other candidate away that is as good.
     assert refused(0.0, errors=0.0) == pytest.approx(0.5, abs=0.08)
-
-
-def test_pairing_is_what_gives_the_power():
-    """The same candidates, taken as two samples: responses differ in ease by far more than candidates do."""
-    unpaired = 0
-    for seed in range(TRIALS):
-        one, other = planted(-0.08, seed=seed), planted(0.0, seed=10_000 + seed)
-        spread = 6 * math.sqrt(1 / 12) / math.sqrt(8) * 0.5  # of a length over eight prompts of ease 0.4 to 0.9
-        unpaired += one.candidate_length + spread < other.used_length
-    assert unpaired / TRIALS < 0.5 < refused(-0.08)

@@ -110,15 +110,6 @@ def test_a_phase_by_hand():
     )
 
 
-def test_bubble_without_idle_time():
-    assert bubble([WorkerSpan(0, BUSY, 0.0, 9.0)], over_s=9.0) == {
-        "idle/streamed_s": 0.0,
-        "idle/idle_s": 0.0,
-        "idle/harvested_s": 0.0,
-        "idle/long_idle_s": 0.0,
-    }
-
-
 def test_p95_of_preemption_is_a_measured_one():
     metrics = bubble([], over_s=0.0, preempt_s=[0.001 * n for n in range(20, 0, -1)])
     assert metrics["idle/preempt_ms_p95"] == pytest.approx(19.0)

@@ -1,6 +1,7 @@
 """A worker's training in idle time: it learns from what rollout left behind, measures itself, and survives restarts."""
 
 import logging
+from itertools import islice
 
 import pytest
 import torch
@@ -12,13 +13,12 @@ from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
 from tlt_core.drafter.eagle3.files import export_weights
 from tlt_core.drafter.eagle3.model import eagle3_from_target
 from tlt_core.drafter.eagle3.observe import draft_probs
-from tlt_core.drafter.eagle3.train import TrainMetrics
 from tlt_core.items.speculation import Strategy
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.run.drafter_release import decide
 from tlt_core.spot.comparison import Comparison, Group
-from tlt_core.spot.training import SpotResult, SpotTraining, _Phase
+from tlt_core.spot.training import SpotResult, SpotTraining
 from tlt_core.tuner.policies import make_tuner
 
 DEPTH, MAX_LEN = 3, 64
@@ -59,20 +59,18 @@ def roll_out(decoder, spot, *, step, prompts=16):
     speculation = Speculation({"eagle3": drafter}, tuner, MENU)
     engine = RolloutEngine(decoder, max_live=4, max_len=MAX_LEN, speculation=speculation, capture_taps=drafter.taps)
     generator = torch.Generator().manual_seed(3)
-    waiting = [
+    requests = [
         GenerationRequest(NoiseKey(0, step, p, s), torch.randint(3, 64, (1 + p % 7,), generator=generator).int())
         for p in range(prompts)
         for s in range(2)
     ]
     spot.begin(step, policy_version=step)
+    come, params = iter(requests), SamplingParams(max_new_tokens=40)
 
     def pull(wanted):
-        taken, waiting[:] = waiting[:wanted], waiting[wanted:]
-        return taken
+        return list(islice(come, wanted))
 
-    engine.decode(
-        pull, lambda _: None, SamplingParams(max_new_tokens=40), on_captured=spot.collect, policy_version=step
-    )
+    engine.decode(pull, lambda _: None, params, on_captured=spot.collect, policy_version=step)
     return drafter
 
 
@@ -86,12 +84,17 @@ def train(spot, *, until):
 
 def due(spot):
     """The next candidate is due, whatever the clock says."""
-    spot.candidate._trained_s = 1e9
+    spot.candidate.trained(1e9)
+
+
+def no_trial(spot):
+    """None is due for as long as a test lasts: pieces of a trial are not training."""
+    spot.candidate.load_state_dict(spot.candidate.state_dict() | {"trial_s": 1e12})
 
 
 def tried(spot):
     """The trainer's steps when the latest candidate was taken whose trial is done."""
-    return -1 if spot.candidate.in_trial else spot.candidate._tried_steps
+    return -1 if spot.candidate.in_trial else spot.candidate.state_dict()["tried_steps"]
 
 
 def parameters(model):
@@ -155,7 +158,7 @@ def test_training_in_float32_beside_rollouts_in_bfloat16(tiny_config, tmp_path):
     # Resumed in the other type, as when a run goes on elsewhere: what it had learnt stays, heads are cast.
     half = lively_decoder(tiny_config, dtype=torch.bfloat16)
     again = training(half, tmp_path, resume=True, cfg=cfg, compute_dtype=torch.bfloat16)
-    assert again._trainer.steps == spot._trainer.steps
+    assert again.result().steps_total == spot.result().steps_total
     assert {head.dtype for head in again._heads.values()} == {torch.bfloat16}
     again.begin(2, policy_version=2)
     train(again, until=lambda r: r.steps >= 1)
@@ -212,14 +215,14 @@ def test_a_restart_goes_on_bit_by_bit(decoder, tmp_path, micro_steps):
         spot.end()
         roll_out(decoder, spot, step=2)
         spot.end()
-        spot.candidate._nothing_held = True  # no trial: its pieces are not training
+        no_trial(spot)
     for _ in range(micro_steps):
         first.micro_step()
     first.save()
     first.close()
     second = training(decoder, tmp_path / "first", resume=True)
     second.begin(2, policy_version=2)
-    second.candidate._nothing_held = True
+    no_trial(second)
     for _ in range(12 - micro_steps):
         second.micro_step()
     for _ in range(12):
@@ -239,16 +242,17 @@ def test_a_restart_does_not_bring_a_trial_forward(decoder, tmp_path):
     roll_out(decoder, spot, step=1)
     spot.end()
     train(spot, until=lambda r: r.steps >= 4)
-    spot.candidate._trained_s, spot.candidate._trial_s = 10.0, 100.0
-    assert not spot.candidate.is_due(spot._trainer.steps)
+    no_trial(spot)
+    steps = spot.result().steps_total
+    assert not spot.candidate.is_due(steps)
     spot.save()
     spot.close()
     again = training(decoder, tmp_path, resume=True)
     again.begin(2, policy_version=2)
-    assert again._trainer.steps > again.candidate._tried_steps
-    assert not again.candidate.is_due(again._trainer.steps)
-    again.candidate._trained_s = 1000.0
-    assert again.candidate.is_due(again._trainer.steps)
+    assert again.result().steps_total == steps > tried(again)
+    assert not again.candidate.is_due(steps)
+    again.candidate.trained(1e15)
+    assert again.candidate.is_due(steps)
     again.close()
 
 
@@ -287,7 +291,7 @@ def test_two_workers_publish_their_average_after_measuring_it(decoder, tmp_path)
         roll_out(decoder, spot, step=1 + worker)
         train(spot, until=lambda r: r.rows >= 10 * 128)
         due(spot)  # which one is tried would follow the clock
-        steps = spot._trainer.steps
+        steps = spot.result().steps_total
         train(spot, until=lambda _, spot=spot, least=steps: tried(spot) >= least)
     decision = decide([spot.result() for spot in spots], errors=1.0)
     assert decision.measured is None
@@ -336,35 +340,19 @@ def test_what_is_published(results, shares, refused):
         assert "acceptance length 2.500 on 100 held-back tokens of 2 prompts, 3.000 in use" in decision.reason
 
 
-def test_what_was_not_measured_in_one_phase_is_in_the_next(decoder, tmp_path):
-    spot = training(decoder, tmp_path)
-    roll_out(decoder, spot, step=1)
-    train(spot, until=lambda r: r.steps >= 2)
-    due(spot)
-    trained = spot._trainer.steps
-    roll_out(decoder, spot, step=2)
-    assert spot.result().trial is None
-    result = train(spot, until=lambda r: r.trial is not None)
-    assert (result.steps, spot._trainer.steps) == (0, trained), "measured before it trains on"
-    assert spot.candidate._trained_s < 1e9
-    assert train(spot, until=lambda r: r.steps >= 1).rows > 0, "and goes on"
-    spot.close()
-
-
 def test_the_candidate_is_the_average_over_the_steps(decoder, tmp_path):
     """average_decay d: (1 - d) sum_k d^k w_(n - k) + d^n w_0."""
     spot = training(decoder, tmp_path)
     roll_out(decoder, spot, step=1)
-    spot.candidate._nothing_held = True
+    no_trial(spot)
     expected = parameters(spot.candidate.used).double()
     for step in range(1, 7):
         train(spot, until=lambda r, step=step: r.steps >= step)
         expected = 0.9 * expected + 0.1 * parameters(spot._trainer.model).double()
-    spot.candidate._nothing_held = False
-    due(spot)
-    spot.micro_step()
+    spot.candidate.trained(1e15)
+    train(spot, until=lambda r: r.trial is not None)
     # float32 against float64: some 1e-7 a step
-    torch.testing.assert_close(parameters(spot.candidate._trial.candidate.model).double(), expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(spot.candidate.contribution(1.0).double(), expected, atol=1e-6, rtol=0)
     assert (expected - parameters(spot._trainer.model)).abs().max() > 1e-3
     spot.close()
 
@@ -382,7 +370,6 @@ def test_a_trial_goes_on_where_the_phase_before_has_left_it(decoder, tmp_path):
         spot.begin(2, policy_version=2)
     whole, pieces = spots
     expected = train(whole, until=lambda r: r.trial is not None).trial
-    taken = parameters(pieces.candidate._trial.candidate.model).clone()
     for phase in range(100):
         pieces.micro_step()
         if pieces.result().trial is not None:
@@ -390,7 +377,8 @@ def test_a_trial_goes_on_where_the_phase_before_has_left_it(decoder, tmp_path):
         pieces.begin(3 + phase, policy_version=3 + phase)
     assert phase >= 3, "several phases were needed"
     assert pieces.result().trial == expected
-    assert torch.equal(pieces.candidate.contribution(1.0), taken)
+    taken = pieces.candidate.contribution(1.0).clone()
+    assert torch.equal(taken, whole.candidate.contribution(1.0))
     pieces.adopt(taken, is_mine=True)
     assert not pieces.candidate.in_trial
     for spot in spots:
@@ -409,14 +397,3 @@ def test_a_trial_beside_a_drafter_that_is_replaced_is_dropped(decoder, tmp_path)
     assert not spot.candidate.in_trial
     assert spot.candidate.compare(others).starts == 0, "nothing was measured beside this one"
     spot.close()
-
-
-def test_a_phase_without_training_says_so() -> None:
-    assert set(SpotResult()) == {0, None}
-
-
-def test_means_of_a_phase_are_of_its_rows_and_of_the_first_draft_token() -> None:
-    phase = _Phase()
-    phase.add(TrainMetrics(loss=2.0, overlaps=(0.5, 0.25), rows=4, top1=0.75))
-    phase.add(TrainMetrics(loss=1.0, overlaps=(1.0, 0.25), rows=2, top1=0.0))
-    assert (phase.rows, phase.loss, phase.overlap, phase.top1) == (6, 10.0, 4.0, 3.0)

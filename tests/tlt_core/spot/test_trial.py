@@ -11,7 +11,7 @@ from tlt_core.drafter.eagle3.model import eagle3_from_target
 from tlt_core.drafter.eagle3.observe import observe
 from tlt_core.drafter.eagle3.windows import Window
 from tlt_core.items.types import NoiseKey, SamplingParams
-from tlt_core.spot.trial import Measurement, TrialSettings, compare, group_of, trial_windows
+from tlt_core.spot.trial import Measurement, PairedTrial, TrialSettings, group_of, trial_windows
 
 PARAMS = SamplingParams(temperature=1.0)
 
@@ -73,5 +73,5 @@ def test_counts_by_group_are_those_of_the_runs(held, pass_rows, dtype):
         expected[group_of(s)] = starts + len(run_T), accepted + int(run_T.sum())
     assert measurement.counts == expected
     assert sum(accepted for _, accepted in expected.values()) > 0
-    assert compare(measurement, measurement).gain == 0
-    assert compare(measurement, measurement).groups == 3
+    itself = PairedTrial(measurement, measurement, 0.0).comparison()
+    assert (itself.gain, itself.groups) == (0, 3)

@@ -118,36 +118,6 @@ def test_a_failure_is_raised_by_the_next_submit(tmp_path, writer):
     assert (tmp_path / "b").read_text() == "b"
 
 
-def test_a_failure_that_somebody_looks_after_is_not_raised(tmp_path, writer):
-    job = writer.submit(tmp_path / "a", fail, raises=False)
-    job.wait()
-    writer.submit(tmp_path / "b", text("b"), raises=False)
-    writer.wait()
-    assert "No space left" in str(job.error)
-
-
-def test_failures_of_others_reach_only_who_asks_for_them(tmp_path, writer):
-    writer.submit(tmp_path / "a", fail).wait()
-    writer.submit(tmp_path / "b", text("b"), raises=False)
-    with pytest.raises(WriteError, match="a: not written"):
-        writer.wait()
-
-
-def test_a_bug_in_a_write_function_surfaces(tmp_path, writer):
-    writer.submit(tmp_path / "a", lambda path: [].pop())
-    with pytest.raises(WriteError, match="pop from empty list") as caught:
-        writer.wait()
-    assert isinstance(caught.value.__cause__, IndexError)
-
-
-def test_close_writes_what_is_queued(tmp_path):
-    writer = BackgroundWriter()
-    for number in range(5):
-        writer.submit(tmp_path / str(number), text("x"))
-    writer.close()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["0", "1", "2", "3", "4"]
-
-
 KILLED = """
 import os, sys
 from pathlib import Path

@@ -23,7 +23,7 @@ from kernels.sampling.coupled_sample import gumbel_noise
 from tlt_core.drafter.eagle3.depths import drafted_depths
 from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.drafter.eagle3.tree import perturbed_scores
-from tlt_core.drafter.eagle3.windows import Pack, Window
+from tlt_core.drafter.eagle3.windows import Pack, Window, whole
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import SamplingParams
 from tlt_core.model.sampling import row_keys
@@ -52,17 +52,15 @@ def measure_acceptance(
     temperature: float,
     top_p: float = 1.0,
     top_k: int = 0,
-    max_rows: int | None = None,
     compute_dtype: torch.dtype = torch.float32,
 ) -> AcceptanceMeasure:
     """Chains of `depth` drafts from every trained row of the sequences, sampled as the sequences were.
 
-    A chain ends with its response: the last start has one draft.  max_rows: most starts, shared evenly among the
-    sequences; each gives its latest starts whose whole chain is recorded.  Exact where the drafter computes in the same
+    A chain ends with its response: the last start has one draft.  Exact where the drafter computes in the same
     precision (bfloat16 against float32: near-ties differ).  Raises ValueError when there is no start.
     """
     params = SamplingParams(temperature=temperature, top_p=top_p, top_k=top_k)
-    starts = _choose_starts(sequences, depth=depth, max_rows=max_rows)
+    starts = [window for s in sorted(sequences, key=lambda s: s.rows) for window in whole(s)]
     if not starts:
         raise ValueError(f"no row of {len(sequences)} sequences to start a draft from: they need three tokens each")
     total, reached = 0, torch.zeros(depth, dtype=torch.int64)
@@ -145,21 +143,6 @@ def accepted_runs(
             if not len(alive_N):
                 break
     return runs_T.split(pack.queries)
-
-
-def _choose_starts(sequences: Sequence[TrainSequence], *, depth: int, max_rows: int | None) -> list[Window]:
-    """The rows to start from, of each sequence that has one."""
-    order = sorted((s for s in sequences if s.rows), key=lambda s: s.rows)
-    left = sum(s.rows for s in order) if max_rows is None else max_rows
-    starts = []
-    for index, sequence in enumerate(order):  # the shortest first: what one leaves over, the others share
-        count = min(sequence.rows, left // (len(order) - index))
-        left -= count
-        whole_chains_end = sequence.earliest + sequence.rows - (depth - 1)
-        first = max(whole_chains_end - count, sequence.earliest)
-        if count:
-            starts.append(Window(sequence, first, first + count))
-    return starts
 
 
 def passes(starts: Sequence[Window]) -> Iterator[list[Window]]:

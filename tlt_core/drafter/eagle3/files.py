@@ -44,12 +44,14 @@ _WEIGHTS = ("F64", "F32", "F16", "BF16")  # what weights may be stored as
 _ONLY = {  # settings of which one value is implemented
     "num_hidden_layers": 1,
     "attention_bias": False,
+    "mlp_bias": False,
     "bias": False,
     "norm_before_residual": False,
     "fc_norm": False,
     "norm_output": False,
     "norm_before_fc": False,
     "tie_word_embeddings": False,
+    "quantization_config": None,
 }
 
 _log = logging.getLogger(__name__)
@@ -146,12 +148,7 @@ def save_eagle3(model: Eagle3Model, out_dir: Path, *, dtype: torch.dtype) -> Non
     vLLM guesses the method from the folder's name: have `eagle3` in it.  Raises StoreError where the disk refuses, and
     ModelError that names a tensor with NaN or infinite numbers.
     """
-    tensors = {
-        name: (value.to(dtype) if value.is_floating_point() else value)
-        .cpu()
-        .clone(memory_format=torch.contiguous_format)
-        for name, value in export_weights(model).items()
-    }
+    tensors = _stored(model, dtype)
     _check_finite(tensors, out_dir, "it is not written; train again from an earlier drafter, at a lower learning rate")
     config = json.dumps(_config_json(model, dtype), indent=1)
 
@@ -160,6 +157,16 @@ def save_eagle3(model: Eagle3Model, out_dir: Path, *, dtype: torch.dtype) -> Non
         (folder / "config.json").write_text(config, encoding="utf-8")
 
     write_folder_atomically(out_dir, write)
+
+
+def _stored(model: Eagle3Model, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Copies of `export_weights` on the CPU."""
+    return {
+        name: (value.to(dtype) if value.is_floating_point() else value)
+        .cpu()
+        .clone(memory_format=torch.contiguous_format)
+        for name, value in export_weights(model).items()
+    }
 
 
 def _check_finite(tensors: Mapping[str, Tensor], folder: Path, consequence: str) -> None:
@@ -230,6 +237,32 @@ def load_eagle3(folder: Path, target: DecoderConfig, *, device: torch.device | s
         for name, value in import_weights(model, floats):
             state[name].copy_(value)
     return model.to(device)
+
+
+def check_layout(folder: Path, target: DecoderConfig) -> None:
+    """Is the drafter exactly as `save_eagle3` writes it?  `load_eagle3` reads other spellings too, servers do not.
+
+    Raises ModelError naming the key or tensor that differs.
+    """
+    path = folder / "model.safetensors"
+    if others := sorted(x.name for x in folder.glob("*.safetensors*") if x != path):
+        raise ModelError(f"drafter {folder}: weights must lie in {path.name} alone, not in {others[0]}; export again")
+    model = load_eagle3(folder, target)
+    found = load_file(path)
+    dtype = found["lm_head.weight"].dtype
+    wanted = _stored(model, dtype)
+    for name in sorted(found.keys() ^ wanted.keys()):
+        what = "is not part of the layout: servers drop it" if name in found else "is missing: servers need it"
+        raise ModelError(f"drafter {folder}: tensor {name} {what}; export again")
+    for name, value in wanted.items():
+        if found[name].dtype != value.dtype:
+            raise ModelError(f"drafter {folder}: {name} is {found[name].dtype}, not {value.dtype}; export again")
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for key, value in json.loads(json.dumps(_config_json(model, dtype))).items():
+        if raw.get(key) != value:
+            raise ModelError(
+                f"drafter {folder}: config.json has {key}={raw.get(key)!r}, the servers need {value!r}; export again"
+            )
 
 
 def _described(folder: Path, target: DecoderConfig) -> Eagle3Model:

@@ -29,7 +29,7 @@ from tlt_core.drafter.eagle3.depths import drafted_depths, pad_rows
 from tlt_core.drafter.eagle3.gradients import LateGradients
 from tlt_core.drafter.eagle3.loss import LossKind, draft_loss
 from tlt_core.drafter.eagle3.model import Eagle3Model
-from tlt_core.drafter.eagle3.windows import TrainPack, Window, whole
+from tlt_core.drafter.eagle3.windows import Pack, Window, whole
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.ends import PolicyEnds
@@ -152,14 +152,17 @@ class Eagle3Trainer:
     def _losses(self, windows: Sequence[Window]) -> tuple[Tensor, TrainMetrics]:
         """Summed loss, and metrics."""
         settings = self.settings
-        train = TrainPack.of(windows, depth=settings.depth, device=self.model.fc.weight.device)
-        pack, probs_TJ = train.pack, train.pack.probs_TJ(self._heads)
+        trained = [w for w in windows if w.rows]
+        if not trained:
+            raise ValueError("nothing to train: no row predicts a sampled token (a sequence needs three tokens)")
+        pack = Pack.of(trained, self.model.fc.weight.device, halo=settings.depth - 1)
+        probs_TJ = pack.probs_TJ(self._heads)
         losses, overlaps, counts, top1 = [], [], [], 0.0
         half = settings.compute_dtype == torch.bfloat16
         with torch.autocast(pack.device.type, torch.bfloat16, enabled=half):
             embeds_RD = F.embedding(pack.tokens_R, self.embedding_VD).float()
             for k, y_TD in enumerate(drafted_depths(self.model, embeds_RD, pack, depth=settings.depth)):
-                rows_N = train.counted_N(k)
+                rows_N = pack.counted_N(k)
                 y_ND = y_TD.index_select(0, rows_N)
                 probs_NJ = probs_TJ[rows_N]
                 logits_NJ = self.model.logits(pad_rows(y_ND))[: len(rows_N)]

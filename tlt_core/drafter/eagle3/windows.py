@@ -62,7 +62,8 @@ def cut(sequence: TrainSequence, *, rows: int) -> list[Window]:
 class Pack(NamedTuple):
     """Windows back to back: first the context rows of all, then the query rows (the windows' own) of all."""
 
-    windows: tuple[Window, ...]
+    windows: tuple[Window, ...]  # halo included
+    starts: list[int]  # row of each from which on it is trained
     tokens_R: Tensor  # read by the row
     taps_RE: Tensor
     positions_R: Tensor
@@ -70,11 +71,15 @@ class Pack(NamedTuple):
     queries: list[int]
 
     @classmethod
-    def of(cls, windows: Sequence[Window], device: torch.device) -> "Pack":
-        """On this device."""
+    def of(cls, windows: Sequence[Window], device: torch.device, *, halo: int = 0) -> "Pack":
+        """On this device.  halo: rows before each window that are query rows too, as far as they are trained ones."""
+        starts = [w.start for w in windows]
+        if halo:
+            windows = [Window(w.sequence, max(w.start - halo, w.sequence.earliest), w.end) for w in windows]
         parts = [(w.sequence, 0, w.start) for w in windows] + [(w.sequence, w.start, w.end) for w in windows]
         return cls(
             tuple(windows),
+            starts,
             torch.cat([s.tokens_L[start + 1 : end + 1] for s, start, end in parts]).to(device, torch.int64),
             torch.cat([s.taps_LE[start:end] for s, start, end in parts]).to(device),
             torch.cat([torch.arange(start, end) for _, start, end in parts]).to(device),
@@ -96,6 +101,13 @@ class Pack(NamedTuple):
     def key_offsets_S1(self) -> Tensor:
         """Start of each window's rows when context and query rows are put in order, and R; int64 on the CPU."""
         return torch.tensor([0, *accumulate(w.end for w in self.windows)])
+
+    def counted_N(self, level: int) -> Tensor:
+        """Index of the query rows that count at depth level + 1: of the window, and drafting began at a trained row."""
+        starts, earliest = torch.tensor([self.starts, [w.sequence.earliest for w in self.windows]])
+        counts, positions_T = torch.tensor(self.queries), self.positions_R[sum(self.context) :]
+        starts_T, earliest_T = (x.repeat_interleave(counts).to(self.device) for x in (starts, earliest))
+        return ((positions_T >= starts_T) & (positions_T - level >= earliest_T)).nonzero().squeeze(1)
 
     def in_order(self, context_C: Tensor, queries_T: Tensor) -> Tensor:
         """Rows window by window, each one's context before its query rows."""
@@ -124,36 +136,3 @@ class Pack(NamedTuple):
 
     def _gather(self, part: Callable[[Window], Tensor]) -> Tensor:
         return torch.cat([part(window) for window in self.windows]).to(self.device)
-
-
-class TrainPack(NamedTuple):
-    """The pack of some windows, and which of its query rows count."""
-
-    pack: Pack
-    positions_T: Tensor
-    starts_T: Tensor  # the window's first row
-    earliest_T: Tensor  # the sequence's first trained row
-
-    @classmethod
-    def of(cls, windows: Sequence[Window], *, depth: int, device: torch.device) -> "TrainPack":
-        """Raises ValueError when no row of the windows is trained."""
-        kept = [window for window in windows if window.rows]
-        if not kept:
-            raise ValueError(
-                "nothing to train: no row predicts a sampled token (a sequence needs three tokens at least)"
-            )
-        with_halo = [Window(w.sequence, max(w.start - (depth - 1), w.sequence.earliest), w.end) for w in kept]
-        pack = Pack.of(with_halo, device)
-        counts = torch.tensor(pack.queries)
-        starts, earliest = torch.tensor([[w.start for w in kept], [w.sequence.earliest for w in kept]])
-        return cls(
-            pack,
-            pack.positions_R[sum(pack.context) :],
-            starts.repeat_interleave(counts).to(device),
-            earliest.repeat_interleave(counts).to(device),
-        )
-
-    def counted_N(self, level: int) -> Tensor:
-        """Index of the query rows that count at depth level + 1: of the window, and drafting began at a trained row."""
-        counts_T = (self.positions_T >= self.starts_T) & (self.positions_T - level >= self.earliest_T)
-        return counts_T.nonzero().squeeze(1)

@@ -11,22 +11,21 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.rollout import SpeculationConfig
+from tlt_core.drafter.kinds import KINDS, learned_in, menu_of
 from tlt_core.items.speculation import Strategy
 from tlt_core.model.ends import PolicyEnds
-from tlt_core.rollout import build
 from tlt_core.tuner.policies import UNKNOWN
 
 Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 _ONE = ("fixed", "threshold")  # policies that use one strategy
-_NGRAM_MATCH = 3  # longest suffix that is looked up
 
 
 def vllm_menu(cfg: SpeculationConfig) -> tuple[Strategy, ...]:
     """The chains that vLLM may draft: one drafter an engine, the first strategy's."""
     if cfg.policy == "off":
         return ()
-    menu = build.menu_of(cfg)
+    menu = menu_of(cfg)
     chains = tuple(s for s in menu if s.drafter == menu[0].drafter and s.width == 1)
     return chains[:1] if cfg.policy in _ONE else chains
 
@@ -36,14 +35,7 @@ def vllm_speculation(cfg: SpeculationConfig, menu: Sequence[Strategy]) -> dict[s
     if not menu:
         return None
     settings: dict[str, Any] = {"num_speculative_tokens": max(s.depth for s in menu)}
-    if menu[0].drafter == "eagle3":
-        return settings | {"method": "eagle3", "model": str(Path(str(cfg.drafter_path)).absolute())}
-    shortest = cfg.ngram.min_match
-    return settings | {
-        "method": "ngram",
-        "prompt_lookup_min": shortest,
-        "prompt_lookup_max": max(shortest, _NGRAM_MATCH),
-    }
+    return settings | KINDS[menu[0].drafter].for_vllm(cfg)
 
 
 def tlt_settings(cfg: SpeculationConfig, menu: Sequence[Strategy], *, capture_mb: int) -> dict[str, Any]:
@@ -63,7 +55,7 @@ class VllmDrafts:
         self.menu: Sequence[Strategy] = vllm_menu(cfg)
         self.policy = f"vllm {cfg.policy}"
         self.tuner = RemoteTuner(ask)
-        self.learned: Sequence[str] = [name for name in ("eagle3",) if any(s.drafter == name for s in self.menu)]
+        self.learned: Sequence[str] = learned_in(self.menu)
         self.ends = ends
 
     def calibrate(self) -> None:

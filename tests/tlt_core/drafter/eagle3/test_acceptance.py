@@ -7,8 +7,8 @@ import torch
 
 from kernels.sampling.coupled_sample import gumbel_noise
 from tests.tlt_core.drafter.eagle3.reference import lively_model, logits_after
-from tests.tlt_core.drafter.eagle3.training_texts import IDS, blank, lively_decoder, texts
-from tlt_core.drafter.eagle3.acceptance import AcceptanceMeasure, _choose_starts, accepted_runs, measure_acceptance
+from tests.tlt_core.drafter.eagle3.training_texts import IDS, blank, texts
+from tlt_core.drafter.eagle3.acceptance import AcceptanceMeasure, accepted_runs, measure_acceptance
 from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
 from tlt_core.drafter.eagle3.model import eagle3_from_target, tap_scales
 from tlt_core.drafter.eagle3.observe import observe
@@ -30,11 +30,6 @@ SAMPLINGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def decoder(tiny_config):
-    return lively_decoder(tiny_config)
-
-
 def requests():
     generator = torch.Generator().manual_seed(3)
     lengths = (1, 2, 5, 9, 14, 3)
@@ -42,23 +37,12 @@ def requests():
     return [GenerationRequest(NoiseKey(0, 1, p, s), tokens) for p, tokens in enumerate(prompts) for s in range(3)]
 
 
-def generate(engine, params, on_round=lambda _: None):
-    waiting, finished = requests(), {}
-
-    def pull(wanted):
-        taken, waiting[:] = waiting[:wanted], waiting[wanted:]
-        return taken
-
-    engine.decode(pull, lambda r: finished.__setitem__(r.key, r), params, on_round=on_round)
-    return [finished[request.key] for request in requests()]
-
-
 @pytest.fixture(scope="module")
 def drafters(decoder):
     """A drafter that learnt the decoder's responses a little, for each sampling: hits and misses at every depth."""
     made = {}
     for name, params in SAMPLINGS.items():
-        rollouts = generate(RolloutEngine(decoder, max_live=4, max_len=64), params)
+        rollouts = RolloutEngine(decoder, max_live=4, max_len=64).decode_all(requests(), params)
         sequences = recorded(decoder, rollouts, eagle3_from_target(decoder, IDS, scales=(1.0,) * 3, seed=1))
         ids = torch.cat([r.completion for r in rollouts]).long().unique()
         model = eagle3_from_target(decoder, ids, scales=tap_scales(sequences[0].taps_LE), seed=1)
@@ -95,7 +79,7 @@ def test_the_engine_accepts_what_was_predicted(decoder, drafters, name):
         for number, count in zip(trace.numbers, trace.report.accepted, strict=True):
             accepted.setdefault(number, []).append(count)
 
-    rollouts = generate(engine, params, on_round)
+    rollouts = engine.decode_all(requests(), params, on_round=on_round)
     sequences = recorded(decoder, rollouts, model)
     spans = [Window(s, s.earliest, len(s.tokens_L) - 2) for s in sequences]
     runs = accepted_runs(model, decoder.embed_tokens.weight, spans, depth=DEPTH, params=params)
@@ -161,33 +145,19 @@ def test_a_recomputation_accepts_the_same(decoder, tiny_config, temperature):
     assert expected[2] == 3
 
 
-def stub(rows, *, first=2):
-    return blank(first + rows, first)
-
-
-def test_a_limit_is_shared_and_takes_the_latest_whole_chains():
-    long, short, middle = stub(100, first=50), stub(3), stub(20)
-    picked = {id(s.sequence): (s.start, s.end) for s in _choose_starts([long, short, middle], depth=4, max_rows=41)}
-    assert picked == {id(short): (0, 3), id(middle): (0, 19), id(long): (48 + 78, 48 + 97)}  # 19 each of 38
-    every = _choose_starts([long, short, middle], depth=4, max_rows=None)
-    assert sum(s.end - s.start for s in every) == 123
-    assert len(_choose_starts([long, short, middle], depth=4, max_rows=2)) == 2
-
-
 def test_passes_cut_long_sequences(decoder, tiny_config, monkeypatch):
-    """The same counts in passes of 7 starts, limited or not; a limit is the same rows' counts."""
+    """The same counts in passes of 7 starts."""
     model = lively_model(tiny_config, torch.arange(64))
-    embedding = decoder.embed_tokens.weight
     sequences = observe(decoder, texts((30, 11, 18)), model, firsts=[4, 1, 9], dtype=torch.float32, streams=[1, 2, 3])
 
-    def measure(limit):
-        return measure_acceptance(model, embedding, sequences, depth=3, temperature=1.0, max_rows=limit)
+    def measure():
+        return measure_acceptance(model, decoder.embed_tokens.weight, sequences, depth=3, temperature=1.0)
 
-    whole = measure(None), measure(20)
+    whole = measure()
     monkeypatch.setattr("tlt_core.drafter.eagle3.acceptance._PASS_ROWS", 7)
-    assert (measure(None), measure(20)) == whole
-    assert (whole[0].starts, whole[1].starts) == (26 + 9 + 9, 20)
-    assert whole[0].accepted_by_depth[0] > 0
+    assert measure() == whole
+    assert whole.starts == 26 + 9 + 9
+    assert whole.accepted_by_depth[0] > 0
 
 
 def test_no_start():

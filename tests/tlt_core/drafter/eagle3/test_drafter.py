@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.attention.packed_attention import packed_causal_attention
-from tests.tlt_core.drafter.eagle3.reference import lively_model, logits_after, paths, propose
+from tests.tlt_core.drafter.eagle3.reference import lively_model, paths, propose
 from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
 from tlt_core.drafter.eagle3.files import export_weights, import_weights
 from tlt_core.drafter.eagle3.model import Eagle3Config, blank_eagle3, random_eagle3
@@ -169,18 +169,6 @@ def test_a_late_sibling_drafts_from_the_hidden_states_of_a_live_one(decoder, mod
     assert paths(drafter.propose(view, CHAIN), 0) == set(bench.expected(model, decoder, view, 0, 1, CHAIN))
 
 
-def test_the_draft_matters(decoder, model):
-    """The reference would not notice much if depth, rows or noise made no difference: they do."""
-    bench = Bench(decoder, [7, 9])
-    drafter = ready(bench, model, decoder)
-    chains = [
-        drafter.propose(bench.view(params), CHAIN) for params in (SamplingParams(), SamplingParams(temperature=0))
-    ]
-    assert not torch.equal(chains[0].tokens_N, chains[1].tokens_N)
-    assert chains[0].tokens_N[:5].tolist() != chains[0].tokens_N[5:].tolist()
-    assert chains[0].tokens_N.tolist()[:5] != [chains[0].tokens_N[0]] * 5
-
-
 @pytest.mark.parametrize("strategy", [CHAIN, TREE], ids=str)
 def test_catching_up_late_equals_keeping_up(decoder, model, strategy):
     """Long stretches (packed pass) and short ones (padded pass), and rows of very different need."""
@@ -199,24 +187,6 @@ def test_catching_up_late_equals_keeping_up(decoder, model, strategy):
         assert paths(catching.propose(view, strategy), row) == set(
             late.expected(model, decoder, view, row, row, strategy)
         )
-
-
-def test_samples_of_a_prompt_run_it_once(decoder, model, monkeypatch):
-    bench = Bench(decoder, [20, 9, 14, 12], prompt=12, alike=(0, 2, 3))
-    bench.prompt = 9  # of the row that has nobody beside it too
-    drafter = ready(bench, model, decoder)
-    run, catch_up = [], drafter._cache.catch_up
-
-    def counted(starts, ends):
-        run.append(sum(ends) - sum(starts))
-        return catch_up(starts, ends)
-
-    monkeypatch.setattr(drafter._cache, "catch_up", counted)
-    view = bench.view(SamplingParams())
-    tree = drafter.propose(view, CHAIN)
-    for row in range(4):
-        assert paths(tree, row) == set(bench.expected(model, decoder, view, row, row, CHAIN))
-    assert run == [8, (19 - 8) + 8 + (13 - 8) + (11 - 8)], "8 shared positions, once"
 
 
 def test_rows_move_and_are_used_again(decoder, model):
@@ -251,22 +221,6 @@ def test_nothing_to_draft_from_or_for(decoder, model):
     view = bench.view(SamplingParams())
     assert paths(tree, 0) == set()
     assert paths(tree, 1) == set(bench.expected(model, decoder, view, 1, 1, TREE))
-
-
-def test_more_drafts_than_ever_before(decoder, model):
-    """The room for drafts grows; what was known stays."""
-    bench = Bench(decoder, [6, 8])
-    drafter = ready(bench, model, decoder)
-    view, large = bench.view(SamplingParams()), Strategy("eagle3", 6, 4, 40)
-    drafter.propose(view, CHAIN)
-    tree = drafter.propose(view, large)
-    for row in range(2):
-        assert paths(tree, row) == set(bench.expected(model, decoder, view, row, row, large))
-        assert len(paths(tree, row)) == 40
-    move(drafter, 1, 0)
-    assert paths(drafter.propose(bench.view(SamplingParams(), rows=[1]), CHAIN), 0) == set(
-        bench.expected(model, decoder, view, 1, 1, CHAIN)
-    )
 
 
 def test_new_weights_are_used_at_once(decoder, model, tiny_config):
@@ -397,15 +351,6 @@ def test_embedding_updates_reach_the_drafter(decoder, model, tiny_config):
     own.load_weights([("embed_tokens.weight", torch.randn(64, 32, generator=torch.Generator().manual_seed(2)))])
     view = bench.view(SamplingParams())
     assert paths(drafter.propose(view, CHAIN), 0) == set(bench.expected(model, own, view, 0, 0, CHAIN))
-
-
-def test_whole_vocabulary(decoder, tiny_config):
-    model = lively_model(tiny_config, torch.arange(64))
-    bench = Bench(decoder, [6, 8])
-    drafter, view = ready(bench, model, decoder), bench.view(SamplingParams())
-    logits = logits_after(model, decoder.embed_tokens.weight, bench.tokens[0][:6].tolist(), bench.taps[0], ())
-    first = choose(logits[None], row_keys(view.streams_B[:1], torch.tensor([6])), view.params).tokens_N
-    assert drafter.propose(view, CHAIN).tokens_N[0] == first[0]
 
 
 def test_catching_up_is_not_the_price_of_drafting(tiny_config):

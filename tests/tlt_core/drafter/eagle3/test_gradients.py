@@ -13,7 +13,7 @@ from tests.tlt_core.drafter.eagle3.training_texts import IDS, texts
 from tlt_core.drafter.eagle3.depths import drafted_depths
 from tlt_core.drafter.eagle3.gradients import LateGradients
 from tlt_core.drafter.eagle3.observe import observe
-from tlt_core.drafter.eagle3.windows import TrainPack, Window
+from tlt_core.drafter.eagle3.windows import Pack, Window
 
 DEPTH = 4
 
@@ -22,7 +22,7 @@ DEPTH = 4
 def pack(decoder, model):
     sequences = observe(decoder, texts((40, 23)), model, firsts=[7, 5], dtype=torch.float32)
     windows = [Window(sequences[0], 20, 31), Window(sequences[1], 4, 21)]  # the first has context, so a slice is used
-    return TrainPack.of(windows, depth=DEPTH, device=torch.device("cpu")).pack
+    return Pack.of(windows, torch.device("cpu"), halo=DEPTH - 1)
 
 
 def loss_of(model, decoder, pack, *, half=False):

@@ -6,18 +6,13 @@ import torch.nn.functional as F
 
 from kernels.attention.packed_attention import packed_causal_attention
 from tests.tlt_core.drafter.eagle3.reference import lively_model
-from tests.tlt_core.drafter.eagle3.training_texts import IDS, lively_decoder, probs_of, texts
+from tests.tlt_core.drafter.eagle3.training_texts import IDS, probs_of, texts
 from tlt_core.drafter.eagle3.acceptance import measure_acceptance
 from tlt_core.drafter.eagle3.depths import drafted_depths
 from tlt_core.drafter.eagle3.model import eagle3_from_target, tap_scales
 from tlt_core.drafter.eagle3.observe import observe
 from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
 from tlt_core.drafter.eagle3.windows import Pack, Window
-
-
-@pytest.fixture(scope="module")
-def decoder(tiny_config):
-    return lively_decoder(tiny_config)
 
 
 def by_definition(model, decoder, sequence, settings):

@@ -9,7 +9,7 @@ import torch
 from tests.tlt_core.drafter.eagle3.training_texts import texts
 from tlt_core.drafter.eagle3.observe import observe
 from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
-from tlt_core.drafter.eagle3.windows import TrainPack, Window, cut
+from tlt_core.drafter.eagle3.windows import Pack, Window, cut
 
 SETTINGS = TrainSettings(depth=4)
 
@@ -97,12 +97,10 @@ def test_a_window_does_not_see_later_positions_or_neighbours(decoder, model, seq
 
 def test_only_context_rows_are_added(sequences):
     """The pass over a window: its rows, depth - 1 rows of halo, and all before as context; no halo before drafting."""
-    train = TrainPack.of(
-        [Window(sequences[0], 20, 25), Window(sequences[0], 7, 9)], depth=4, device=torch.device("cpu")
-    )
-    assert (train.pack.context, train.pack.queries) == ([17, 5], [8, 4])
-    assert train.pack.positions_R.tolist() == [*range(17), *range(5), *range(17, 25), *range(5, 9)]
-    assert [len(train.counted_N(k)) for k in range(4)] == [5 + 2, 5 + 2, 5 + 2, 5 + 1]
+    pack = Pack.of([Window(sequences[0], 20, 25), Window(sequences[0], 7, 9)], torch.device("cpu"), halo=3)
+    assert (pack.context, pack.queries) == ([17, 5], [8, 4])
+    assert pack.positions_R.tolist() == [*range(17), *range(5), *range(17, 25), *range(5, 9)]
+    assert [len(pack.counted_N(k)) for k in range(4)] == [5 + 2, 5 + 2, 5 + 2, 5 + 1]
 
 
 @pytest.mark.parametrize(("start", "end"), [(-1, 3), (3, 3), (5, 39)])

@@ -9,7 +9,7 @@ import torch
 from kernels.sampling.coupled_sample import gumbel_noise
 from tlt_core.drafter.ngram.drafter import NgramDrafter, clock
 from tlt_core.drafter.ngram.suffix_automaton import ROOT, SuffixAutomaton
-from tlt_core.items.speculation import OFF, Drafter, DraftTree, Floors, LiveView, Strategy
+from tlt_core.items.speculation import OFF, DraftTree, Floors, LiveView, Strategy
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.model.sampling import position_key, row_keys, stream_key
 
@@ -52,11 +52,6 @@ def paths(tree: DraftTree, row: int = 0) -> list[list[int]]:
         if of == row:
             result[node] = [*result[parents[node]], token]
     return [result[node] for node in sorted(result) if node >= 0]
-
-
-def test_is_a_drafter():
-    drafter: Drafter = NgramDrafter()
-    assert (drafter.name, drafter.taps) == ("ngram", ())
 
 
 def test_proposes_what_a_sibling_writes_while_both_are_live():
@@ -343,15 +338,6 @@ def test_min_match_is_the_shortest_text_recognised():
         drafter.admit(0, own)
         tree = drafter.propose(view([own], [[*PROMPT, 59, 60, 61]]), Strategy("ngram", 1, 1, 1))
         assert paths(tree) == expected
-
-
-def test_greedy_drafts_ignore_the_noise():
-    drafter = counted_drafter(COUNTS)
-    requests = [request(sample=100 + i) for i in range(20)]
-    for row, own in enumerate(requests):
-        drafter.admit(row, own)
-    live = view(requests, [[*PROMPT, 60]] * 20, SamplingParams(temperature=0.0))
-    assert drafter.propose(live, Strategy("ngram", 1, 1, 1)).tokens_N.tolist() == [61] * 20
 
 
 def test_estimate_by_hand():

@@ -141,14 +141,6 @@ def test_shared_beginnings_make_no_states_but_count():
     assert [automaton.count[find(automaton, text)] for text in ((1,), (2, 3), (3,), (3, 4))] == [3, 3, 3, 1]
 
 
-def test_recent_orders_by_the_last_occurrence():
-    automaton = SuffixAutomaton()
-    end = ROOT
-    for token in (7, 1, 7, 2, 7, 1):
-        end = automaton.append(end, token)
-    assert automaton.recent[find(automaton, (7, 1))] > automaton.recent[find(automaton, (7, 2))]
-
-
 def test_counting_stops_after_count_depth_links():
     """a^n: the walk from a^6 reaches a^6, a^5, a^4 only, so the shorter ones keep what they had."""
     automaton, end = SuffixAutomaton(count_depth=3), ROOT

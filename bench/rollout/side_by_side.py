@@ -90,17 +90,10 @@ def run(workload: Workload, cfg: SpeculationConfig, *, seed: int, tuner: Mapping
         engine.speculation.tuner.load_state_dict(tuner)
     elif cfg.policy == "cost_model":  # the others choose without knowing what a round costs
         build.calibrate(engine)
-    waiting, finished = list(reversed(workload.requests)), {}
     rounds: list[RoundTrace] = []
-
-    def pull(wanted: int) -> list[GenerationRequest]:
-        return [waiting.pop() for _ in range(min(wanted, len(waiting)))]
-
-    def on_finish(rollout: Rollout) -> None:
-        finished[rollout.key] = rollout
-
     started_s = time.perf_counter()
-    engine.decode(pull, on_finish, workload.params, on_round=rounds.append)
+    done = engine.decode_all(workload.requests, workload.params, on_round=rounds.append)
+    finished = {rollout.key: rollout for rollout in done}
     seconds = time.perf_counter() - started_s
     tokens = sum(len(r.completion) for r in finished.values())
     tail = [r for r in rounds if r.report.live <= TAIL_LIVE]

@@ -1,31 +1,19 @@
 """A second implementation of drafter and target, with torch, safetensors and transformers alone.
 
-It runs as a script in its own process and imports nothing of this project.  So an error in our decoder, in how we read
-the files, or in how we understand the EAGLE-3 layer cannot occur in both.
+It shares nothing with the project, so an error in our decoder, in how we read the files, or in how we understand the
+EAGLE-3 layer cannot occur in both.  Written straight from the paper and the layout's description: no cache, no
+batching, no fused projections.
 
-    python -I reference.py DRAFTER TARGET IN.safetensors OUT.safetensors
-
-DRAFTER "-": the target alone.  In: tokens_T (int64) of several sequences back to back, lengths_S, known_S.  Of the L
-tokens of a sequence, the first n = known count as decoded, the rest as the drafted path.  Out, float32, sequence after
-sequence:
-
-    draft logits      [L - 1]: entry p < n - 1 after the tokens 0 .. p + 1; n - 1 + i after i + 1 tokens of the path
-    hidden states k   of the target, as they enter its layer k: what the drafter reads
-    target logits
-
-Written straight from the paper and the layout's description: no cache, no batching, no fused projections.
-
-Shapes: T tokens, E tapped width, D hidden size, J draft vocabulary, V vocabulary, H heads, d head size.
+Shapes: L tokens, E tapped width, D hidden size, J draft vocabulary, V vocabulary, H heads, d head size.
 """
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -103,27 +91,20 @@ def tapped(target: Any, tokens_L: Tensor, taps: list[int]) -> tuple[dict[int, Te
 
 
 @torch.no_grad()
-def main(drafter_dir: str, target_dir: str, inputs: str, out: str) -> None:
-    """See the module docstring."""
-    drafter = None if drafter_dir == "-" else Drafter(Path(drafter_dir))
-    target: Any = AutoModelForCausalLM.from_pretrained(
-        target_dir, dtype=torch.float32, use_safetensors=True, trust_remote_code=False
-    )
-    embedding_VD: Tensor = target.get_input_embeddings().weight
-    given = load_file(inputs)
-    results: dict[str, list[Tensor]] = {}
-    sequences = given["tokens_T"].split(given["lengths_S"].tolist())
-    for tokens_L, known in zip(sequences, given["known_S"].tolist(), strict=True):
-        streams, logits_LV = tapped(target, tokens_L, drafter.taps if drafter else [])
-        found = {"target logits": logits_LV}
-        if drafter:
-            taps_LE = torch.cat([streams[tap] for tap in drafter.taps], dim=-1)
-            found["draft logits"] = drafter.logits(embedding_VD[tokens_L], taps_LE, known)
-            found |= {f"hidden states {tap}": stream for tap, stream in streams.items()}
-        for name, value in found.items():
-            results.setdefault(name, []).append(value)
-    save_file({name: torch.cat(values).contiguous() for name, values in results.items()}, out)
+def results(drafter_dir: Path, target_dir: Path, tokens_L: Tensor, *, known: int) -> dict[str, Tensor]:
+    """Of the tokens, the first `known` count as decoded, the rest as the drafted path.
 
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    draft logits      [L - 1]: entry p < known - 1 after the tokens 0 .. p + 1, then after 1, 2, .. tokens of the path
+    hidden states     of the target, as they enter the tapped layers: what the drafter reads
+    target logits
+    """
+    drafter = Drafter(drafter_dir)
+    target: Any = AutoModelForCausalLM.from_pretrained(target_dir, dtype=torch.float32, use_safetensors=True)
+    streams, logits_LV = tapped(target, tokens_L, drafter.taps)
+    taps_LE = torch.cat([streams[tap] for tap in drafter.taps], dim=-1)
+    embeds_LD = target.get_input_embeddings().weight[tokens_L]
+    return {
+        "draft logits": drafter.logits(embeds_LD, taps_LE, known),
+        "hidden states": taps_LE,
+        "target logits": logits_LV,
+    }

@@ -2,11 +2,11 @@
 
 import pytest
 
+from bench.rollout.side_by_side import Workload, run
 from conf.rollout import SpeculationConfig
 from tests.tlt_core.rollout.playing import requests
 from tlt_core.items.types import SamplingParams
 from tlt_core.model.decoder import Decoder
-from tlt_core.rollout.side_by_side import Workload, run
 
 
 @pytest.fixture
