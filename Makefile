@@ -1,6 +1,7 @@
 # Every target first makes a virtual environment with pinned packages; commands make model and data themselves.  Needs
 # only Python 3.11 or newer with venv.
 #   make demo      train SmolLM2-135M by reinforcement learning on this machine's CPU, a quarter of an hour
+#   make quick     the heart of every room in a minute; starts no process
 #   make test      the test suite        make test-all  ... and the tests that take minutes
 #   make test-faults   every fault in many phases of a real run; writes docs/faults.md; half an hour on two idle cores
 #   make test-options  every two values of options meet in a run of two steps (tests/options); some minutes
@@ -49,12 +50,24 @@ TEST_PROCESSES ?= 2
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 SHARED := -n $(TEST_PROCESSES) --dist loadfile
 
-.PHONY: demo test test-all test-faults test-options test-mutations test-gpu test-older test-vllm vllm-env check format \
+# Files of tests that start no process and take a minute together.
+QUICK := kernels/attention kernels/layers kernels/loss kernels/tree kernels/sampling/test_token_logprob.py conf/test_load.py \
+  tlt_vllm test_limits.py bench/test_verdicts.py flows/test_config.py tasks/test_figures.py $(addprefix tlt_core/, \
+  items/test_types.py items/test_store.py machine/test_disk.py data/test_prompt_order.py model/test_sampling.py \
+  tuner/test_rule.py tuner/test_acceptance.py grpo/test_advantage.py grpo/test_batch.py grpo/test_exact_sum.py \
+  grpo/test_loss.py drafter/ngram drafter/eagle3/test_gradients.py drafter/eagle3/test_loss.py rollout/test_spec_round.py \
+  rollout/test_edges.py rollout/test_draft_check.py spot/test_trial.py export/test_mapping.py \
+  cluster/test_dispatcher.py run/test_preflight.py run/test_validation.py)
+
+.PHONY: demo quick test test-all test-faults test-options test-mutations test-gpu test-older test-vllm vllm-env check format \
   ui doctor deploy deploy-stop install lock audit wheelhouse wheelhouse-trace
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
 	$(BIN)/tlt train $(CONFIG)
+
+quick: $(STAMP)
+	$(PYTEST) $(SHARED) -m "not slow and not gpu" $(wildcard $(addprefix tests/,$(QUICK)))
 
 test: $(STAMP)
 	$(PYTEST) $(SHARED) -m "not slow and not faults and not gpu and not vllm"

@@ -18,6 +18,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from kernels import native
+from tests.decoders import TINY, lively
 from tlt_core.model.config import DecoderConfig
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.embedded import embedded_model_dir
@@ -60,30 +61,20 @@ def cpu_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture(scope="session")
 def tiny_config() -> DecoderConfig:
-    """Two layers, four query heads on two key/value heads, vocabulary 64, token 2 ends a response."""
-    return DecoderConfig(
-        family="llama",
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=None,
-        tie_word_embeddings=True,
-        max_position_embeddings=512,
-        eos_token_ids=(2,),
-        bos_token_id=1,
-    )
+    """Two layers, vocabulary 64, token 2 ends a response."""
+    return TINY
 
 
 @pytest.fixture
 def tiny_decoder(tiny_config: DecoderConfig) -> Decoder:
     """A fresh one for each test, always the same weights, float32."""
     return random_decoder(tiny_config, seed=0, dtype=torch.float32)
+
+
+@pytest.fixture(scope="session")
+def decoder() -> Decoder:
+    """For tests that change no weight: its responses differ from each other, and greedy ones soon repeat themselves."""
+    return lively(seed=1)
 
 
 @pytest.fixture(scope="session")

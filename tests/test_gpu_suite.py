@@ -2,7 +2,6 @@
 machine that has torch, Triton, transformers and pytest, and none of our other packages."""
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from bench.sizes import measure, planted
-from tests import gpu_runs, gpu_stages, gpu_suite, gpu_tests
+from tests import gpu_runs, gpu_stages, gpu_suite
 from tests.gpu_report import Report, Stage
 from tests.pretended_gpu import pretended_gpu
 
@@ -66,8 +65,9 @@ def flood(stage):
     print("the last line")
 
 gpu_suite.PARTS = (
-    Part("a", "crash", 60, "probes:crash"), Part("b", "kill", 60, "probes:kill"), Part("c", "hang", 60, "probes:hang"),
-    Part("d", "flood", 60, "probes:flood"), Part("e", "missing", 60, "probes:flood", ("no_such_package",)),
+    Part("a", "crash", 60, "probes:crash"), Part("b", "kill", 60, "probes:kill"),
+    Part("c", "flood", 60, "probes:flood"),
+    Part("d", "missing", 60, "probes:flood", ("no_such_package",)), Part("e", "hang", 60, "probes:hang"),
 )
 if __name__ == "__main__":
     sys.exit(gpu_suite.main())
@@ -102,50 +102,23 @@ def probes(tmp_path: Path, suite):
     return lambda *arguments: suite("--device", "cpu", *arguments, script=script)
 
 
-def test_a_crash_stops_nothing_and_all_is_kept(tmp_path: Path, probes) -> None:
-    done = probes("--only", "a,b,d,e")
+def test_a_crash_stops_nothing_and_a_stage_that_hangs_is_ended_with_all_its_children(tmp_path: Path, probes) -> None:
+    done = probes("--only", "a,b,c,d,e", "--seconds", "30")
     assert done.returncode == 1
     reports = {path.stem: json.loads(path.read_text()) for path in (tmp_path / "out").glob("*.json")}
-    assert {name: report["outcome"] for name, report in reports.items()} == {
+    assert reports["hang"].pop("outcome").startswith("out of time")
+    assert {name: report["outcome"] for name, report in reports.items() if name != "hang"} == {
         "crash": "failed (1)",
         "kill": "failed (-9)",
         "flood": "done",
         "missing": "left out: no_such_package: not installed",
     }
-    crash = reports["crash"]
-    assert {"name", "commit", "command", "machine", "outcome", "seconds", "rows", "verdicts"} <= crash.keys()
-    assert crash["rows"] == [{"says": "known before it"}]
-    assert crash["said_last"][-1] == "SystemError: the device is gone"
-    log = (tmp_path / "work/flood.log").read_text()
-    assert len(log) < 2.2 * 2**20
-    assert log.startswith("the first line")
-    assert log.endswith("the last line\n")
-    assert "bytes left out" in log
-    assert "known before it" in done.stdout
+    for name in ("crash", "hang"):
+        assert reports[name]["rows"] == [{"says": "known before it"}], "what was known is kept"
+    assert (tmp_path / "work/flood.log").stat().st_size < 2.2 * 2**20
     assert "SystemError: the device is gone" in done.stdout
     with tarfile.open(tmp_path / "out/logs.tar.gz") as archive:
-        names = set(archive.getnames())
-        assert {
-            "crash.json",
-            "crash.log",
-            "kill.log",
-            "flood.log",
-            "flood.json",
-            "missing.json",
-            "summary.txt",
-        } <= names
-        assert archive.extractfile("summary.txt").read().decode() in done.stdout
-
-
-def test_a_stage_that_hangs_is_ended_with_all_its_children(tmp_path: Path, probes) -> None:
-    began_s = time.monotonic()
-    done = probes("--only", "hang", "--seconds", "20")
-    assert time.monotonic() - began_s < 60
-    assert done.returncode == 1
-    report = json.loads((tmp_path / "out/hang.json").read_text())
-    assert report["outcome"] == "out of time (20 s)"
-    assert report["rows"] == [{"says": "known before it"}]
-    assert report["said_last"] == ["about to wait"]
+        assert {"crash.json", "crash.log", "flood.log", "missing.json", "summary.txt"} <= set(archive.getnames())
     children = [int(path.stem) for path in (tmp_path / "work/hang").glob("*.txt")]
     assert len(children) == 2
     assert not any(_runs(child) for child in children)
@@ -156,29 +129,6 @@ def _runs(pid: int) -> bool:
         return ") Z" not in Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
         return False
-
-
-def test_all_stages_share_the_seconds(probes) -> None:
-    assert probes("--seconds", "0").stdout.count("no time left") == 2 * 4
-
-
-def test_the_summary_is_a_page() -> None:
-    rows = [{"says": "x" * 500}] * 300
-    machine = {"gpus": [], "cores": 1, "driver": "", "python": "3", "versions": {}}
-    report = {"name": "a", "outcome": "done", "seconds": 1.0, "rows": rows, "verdicts": [], "machine": machine}
-    text = gpu_suite.summary([report])
-    assert 5_000 < len(text) < 12_000
-    assert max(map(len, text.splitlines())) <= 150
-
-
-def test_an_unknown_stage_and_a_missing_gpu_are_named(suite) -> None:
-    if not torch.cuda.is_available():
-        done = suite()
-        assert done.returncode == 2
-        assert "torch sees no GPU here" in done.stderr
-    done = suite("--device", "cpu", "--only", "a,kernel")
-    assert done.returncode == 2
-    assert "--only kernel: no such stage; choose from a (kernels), b (rounds)" in done.stderr
 
 
 @pytest.mark.slow
@@ -218,39 +168,6 @@ def test_whole_runs(tmp_path: Path, suite) -> None:
     assert reports["shared"]["outcome"].startswith(("done", "left out"))
 
 
-GOOD = {
-    "actor/grad_norm": 0.5,
-    "training/rollout_probs_diff_mean": 0.01,
-    "training/resume_attempt": 1.0,
-    "drafter/optimizer_steps_total": 4.0,
-    "training/policy_version": 3.0,
-}
-
-
-def _failing(codes: list[int], metrics: dict[int, dict[str, float]]) -> int:
-    return sum(not verdict["holds"] for verdict in gpu_runs.judged(codes, metrics))
-
-
-@pytest.mark.parametrize(
-    ("codes", "wrong"),
-    [
-        ([0, 1], {}),
-        ([-9, 0], {}),
-        ([0, 0], {"actor/grad_norm": math.nan}),
-        ([0, 0], {"actor/grad_norm": 0.0}),
-        ([0, 0], {"training/rollout_probs_diff_mean": 0.2}),
-        ([0, 0], {"training/rollout_probs_diff_mean": math.nan}),
-        ([0, 0], {"training/resume_attempt": 0.0}),
-        ([0, 0], {"drafter/optimizer_steps_total": 0.0}),
-        ([0, 0], {"training/policy_version": 2.0}),
-    ],
-)
-def test_each_failure_of_a_run_is_seen(codes: list[int], wrong: dict[str, float]) -> None:
-    assert _failing([0, 0], dict.fromkeys((1, 2, 3), GOOD)) == 0
-    assert _failing(codes, dict.fromkeys((1, 2, 3), GOOD | wrong)) == 1
-    assert _failing([0, 0], {1: GOOD, 2: GOOD}) >= 2, "the third step is missing"
-
-
 def _made_on_cpu(make):
     return lambda *sizes, dtype, device, **options: make(*sizes, dtype=dtype, device="cpu", **options).to(device)
 
@@ -279,17 +196,3 @@ def test_stages_mix_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     held = [v["holds"] for v in report.content["verdicts"] if any(claim in v["claim"] for claim in must_hold)]
     assert len(held) == {"rounds": 9, "decoding": 2, "large": 2}[stage]
     assert all(held), report.content["verdicts"]
-
-
-def test_what_the_large_stage_plans() -> None:
-    """64 requests of 608 tokens and their drafts, 57 kB a token, beside 7.6 billion weights."""
-    owners = gpu_stages.planned_owners(gpu_stages._LARGE)
-    assert owners["rollout weights"] == pytest.approx(15.2e9, rel=0.01)
-    assert owners["keys and values"] == pytest.approx(64 * (608 + 8) * 57_344, rel=0.01)
-    assert 0.6e9 < owners["drafter"] < 1.5e9  # 0.4 billion weights
-
-
-def test_files_are_those_with_tests_for_a_gpu() -> None:
-    files = gpu_tests.gpu_test_files()
-    assert {"tests/kernels/tree/test_tree_attention.py", "tests/tlt_core/rollout/test_graph_replay.py"} <= set(files)
-    assert "tests/tlt_core/rollout/test_edges.py" not in files

@@ -1,7 +1,6 @@
 """Image, compose file and Kubernetes job fit each other and the code.  No container engine is needed."""
 
 import fnmatch
-import inspect
 import json
 import re
 import shlex
@@ -15,14 +14,12 @@ import pytest
 import yaml
 
 from conf.load import load
-from conf.system import TrackingConfig
 from flows import _environment, cli
 from tlt_core.rollout.vllm.environment import vllm_python
 
 ROOT = Path(__file__).parents[2]
 UID = 10001
 TARGETS = ("cpu", "cuda")
-INSTALL = (ROOT / "deploy" / "install.py").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())
 SERVICES: dict[str, Any] = COMPOSE["services"]
@@ -115,51 +112,6 @@ def test_what_is_copied_exists_and_is_sent(target: str) -> None:
         assert is_sent(name), name
 
 
-def test_nothing_else_is_sent() -> None:
-    for name in (".git/config", ".env", "flows/.env", "conf/.env.local", ".netrc", ".dvc/config.local", "runs/demo/x"):
-        assert not is_sent(name), name
-    for name in (
-        "artifacts/mlflow.db",
-        ".prefect/prefect.db",
-        ".venv/bin/python",
-        "flows/__pycache__/cli.pyc",
-        "a.log",
-    ):
-        assert not is_sent(name), name
-    named = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    assert all((ROOT / name).exists() for name in named)
-
-
-@pytest.mark.parametrize("target", TARGETS)
-def test_all_versions_are_exact_and_those_of_the_installation(target: str) -> None:
-    (base,) = rest_of(target, "FROM")
-    tag = re.fullmatch(r"python:(3\.\d+)\.\d+-slim-bookworm", base)
-    assert tag is not None, base
-    assert f"Python {tag[1]})" in (ROOT / "constraints.txt").read_text()
-    constraints = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    unhashed = []
-    for line in rest_of(target, "RUN"):
-        for command in line.split("&&"):
-            if "pip install" in command and "--require-hashes" not in command:
-                unhashed.append(command)
-    torch, *projects = unhashed
-    assert f"--constraint constraints.txt torch=={constraints['torch']}" in torch
-    assert f'"torch=={constraints["torch"]}"' in INSTALL
-    assert all("--no-deps --no-build-isolation --editable ." in project for project in projects)
-    assert len(projects) == (2 if target == "cuda" else 1)
-    assert int(constraints["setuptools"].split(".")[0]) >= 77
-    assert '"setuptools>=77"' in (ROOT / "pyproject.toml").read_text()
-
-
-def test_the_targets_differ_in_torch_and_vllm_alone() -> None:
-    cpu, cuda = (stages()[target] for target in TARGETS)
-    vllm = [instruction for instruction in cuda if "vllm" in instruction[1].lower()]
-    differences = [(a[1], b[1]) for a, b in zip(cpu, [i for i in cuda if i not in vllm], strict=True) if a != b]
-    (pair,) = differences
-    assert pair[0].replace("--torch-backend cpu ", "") == pair[1]
-    assert "--torch-backend cpu" in pair[0]
-
-
 def test_the_cuda_target_has_vllm_as_make_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """In an environment of its own, where the code looks for it, with the plug-in; `auto` is vLLM there."""
     python = variables("cuda")["VLLM_PYTHON"]
@@ -225,13 +177,6 @@ def test_a_service_s_command_is_one(name: str) -> None:
             parsed_by_prefect(arguments)
 
 
-def test_a_wrong_command_is_found() -> None:
-    import cyclopts
-
-    with pytest.raises(cyclopts.CycloptsError):
-        parsed_by_prefect(["worker", "start", "--poll", "tlt"])
-
-
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_service_has_no_rights_and_no_secrets(name: str) -> None:
     service = SERVICES[name]
@@ -246,31 +191,6 @@ def test_a_service_has_no_rights_and_no_secrets(name: str) -> None:
     folders = dict(folder.split(":") for folder in service["tmpfs"])
     assert folders.keys() == {"/tmp", "/home/tlt"}
     assert all("exec" in options.split(",") for options in folders.values()), "a compiled kernel could not be loaded"
-
-
-def test_services_meet() -> None:
-    for name, port in (("prefect", 4200), ("mlflow", 5000)):
-        service = SERVICES[name]
-        assert service["ports"] == [f"127.0.0.1:{port}:{port}"], "others must not reach it"
-        assert service["command"][-4:] == ["--host", "0.0.0.0", "--port", str(port)]
-        assert f"127.0.0.1:{port}/" in service["healthcheck"]["test"][-1]
-    for name in ("deployments", "worker"):
-        assert SERVICES[name]["environment"]["PREFECT_API_URL"] == "http://prefect:4200/api"
-        assert "ports" not in SERVICES[name]
-    for service in SERVICES.values():
-        for other, condition in service.get("depends_on", {}).items():
-            healthy = condition["condition"] == "service_healthy"
-            assert ("healthcheck" in SERVICES[other]) == healthy
-            assert healthy or SERVICES[other]["restart"] == "no"
-    for test in (service["healthcheck"]["test"] for service in SERVICES.values() if "healthcheck" in service):
-        compile(test[-1], "healthcheck", "exec")
-
-
-def test_no_service_asks_another_one_through_a_proxy() -> None:
-    for service in SERVICES.values():
-        direct = service["environment"]["no_proxy"]
-        assert direct == service["environment"]["NO_PROXY"]
-        assert {"prefect", "127.0.0.1", "localhost"} <= set(direct.split(","))
 
 
 def test_the_worker_is_the_one_that_tlt_deploy_would_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,16 +208,6 @@ def test_the_worker_is_the_one_that_tlt_deploy_would_start(monkeypatch: pytest.M
     assert (bound["work_pool_name"], bound["worker_type"], bound["with_healthcheck"]) == (deploy.POOL, "process", True)
     health = f"http://{ours['PREFECT_WORKER_WEBSERVER_HOST']}:{ours['PREFECT_WORKER_WEBSERVER_PORT']}/health"
     assert health in SERVICES["worker"]["healthcheck"]["test"][-1]
-
-
-def test_volumes_are_the_image_s_folders_and_the_store_is_shared() -> None:
-    mounts = {name: dict(v.split(":") for v in service.get("volumes", ())) for name, service in SERVICES.items()}
-    assert {folder for volumes in mounts.values() for folder in volumes.values()} == writable()
-    assert {volume for volumes in mounts.values() for volume in volumes} == COMPOSE["volumes"].keys()
-    assert set(mounts["worker"].values()) == writable(), "flows write to all of them"
-    scheme, _, store = TrackingConfig().uri.partition(":///")
-    assert scheme == "sqlite"
-    assert str(Path("/tlt", store).parent) == mounts["mlflow"]["artifacts"] == mounts["worker"]["artifacts"]
 
 
 def job_container() -> dict[str, Any]:
@@ -325,18 +235,6 @@ def test_a_pod_is_the_image_s_user_without_rights() -> None:
     mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert {"/home/tlt", "/tmp", *writable()} - {"/tlt/reports"} <= mounted.keys()
     assert set(mounted.values()) == {volume["name"] for volume in pod["volumes"]}
-
-
-def test_an_evicted_pod_waits_until_prefect_has_ended_the_run() -> None:
-    from prefect.runner._process_manager import ProcessManager
-
-    prefect_waits_s = inspect.signature(ProcessManager.kill).parameters["grace_seconds"].default
-    pod = job()["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] >= prefect_waits_s + 60
-    title = POOL["variables"]["properties"]["termination_grace_seconds"]["title"]
-    assert f"Prefect gives {prefect_waits_s} of them" in title
-    assert job_container()["env"]["PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR"] == "reschedule"
-    assert rest_of("cuda", "ENTRYPOINT") == ['["tini", "--"]']
 
 
 @pytest.mark.parametrize("number", range(len(CLUSTER["deployments"])))

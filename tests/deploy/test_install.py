@@ -66,34 +66,6 @@ def test_whoever_told_pip_where_torch_is_gets_it_from_there(install: ModuleType,
     assert ["-m pip" in command for command in install._run.commands] == [True]
 
 
-def test_on_a_machine_with_a_gpu_pip_chooses(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "_has_gpu", lambda: True)
-    install._run = Recorded()
-    assert install._install_torch({})
-    assert ["-m pip" in command for command in install._run.commands] == [True]
-
-
-def test_where_the_cpu_s_torch_is_not_to_be_had_pip_goes_on(install: ModuleType) -> None:
-    install._run = Recorded(fails="--torch-backend")
-    assert install._install_torch({})
-    assert ["-m pip" in command for command in install._run.commands] == [False, True]
-
-
-def test_uv_asks_pip_s_index(install: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("UV_DEFAULT_INDEX", raising=False)
-    install._run = Recorded()
-    assert install._install_packages_with_uv({"index-url": "https://mirror/simple"})
-    assert [e["UV_DEFAULT_INDEX"] for e in install._run.environments] == ["https://mirror/simple"]
-
-
-def test_where_uv_has_no_index_pip_does_it(install: ModuleType) -> None:
-    install._run = Recorded()
-    assert not install._install_packages_with_uv({"no-index": "true"})
-    assert install._run.commands == []
-    assert install._install_packages_with_pip()
-    assert ["-m pip" in command for command in install._run.commands] == [True]
-
-
 @pytest.mark.parametrize("uv_fails", [False, True])
 def test_all_but_torch_is_installed_by_its_hash(
     install: ModuleType, monkeypatch: pytest.MonkeyPatch, uv_fails: bool
@@ -185,14 +157,6 @@ def test_make_takes_the_build_for_this_machine(tmp_path: Path, given: list[str],
     assert "--clear" in said.stdout, "one build's files must not stay beside the other's"
 
 
-def test_make_names_a_build_that_there_is_not(tmp_path: Path) -> None:
-    command = ["make", "vllm-env", f"VLLM_VENV={tmp_path / 'venv'}", "VLLM=amd"]
-    said = subprocess.run(command, cwd=DEPLOY.parent, capture_output=True, text=True, check=False)
-    assert said.returncode == 2
-    assert "VLLM=amd: say VLLM=cpu or VLLM=cuda" in said.stderr
-    assert not (tmp_path / "venv").exists()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("installer", ["uv", "pip"])
 def test_a_file_with_another_hash_is_not_installed(install: ModuleType, tmp_path: Path, installer: str) -> None:
@@ -210,18 +174,6 @@ def test_a_file_with_another_hash_is_not_installed(install: ModuleType, tmp_path
         listed.write_text(f"planted==1.0 --hash=sha256:{digest}\n")
         assert install._run("planted", [*command, *install._LOCKED, *there, "--requirement", str(listed)]) is done
         assert (tmp_path / "site" / "planted.py").exists() is done
-
-
-def test_a_long_step_is_told_and_a_failure_is_known(
-    install: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(install, "_QUIET_S", 0.2)
-    assert install._run("one", ["sh", "-c", "echo Collecting ray; echo WARNING: noise; sleep 1"])
-    said = capsys.readouterr().out
-    assert "one ..." in said
-    assert "s so far: Collecting ray" in said
-    assert "done in 1 s" in said
-    assert not install._run("two", ["false"])
 
 
 def test_where_private_parts_of_a_package_are_used_its_next_minor_release_is_excluded() -> None:

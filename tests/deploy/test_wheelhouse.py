@@ -89,28 +89,10 @@ def test_parts_come_in_any_order_and_the_last_one_installs(tmp_path: Path) -> No
     )
 
 
-def test_a_machine_that_lacks_what_the_kit_relies_on_is_told_so(tmp_path: Path) -> None:
-    out = kit(tmp_path, relies_on=("pytest", "no-such-package"))
-    told = install(out / "part-1", tmp_path / "site")
-    assert told.returncode == 1
-    assert "no-such-package" in told.stderr
-    assert "PRESENT=present.txt" in told.stderr
-    assert "pytest" not in told.stderr
-
-
 def test_another_python_is_refused(tmp_path: Path) -> None:
     told = install(kit(tmp_path, python="2.7") / "part-1", tmp_path / "site")
     assert told.returncode == 1
     assert f"the kit is for python 2.7, this is {VERSION}" in told.stderr
-
-
-def test_a_project_that_cannot_be_imported_is_no_success(tmp_path: Path) -> None:
-    files = tmp_path / "files"
-    wheel(files, "tlt", {"flows/train.py": b"import a_package_that_the_trace_missed"})
-    wheelhouse.pack(files, tmp_path / "kit", python_version=VERSION, relies_on=[])
-    told = install(tmp_path / "kit" / "part-1", tmp_path / "site")
-    assert told.returncode == 1
-    assert "No module named 'a_package_that_the_trace_missed'" in told.stderr
 
 
 @pytest.mark.parametrize(
@@ -125,10 +107,6 @@ def test_what_is_there_may_be_told_in_pip_s_forms(text: str) -> None:
     assert wheelhouse.present_versions(text) == {"py-yaml": "6.0.2", "torch": "2.11.0+cu130"}
 
 
-def test_names_may_come_without_versions() -> None:
-    assert wheelhouse.present_versions("numpy\nlocal @ file:///x.whl\n") == {"numpy": "", "local": ""}
-
-
 def test_what_the_machine_has_in_a_version_that_does_not_fit_is_brought(tmp_path: Path) -> None:
     path = wheel(
         tmp_path, "a", {}, requires=("numpy<2", "rich>=13", "click<8; python_version<'3.0'", "x<1; extra=='y'")
@@ -136,15 +114,6 @@ def test_what_the_machine_has_in_a_version_that_does_not_fit_is_brought(tmp_path
     present = {"numpy": "2.5.2", "rich": "15.0.0", "click": "8.5", "x": "2"}
     assert wheelhouse.refused([path], present, "3.12") == {"numpy"}
     assert wheelhouse.refused([path], {"numpy": ""}, "3.12") == set()
-
-
-def test_a_folder_is_left_out_of_a_wheel(tmp_path: Path) -> None:
-    path = wheel(tmp_path, "a", {"a/__init__.py": b"", "a/server": b"", "a/jars/x.jar": b"java"})
-    wheelhouse.leave_out(path, "a/jars/")
-    with zipfile.ZipFile(path) as archive:
-        assert [name for name in archive.namelist() if "info" not in name] == ["a/__init__.py", "a/server"]
-        assert b"jars" not in archive.read("a-1.0.dist-info/RECORD")
-        assert archive.getinfo("a/server").external_attr >> 16 == 0o755, "Ray starts its server"
 
 
 def test_the_example_s_kit_can_be_made() -> None:

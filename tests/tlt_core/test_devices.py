@@ -7,7 +7,6 @@ CPU's: by at most 1e-5 in trained drafters, 2e-6 in weights, 4e-8 in gradients (
 import contextlib
 import dataclasses
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -20,10 +19,10 @@ from conf.optimizer import AdamWConfig
 from conf.rollout import SpeculationConfig
 from conf.system import ClusterConfig
 from conf.update import AlgorithmConfig, UpdateConfig
-from kernels.attention.packed_attention import packed_causal_attention
-from tests.pretended_gpu import GpuTensor, MixedDevices, pretended_gpu
+from tests.decoders import lively
+from tests.pretended_gpu import GpuTensor, pretended_gpu
 from tests.tlt_core.drafter.eagle3.training_texts import lively_decoder, texts
-from tests.tlt_core.grpo.rollouts import make_trainer, tiny_decoder, tiny_scored
+from tests.tlt_core.grpo.rollouts import make_trainer, tiny_scored
 from tlt_core.cluster.drafting import Drafting
 from tlt_core.cluster.messages import TrainerSpec
 from tlt_core.cluster.policy_shard import PolicyShard
@@ -34,7 +33,7 @@ from tlt_core.drafter.eagle3.observe import observe
 from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
 from tlt_core.drafter.eagle3.weights import flat
 from tlt_core.grpo.batch import TrainBatch, make_train_batches
-from tlt_core.items.types import FinishReason, NoiseKey, Prompt, Rollout, ScoredBatch
+from tlt_core.items.types import FinishReason, NoiseKey, Rollout, ScoredBatch
 from tlt_core.machine.driver import driver_device
 from tlt_core.model.ends import PolicyEnds
 from tlt_core.model.load import load_decoder, save_hf
@@ -44,20 +43,6 @@ from tlt_core.run import drafter_warmup
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 SPOT = SpotConfig(micro_step_s=1e6, rows_per_step=32, window_rows=16, canary_tokens=60)
-
-
-def test_the_pretended_gpu_refuses_mixed_devices_and_counts_waits() -> None:
-    with pretended_gpu() as gpu:
-        x = torch.zeros(3, device=GPU)
-        with pytest.raises(MixedDevices, match="aten::add: a tensor of shape"):
-            x + torch.ones(3)
-        with pytest.raises(MixedDevices, match="aten::add_"):
-            torch.zeros(()).add_(x.sum())  # a number may come from the CPU, but not go there
-        assert isinstance(x + torch.ones(3).to(GPU), GpuTensor)
-        assert not gpu.waits
-        assert float((x + 1).sum()) == 3
-        assert x.cpu().device.type == "cpu"
-        assert gpu.waits.total() == 2
 
 
 @pytest.fixture(scope="module")
@@ -139,17 +124,6 @@ def test_idle_time_training_beside_vllm(folder, sequences, tmp_path) -> None:
             torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_both_ends_of_the_policy_are_on_the_gpu(tied: bool, tiny_config, tmp_path) -> None:
-    config = dataclasses.replace(tiny_config, tie_word_embeddings=tied)
-    weights = [(name, w.detach()) for name, w in lively_decoder(config).named_parameters()]
-    save_hf(weights, config, tmp_path / "policy", tokenizer_from=tmp_path, dtype=torch.float32)
-    with pretended_gpu():
-        ends = PolicyEnds.load(tmp_path / "policy", dtype=torch.float32, device=GPU)
-        assert isinstance(ends.embed_tokens.weight, GpuTensor)
-        assert isinstance(ends.head_weight, GpuTensor)
-
-
 def train_batch_of(scored: ScoredBatch, cfg: UpdateConfig, algorithm: AlgorithmConfig) -> TrainBatch:
     return make_train_batches(scored, cfg, algorithm, num_workers=1, seed=0, step=1)[0][0]
 
@@ -191,55 +165,6 @@ def test_policy_update_with_a_reference_and_a_checkpoint(decoder, folder, tmp_pa
             torch.testing.assert_close(b.cpu(), a, rtol=1e-3, atol=1e-5)
 
 
-def test_what_workers_add_up_is_on_their_gpus(monkeypatch) -> None:
-    """NCCL takes nothing else."""
-    summed = []
-    monkeypatch.setattr(dist, "all_reduce", lambda values, **_: summed.append(values) or mock.Mock())
-    cfg = UpdateConfig(tokens_per_micro_batch=64, dtype="float32")
-    with pretended_gpu():
-        decoder = tiny_decoder(torch.float32).to(GPU)
-        trainer = make_trainer(decoder, cfg, algorithm=AlgorithmConfig(), world_size=2, device=GPU)
-        batch = train_batch_of(tiny_scored(seed=0, num_groups=2), cfg, AlgorithmConfig())
-        trainer.step(batch)
-        trainer.supervised_step(batch)
-        trainer._backend.needs_equal_passes = True  # as DeepSpeed's
-        trainer.logprobs(batch)
-        assert len(summed) >= 5
-        assert all(isinstance(values, GpuTensor) for values in summed)
-
-
-def streamed(device: torch.device) -> torch.Tensor:
-    """The sum of one pass's gradients."""
-    cfg = UpdateConfig(tokens_per_micro_batch=4096, dtype="float32")
-    decoder = tiny_decoder(torch.float32).to(device)
-    trainer = make_trainer(decoder, cfg, algorithm=AlgorithmConfig(), device=device)
-    batch = train_batch_of(tiny_scored(seed=0, num_groups=1), cfg, AlgorithmConfig())
-    trainer.stream(batch)
-    return trainer._backend._groups[0].sum
-
-
-def test_streamed_update() -> None:
-    expected = streamed(CPU)
-    with pretended_gpu():
-        found = streamed(GPU)
-        assert isinstance(found, GpuTensor)
-        torch.testing.assert_close(found.cpu(), expected, rtol=1e-3, atol=1e-6)
-
-
-def test_attention_of_the_update_on_a_gpu_is_one_call_without_a_mask() -> None:
-    """Responses share a prompt's keys: torch's own attention would need a mask, and take a call for each sequence."""
-    q, k = torch.randn(9, 4, 8).bfloat16(), torch.randn(15, 2, 8).bfloat16()
-    offsets, key_offsets = torch.tensor([0, 4, 9]), torch.tensor([0, 7, 15])
-    expected = packed_causal_attention(q, k, k, offsets, key_offsets_S1=key_offsets, impl="sdpa")
-    with pretended_gpu() as gpu:
-        x, y = (x.to(GPU).detach().requires_grad_() for x in (q, k))
-        found = packed_causal_attention(x, y, y, offsets, key_offsets_S1=key_offsets)
-        found.sum().backward()
-        torch.testing.assert_close(found.cpu().detach(), expected)
-        assert gpu.calls["torch_attn::_varlen_attn"] == gpu.calls["torch_attn::_varlen_attn_backward"] == 1
-        assert not [name for name in gpu.calls if "scaled_dot_product" in name]
-
-
 def made(device: torch.device, folder: Path, out_dir: Path) -> tuple[float, ...]:
     """A first drafter, from the target's hidden states to figures on held-out responses."""
     plain = load_decoder(folder / "policy", dtype=torch.float32, device=device)
@@ -263,43 +188,6 @@ def test_first_drafter(folder, tmp_path) -> None:
         assert made(GPU, folder, tmp_path) == pytest.approx(expected, rel=1e-3)
 
 
-WARM_UP = [
-    *("rollout.max_live_requests=3", "rollout.max_new_tokens=12", "rollout.dtype=float32", "update.dtype=float32"),
-    "drafter={warmup: true, num_prompts: 9, num_samples: 2, num_steps: 3, tokens_per_step: 128, vocab_size: 64}",
-]
-
-
-def test_first_drafter_from_its_rollouts_to_its_file(folder, tmp_path, monkeypatch) -> None:
-    prompts = [Prompt(n, tokens.int(), "", "", "file") for n, tokens in enumerate(texts((3, 4, 5) * 3))]
-    monkeypatch.setattr(drafter_warmup.dataset, "load", lambda *_: prompts)
-    monkeypatch.setattr(drafter_warmup, "load_tokenizer", lambda _: None)
-    monkeypatch.setattr(drafter_warmup, "stop_token_ids", lambda *_, **__: (2,))
-    on_gpu: list[bool] = []  # of each decoder that is loaded
-
-    def loaded(*arguments, **options):
-        found = load_decoder(*arguments, **options)
-        on_gpu.append(isinstance(found.head_weight, GpuTensor))
-        return found
-
-    monkeypatch.setattr(drafter_warmup, "load_decoder", loaded)
-
-    def warmed_up(device: str) -> dict[str, float]:
-        metrics = drafter_warmup._run(
-            load("conf/smoke.yaml", WARM_UP),
-            policy=folder / "policy",
-            data_dir=tmp_path,
-            out_dir=tmp_path / device[:4],
-            on_progress=lambda *_: None,
-            device=device,
-        )
-        return {name: value for name, value in metrics.items() if not name.startswith("timing")}
-
-    expected = warmed_up("cpu")
-    with pretended_gpu():
-        assert warmed_up("cuda:0") == pytest.approx(expected, rel=1e-3)
-    assert on_gpu == [False, False, True, True], "the one that is trained on, and the one that samples"
-
-
 def shared(rank: int, meeting_point: str, folder: Path, pretended: bool) -> None:
     """One of two workers on a GPU makes two steps.  rank -1: a lone worker makes them."""
     torch.set_num_threads(1)
@@ -311,7 +199,7 @@ def shared(rank: int, meeting_point: str, folder: Path, pretended: bool) -> None
     algorithm = AlgorithmConfig()
     with pretended_gpu() if pretended else contextlib.nullcontext():
         trainer = make_trainer(
-            tiny_decoder(torch.float32).to(GPU),
+            lively().to(GPU),
             cfg,
             algorithm=algorithm,
             rank=max(rank, 0),
@@ -337,7 +225,7 @@ def test_two_workers_on_one_gpu_make_the_update_of_one_to_the_bit(pretended: boo
     del store
     shared(-1, "", tmp_path, pretended)
     expected, *found = (torch.load(tmp_path / f"{rank}.pt") for rank in (-1, 0, 1))
-    start = dict(tiny_decoder(torch.float32).named_parameters())
+    start = dict(lively().named_parameters())
     assert any(not torch.equal(expected[name], start[name.removeprefix("decoder.")]) for name in expected)
     for weights in found:
         assert all(torch.equal(weights[name], expected[name]) for name in expected)

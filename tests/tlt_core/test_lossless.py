@@ -9,6 +9,7 @@ import torch
 from conf.rollout import SpeculationConfig, StrategyConfig
 from kernels import native
 from kernels.sampling.coupled_sample import gumbel_noise
+from tests.tlt_core.rollout.playing import play
 from tlt_core.data.chat import encode_prompt
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import eagle3_from_target, tap_scales
@@ -30,8 +31,8 @@ NGRAM_TREE = StrategyConfig(drafter="ngram", depth=4, width=2, tokens=8)
 CASES = {
     "cost_model": (TREE, CHAIN, NGRAM, NGRAM_TREE),
     "beg_mab": (NGRAM, TREE, CHAIN, NGRAM_TREE),
-    "threshold": (NGRAM_TREE,),
     "fixed": (TREE,),
+    "fixed ngram tree": (NGRAM_TREE,),
     "fixed chain": (CHAIN,),
     "fixed ngram": (NGRAM,),
 }
@@ -72,20 +73,10 @@ def trained_drafter(target):
 def decode(model, cfg, params, *, max_live=16):
     decoder, prompts, _, _ = model
     engine = build.make_engine(decoder, cfg, max_live=max_live, max_len=96, seed=0)
-    waiting = [GenerationRequest(NoiseKey(5, 1, index, 0), tokens) for index, tokens in enumerate(prompts)]
-    finished, drafted, accepted = {}, [], []
-
-    def pull(wanted):
-        taken, waiting[:] = waiting[:wanted], waiting[wanted:]
-        return taken
-
-    def on_round(trace):
-        drafted.append(sum(trace.report.drafted))
-        accepted.append(sum(trace.report.accepted))
-
-    engine.decode(pull, lambda r: finished.__setitem__(r.key, r), params, on_round=on_round)
+    items = [GenerationRequest(NoiseKey(5, 1, index, 0), tokens) for index, tokens in enumerate(prompts)]
+    finished, traces = play(engine, items, params)
     assert engine.drafter_failures == {}
-    return finished, sum(drafted), sum(accepted)
+    return finished, sum(sum(t.report.drafted) for t in traces), sum(sum(t.report.accepted) for t in traces)
 
 
 def gap_of_candidates(decoder, params, key, prefix, candidates):

@@ -15,10 +15,6 @@ def test_by_hand() -> None:
     assert found.tolist() == [[5, 6, NO_TOKEN], [8, NO_TOKEN, NO_TOKEN], [1, 2, 3]]
 
 
-def test_without_drafts_every_request_gets_its_token() -> None:
-    assert emitted(torch.tensor([4, 2]), [1, 1], None, 1).tolist() == [[4], [2]]
-
-
 def test_random_batches_against_a_loop() -> None:
     """Two tokens alone, so that drafts are often right; a right draft after a wrong one does not count."""
     chance = random.Random(0)

@@ -44,14 +44,6 @@ def test_the_page_is_what_the_engines_counted(folder: Path) -> None:
     assert page["tlt_tuner_failed", "0"] == 0
 
 
-def test_a_failed_tuner_shows(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(settings())
-    monkeypatch.setattr(engine.lengths.tuner, "choose", lambda *_: 1 / 0)
-    engine.step(["a"])
-    Writer(0).write(engine.lengths, is_idle=True)
-    assert shown(folder)["tlt_tuner_failed", "0"] == 1
-
-
 def test_a_busy_engine_writes_once_a_second(folder: Path) -> None:
     engine, writer = Engine(settings()), Writer(0)
     for _ in range(50):

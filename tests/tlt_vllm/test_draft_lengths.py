@@ -71,14 +71,6 @@ def test_a_good_drafter_is_used_and_a_useless_one_is_not(measured: bool) -> None
     assert engine.chosen[-30:].count(0) <= 5, "it is found again"
 
 
-def test_the_bandit_can_choose_too() -> None:
-    engine = Engine(settings(policy="beg_mab"))
-    engine.survives = 7
-    for _ in range(200):
-        engine.step(["a", "b"])
-    assert engine.chosen[-50:].count(7) > 25, "all drafts are accepted"
-
-
 def test_a_round_is_a_draft_and_the_pass_that_verifies_it() -> None:
     engine = Engine(settings(policy="fixed", menu=[3]))
     engine.lengths.trace = []

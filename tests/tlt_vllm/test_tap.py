@@ -87,12 +87,6 @@ def test_rejected_drafts_are_overwritten() -> None:
     assert torch.equal(taken.lognorms_P, -taken.last_PD[:, 0])
 
 
-def test_vllm_adds_a_random_part_to_the_name() -> None:
-    runner, tap = begin({"12-ab3f": [1, 2]})
-    runner.run(tap, {"12-ab3f": (0, [1, 2])})
-    assert tap.take("12", first=2, length=3) is not None
-
-
 def test_a_cached_prompt_comes_from_whoever_computed_it() -> None:
     """Also when that response has ended; not when its prompt is another one, and not when the policy has changed."""
     prompts = {"a": [1, 2, 3, 4], "b": [1, 2, 3, 4], "c": [9, 2, 3, 4], "d": [1, 2, 3, 4]}

@@ -44,11 +44,6 @@ def compared(told, plain) -> list[tuple[float, float, float]]:
     return rows
 
 
-def test_distance_by_hand():
-    assert distance([1, 1, 2, 3], [1, 2, 2, 2]) == pytest.approx(0.5)  # 2/4 - 1/4, 1/4 - 3/4, 1/4 - 0
-    assert distance([5, 6], [6, 5]) == 0
-
-
 @pytest.mark.parametrize("kind", ["with_eagle3", "with_ngram"])
 def test_frequencies_are_plain_decodings(kind, plain, request):
     told = request.getfixturevalue(kind)

@@ -90,12 +90,6 @@ def test_requests_that_the_definition_lacks_are_sampled_by_vllm(plain, speculati
     assert all(len(c.tokens) == TOKENS for c in found.penalised + plain.penalised)
 
 
-def test_the_log_says_what_is_drafted(speculating):
-    found, _ = speculating
-    assert "tlt: " in found.log
-    assert "tokens a request" in found.log
-
-
 def test_the_page_of_metrics_says_what_is_drafted(speculating):
     """vLLM also counts what is verified in steps that read prompts; ours are left out."""
     found, _ = speculating

@@ -1,14 +1,10 @@
 """Packed attention against a masked softmax written out, in value and gradient, and its causality."""
 
 import importlib.util
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from kernels.attention import packed_attention
 from kernels.attention.packed_attention import packed_causal_attention, packed_causal_attention_reference
 
 OFFSETS = torch.tensor([0, 1, 6, 300, 333])  # one token; short; longer than two blocks; a ragged rest
@@ -77,30 +73,6 @@ def test_later_tokens_and_neighbours_change_nothing(impl, dtype):
     assert not torch.equal(before[201:], after[201:])
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-def test_gradient_stays_inside_the_sequence_and_the_past(impl):
-    leaves = inputs()
-    packed_causal_attention(*leaves, OFFSETS, impl=impl)[150].sum().backward()
-    for x in leaves[1:]:
-        touched = x.grad.abs().sum((1, 2)) > 0
-        assert touched[6:151].all()
-        assert not touched[:6].any()
-        assert not touched[151:].any()
-
-
-def test_the_first_token_sees_itself_alone():
-    q, k, v = inputs()
-    out = packed_causal_attention(q, k, v, OFFSETS)
-    for start in OFFSETS[:-1].tolist():
-        torch.testing.assert_close(out[start], v[start].repeat_interleave(3, dim=0))
-
-
-def test_auto_takes_matrix_instructions_in_bfloat16_only():
-    packed_attention._choose.cache_clear()
-    assert packed_attention._choose("cpu", torch.float32) == "sdpa"
-    assert packed_attention._choose("cpu", torch.bfloat16) == "blocked"
-
-
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="flash-attn is installed")
 def test_flash_without_the_package_is_no_silent_fallback():
     with pytest.raises(ImportError):
@@ -119,8 +91,9 @@ def plain_varlen_attn(q, k, v, offsets, key_offsets, max_q, max_k, *, window_siz
     return grouped_varlen_attn(q, k, v, offsets, key_offsets, max_q, max_k, window_size=window_size)
 
 
-@pytest.mark.parametrize("varlen_attn", [grouped_varlen_attn, plain_varlen_attn])
-@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (5, 1)])
+@pytest.mark.parametrize(
+    ("varlen_attn", "heads"), [(grouped_varlen_attn, (6, 2)), (plain_varlen_attn, (6, 2)), (plain_varlen_attn, (4, 4))]
+)
 def test_varlen_attn_of_older_torch_gets_repeated_keys_and_values(monkeypatch, varlen_attn, heads):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     leaves = inputs(heads=heads)
@@ -139,20 +112,6 @@ def test_on_a_gpu(impl):
     ours = packed_causal_attention(*leaves, OFFSETS, impl=impl)
     expected = masked(*(x.detach().double().cpu() for x in leaves), OFFSETS)
     torch.testing.assert_close(ours.double().cpu(), expected, atol=3e-2, rtol=3e-2)
-
-
-def test_transformers_loads_beside_a_package_called_kernels():
-    """transformers looks for Hugging Face's `kernels` by name; ours of the same name must not break it."""
-    code = (
-        "import kernels.attention.packed_attention, torch\n"
-        "from transformers import Qwen3Config, Qwen3ForCausalLM\n"
-        "config = Qwen3Config(vocab_size=8, hidden_size=16, intermediate_size=16, num_hidden_layers=1, head_dim=8,\n"
-        "                     num_attention_heads=2, num_key_value_heads=1)\n"
-        "print(Qwen3ForCausalLM(config)(torch.tensor([[1, 2]])).logits.shape)\n"
-    )
-    root = Path(__file__).parents[3]
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "torch.Size([1, 2, 8])\n", done.stderr
 
 
 @pytest.mark.parametrize("impl", IMPLS)

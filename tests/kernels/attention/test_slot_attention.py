@@ -35,15 +35,6 @@ def test_equals_the_formula(width, seen, dtype):
         torch.testing.assert_close(out.double(), by_hand(q, keys, values, visible), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bfloat16 instructions: no copies")
-def test_copies_where_there_is_enough_to_do():
-    *_, small = inputs(1, 7)
-    *_, large = inputs(5, 90)
-    assert SlotMask.of(small, num_kv=K, grouped=G, dtype=torch.bfloat16).bias_MNC is None
-    assert SlotMask.of(large, num_kv=K, grouped=G, dtype=torch.bfloat16).bias_MNC is not None
-    assert SlotMask.of(large, num_kv=K, grouped=G, dtype=torch.float32).bias_MNC is None, "float32 stays exact"
-
-
 @pytest.mark.parametrize("width", [1, 5])
 def test_what_is_not_seen_does_not_matter(width):
     q, keys, values, visible = (x.bfloat16() if x.is_floating_point() else x for x in inputs(width, 600))

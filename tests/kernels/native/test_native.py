@@ -7,9 +7,7 @@ from kernels import native
 from kernels.layers.packed_linear import Panels, packed_linear_reference
 from kernels.layers.rms_norm import rms_norm
 from kernels.sampling.coupled_sample import coupled_sample, exponential_noise
-from kernels.sampling.spec_verify import accepted_path
 from kernels.tree.draft_children import draft_children
-from kernels.tree.tree_layout import prompt_layout, tree_layout
 
 pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
@@ -18,8 +16,8 @@ def random(*shape, seed=0, scale=1.0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(32, 64), (33, 2), (15, 130), (96, 576), (70, 1536)])
-@pytest.mark.parametrize("tokens", [1, 2, 14, 15, 29, 400])
+@pytest.mark.parametrize(("rows", "columns"), [(33, 2), (15, 130), (70, 1536)])
+@pytest.mark.parametrize("tokens", [1, 14, 29, 400])
 def test_linear(rows, columns, tokens):
     weight, bias = random(rows, columns, scale=columns**-0.5), random(rows, seed=1)
     x = random(tokens, columns, seed=2).bfloat16()
@@ -29,21 +27,6 @@ def test_linear(rows, columns, tokens):
             panels.set_bias(given)
         wanted = packed_linear_reference(x, weight.bfloat16(), None if given is None else given.bfloat16())
         torch.testing.assert_close(panels(x), wanted, rtol=2**-7, atol=2**-10)
-
-
-def test_linear_takes_new_values_in_place():
-    panels, x = Panels(random(40, 64)), random(3, 64, seed=2).bfloat16()
-    address, new = panels.struct.panels, random(40, 64, seed=3, scale=0.1)
-    panels.set_weight(new)
-    assert panels.struct.panels == address
-    torch.testing.assert_close(panels(x), packed_linear_reference(x, new.bfloat16()), rtol=2**-7, atol=2**-10)
-
-
-def test_linear_refuses_what_does_not_fit():
-    panels = Panels(random(40, 64))
-    for wrong in (random(3, 128).bfloat16(), random(3, 64)):
-        with pytest.raises(ValueError, match="does not fit"):
-            panels(wrong)
 
 
 def test_linear_of_a_token_is_the_same_in_every_batch():
@@ -80,8 +63,7 @@ def test_noise():
     torch.testing.assert_close(found, exponential_noise(keys, ids), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
-@pytest.mark.parametrize("vocab", [5, 16, 1000, 49_152])
+@pytest.mark.parametrize(("temperature", "vocab"), [(0.0, 1000), (0.6, 49_152), (1.0, 5), (1.7, 16)])
 def test_sampling(temperature, vocab):
     logits = random(64, vocab, scale=3).bfloat16()
     keys = torch.randint(-(2**31), 2**31 - 1, (64, 2), generator=torch.Generator().manual_seed(1)).to(torch.int32)
@@ -92,8 +74,9 @@ def test_sampling(temperature, vocab):
     torch.testing.assert_close(found.lognorms_N, wanted.lognorms_N, rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize(("temperature", "scale"), [(0.0, 1.0), (1.0, 1.0), (0.7, 2.5)])
-@pytest.mark.parametrize(("vocab", "width"), [(5, 1), (4096, 4), (8190, 3)])
+@pytest.mark.parametrize(
+    ("temperature", "scale", "vocab", "width"), [(0.0, 1.0, 5, 1), (1.0, 1.0, 4096, 4), (0.7, 2.5, 8190, 3)]
+)
 def test_children_of_drafts(temperature, scale, vocab, width):
     logits = random(20, vocab, scale=3).bfloat16()
     keys = torch.randint(-(2**31), 2**31 - 1, (20, 2), generator=torch.Generator().manual_seed(1)).to(torch.int32)
@@ -113,49 +96,6 @@ def test_sampling_takes_the_first_of_equals_and_refuses_nan():
     logits[0, 50] = torch.nan
     with pytest.raises(RuntimeError, match="NaN"):
         coupled_sample(logits, keys)
-
-
-def random_trees(seed: int, *, rows: int, depth: int):
-    """Draft trees of some rows, one of them empty; tokens from a vocabulary of 3, so that paths do get accepted."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens, parents, of_rows, depths = [], [], [], []
-    for row in range(rows):
-        first = len(tokens)
-        for _ in range(0 if row == 1 else 1 + int(torch.randint(0, 12, (), generator=generator))):
-            parent = int(torch.randint(first - 1, len(tokens), (), generator=generator))
-            parent = -1 if parent < first or depths[parent] == depth else parent
-            tokens.append(int(torch.randint(0, 3, (), generator=generator)))
-            parents.append(parent), of_rows.append(row), depths.append(1 if parent < 0 else depths[parent] + 1)
-    return [torch.tensor(x, dtype=torch.int64) for x in (tokens, parents, of_rows, depths)]
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_bookkeeping_of_trees(seed):
-    tokens, parents, rows, depths = random_trees(seed, rows=4, depth=5)
-    positions = torch.tensor([7, 0, 31, 400])
-    found = tree_layout(positions, parents, rows, depths, depth=5, impl="native")
-    wanted = tree_layout(positions, parents, rows, depths, depth=5, impl="torch")
-    for name in wanted._fields:
-        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
-    choice = torch.randint(0, 3, (4 + len(tokens),), generator=torch.Generator().manual_seed(seed))
-    walks = [accepted_path(choice, tokens, parents, rows, num_rows=4, depth=5, impl=i) for i in ("native", "torch")]
-    assert torch.equal(walks[0].nodes_BA, walks[1].nodes_BA)
-    assert torch.equal(walks[0].counts_B, walks[1].counts_B)
-    assert walks[1].counts_B[1] == 1, "an empty tree accepts nothing"
-
-
-def test_layout_of_prompts():
-    places = torch.cat([torch.arange(40), torch.arange(3)])
-    layout = prompt_layout(torch.tensor([5] * 40 + [2] * 3), places)
-    for t, place in enumerate(places.tolist()):
-        path = layout.paths_TA[t, : layout.lengths_T[t]].tolist()
-        assert [*range(int(layout.known_T[t])), *path] == [*range(place + 1)]
-
-
-def test_asked_for_by_name_and_not_there_is_an_error(monkeypatch):
-    monkeypatch.setattr(native, "library", lambda: None)
-    with pytest.raises(ValueError, match="impl='native'"):
-        tree_layout(*(torch.zeros(1, dtype=torch.int64) for _ in range(4)), depth=1, impl="native")
 
 
 def test_threads_change_no_bit():

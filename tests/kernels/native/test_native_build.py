@@ -13,12 +13,6 @@ UNFIT = native._lacking() or ("" if any(map(shutil.which, ("cc", "gcc", "clang")
 pytestmark = pytest.mark.skipif(bool(UNFIT), reason=UNFIT)
 
 
-def test_they_load_where_they_can():
-    """Not `library`, which would turn a compiler's error into a skip of everything here."""
-    assert native.load() is not None
-    assert native.library() is not None
-
-
 def test_signatures_are_those_of_the_prototypes():
     pointer, integer, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
     source = "EXPORT void tlt_a(const bf16 *x, int64_t n,\n                  float eps, void *y) {\n}\n"
@@ -60,12 +54,6 @@ def test_they_compile_for_arm(tmp_path):
         flags = [*native._FLAGS, "-Wall", "-Werror", "-c", str(source), "-o", str(built)]
         subprocess.run(["aarch64-linux-gnu-gcc", *flags], check=True)
         assert built.stat().st_size
-
-
-def test_switched_off_they_say_so(monkeypatch):
-    monkeypatch.setenv("TLT_NATIVE_KERNELS", "0")
-    with pytest.raises(native.NativeError, match="TLT_NATIVE_KERNELS=0"):
-        native.load()
 
 
 def test_without_a_compiler_they_say_what_helps(monkeypatch, tmp_path):
@@ -117,31 +105,6 @@ def cache(monkeypatch, tmp_path):
     return compiled
 
 
-def test_a_library_that_others_may_change_is_made_again(cache):
-    (target,) = cache
-    for mode in (0o720, 0o702):
-        target.write_bytes(b"theirs")
-        target.chmod(mode)
-        assert native._compiled(()) == target
-        assert target.read_bytes() == b"ours"
-    assert len(cache) == 3
-
-
-def test_a_link_in_place_of_the_library_is_not_followed(cache, tmp_path):
-    (target,) = cache
-    target.unlink()
-    target.symlink_to(tmp_path / "other.so")
-    native._compiled(())
-    assert len(cache) == 2
-
-
-def test_a_folder_that_others_may_write_is_closed(cache):
-    (target,) = cache
-    target.parent.chmod(0o777)
-    assert native._compiled(()) == target
-    assert target.parent.stat().st_mode & 0o777 == 0o700
-
-
 def give_away(monkeypatch, *paths):
     """These belong to a stranger now; only root could really do that."""
     real = native.Path.lstat
@@ -153,12 +116,23 @@ def give_away(monkeypatch, *paths):
     monkeypatch.setattr(native.Path, "lstat", lstat)
 
 
-def test_the_library_of_another_user_is_made_again(cache, monkeypatch):
+def test_a_library_that_is_another_s_or_that_others_may_change_is_made_again(cache, monkeypatch, tmp_path):
     (target,) = cache
-    target.write_bytes(b"theirs")
-    give_away(monkeypatch, target)
-    native._compiled(())
-    assert target.read_bytes() == b"ours"
+
+    def stranger():
+        give_away(monkeypatch, target)
+
+    def link():
+        target.unlink()
+        target.symlink_to(tmp_path / "other.so")
+
+    for spoil in (lambda: target.chmod(0o720), lambda: target.chmod(0o702), link, stranger):
+        target.write_bytes(b"theirs")
+        spoil()
+        made = len(cache)
+        assert native._compiled(()) == target
+        assert len(cache) == made + 1
+        assert target.read_bytes() == b"ours"
 
 
 def test_the_folder_of_another_user_is_not_used(cache, monkeypatch, tmp_path):
@@ -169,23 +143,3 @@ def test_the_folder_of_another_user_is_not_used(cache, monkeypatch, tmp_path):
     with pytest.raises(native.NativeError, match=r"tmp/tlt-\d+ belongs to somebody else.*set XDG_CACHE_HOME to a"):
         native._compiled(())
     assert len(cache) == 2
-
-
-def test_a_link_to_a_folder_of_one_s_own_is_a_cache(cache, monkeypatch, tmp_path):
-    (tmp_path / "disk").mkdir(mode=0o700)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "tlt").symlink_to(tmp_path / "disk")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    assert native._compiled(()).parent == tmp_path / "disk"
-
-
-def test_what_the_compiler_makes_nobody_else_may_write(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    umask = native.os.umask(0)
-    try:
-        native.load()
-    finally:
-        native.os.umask(umask)
-    (built,) = (tmp_path / "tlt").iterdir()
-    assert built.stat().st_mode & 0o077 == 0
-    assert built.parent.stat().st_mode & 0o077 == 0

@@ -2,10 +2,9 @@
 
 import math
 
-import pytest
 import torch
 
-from kernels.sampling.coupled_sample import coupled_argmax, first_argmax, gumbel_noise
+from kernels.sampling.coupled_sample import coupled_argmax, gumbel_noise
 from tlt_core.model.sampling import row_keys
 
 IDS = torch.arange(1000, dtype=torch.int32)
@@ -19,12 +18,12 @@ def test_known_values_pin_the_stream():
     """The same tokens on every machine and release: the hash is computed here in plain integers."""
     keys_22 = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
     noise = gumbel_noise(keys_22, torch.tensor([0, 5, 49151], dtype=torch.int32))
-    bits = _bits_by_hand(1, 2, 5)
+    bits = bits_by_hand(1, 2, 5)
     u = min((bits + 0.5) * 2.0**-31, 1 - 2.0**-24)
     assert math.isclose(noise[0, 1].item(), -math.log(-math.log1p(-u)), rel_tol=1e-5)
 
 
-def _bits_by_hand(key_0: int, key_1: int, token: int) -> int:
+def bits_by_hand(key_0: int, key_1: int, token: int) -> int:
     word = 0xFFFFFFFF
     x = (token * 0x9E3779B1 ^ key_0) & word
     x ^= x >> 16
@@ -68,10 +67,3 @@ def test_rare_tokens_are_drawn_as_often_as_they_should():
     assert counts[4] == 0
     expected = p.double()[:4] * len(draws)
     assert ((counts[:4] - expected) ** 2 / expected).sum() < 16.27  # chi-square 0.999 quantile, 3 degrees of freedom
-
-
-@pytest.mark.parametrize("vocab", [49152, 96, 100, 64, 1])
-def test_the_two_level_arg_max_is_torchs_and_takes_the_first_of_equals(vocab):
-    x_NV = torch.randint(0, 40, (50, vocab), generator=torch.Generator().manual_seed(vocab)).float()
-    wanted_N = torch.tensor([row.tolist().index(row.max().item()) for row in x_NV])
-    assert torch.equal(first_argmax(x_NV), wanted_N)

@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels.dispatch import jit, tl
 from kernels.sampling import coupled_sample as module
 from kernels.sampling.coupled_sample import coupled_sample, gumbel_noise
+from tests.kernels.sampling.test_coupled_sample import bits_by_hand
 from tlt_core.items.types import SamplingParams
 from tlt_core.model.sampling import _choose, _choose_for_policy, choose_no_sync, row_keys
 
@@ -65,11 +66,11 @@ def test_equals_the_specification(device: str, name: str, temperature: float) ->
 
 
 def test_the_same_tokens_on_many_rows(device: str) -> None:
-    """250 rows of nearly equal logits: the noise alone decides, and does so alike."""
-    logits, keys = inputs(rows=250, vocab=200, scale=0.1, dtype=torch.float32)
+    """120 rows of nearly equal logits: the noise alone decides, and does so alike."""
+    logits, keys = inputs(rows=120, vocab=200, scale=0.1, dtype=torch.float32)
     found, wanted = both(device, logits, keys)
     assert torch.equal(found.tokens_N, wanted.tokens_N)
-    assert len(set(found.tokens_N.tolist())) > 100
+    assert len(set(found.tokens_N.tolist())) > 50
 
 
 def test_floors_keep_what_top_k_keeps(device: str) -> None:
@@ -79,27 +80,6 @@ def test_floors_keep_what_top_k_keeps(device: str) -> None:
     assert torch.equal(found.tokens_N, wanted.tokens_N)
     assert (logits.gather(1, found.tokens_N[:, None])[:, 0] >= floors).all()
     torch.testing.assert_close(found.logprobs_N, wanted.logprobs_N, rtol=1e-6, atol=4e-6)
-
-
-def test_equal_logits_greedily_give_the_first(device: str) -> None:
-    logits = torch.zeros(2, 600)
-    logits[1, [300, 599]] = 1.0
-    found, _ = both(device, logits, inputs(**CASES["one block"])[1][:2], temperature=0.0)
-    assert found.tokens_N.tolist() == [0, 300]
-
-
-def test_minus_infinity_is_never_drawn(device: str) -> None:
-    """Also where it fills a whole split."""
-    logits, keys = inputs(**CASES["several blocks a split"])
-    logits[:, :900] = -torch.inf
-    found, wanted = both(device, logits, keys)
-    assert torch.equal(found.tokens_N, wanted.tokens_N)
-    assert (found.tokens_N >= 900).all()
-
-
-def test_no_rows(device: str) -> None:
-    logits, keys = inputs(**CASES["one block"])
-    assert [len(x) for x in both(device, logits[:0], keys[:0])[0]] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
@@ -114,8 +94,7 @@ def test_nan_is_refused(bad: float, impl: str) -> None:
         coupled_sample(logits, keys, impl=impl)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 0.7])
-@pytest.mark.parametrize("top_k", [0, 3, 10_000])
+@pytest.mark.parametrize(("temperature", "top_k"), [(0.0, 0), (1.0, 3), (0.7, 10_000)])
 def test_sampling_on_a_device_is_the_policys_definition(
     device: str, monkeypatch: pytest.MonkeyPatch, temperature: float, top_k: int
 ) -> None:
@@ -140,8 +119,7 @@ def _noise_kernel(keys, bits, noise, first, BLOCK: tl.constexpr):
 module_hash, module_gumbel = module._hash, module._gumbel
 
 
-@pytest.mark.parametrize("first", [0, 2**31 - 4096])
-@pytest.mark.parametrize("key", [(0, 0), (1, 2), (-1, 7), (-(2**31), 2**31 - 1)])
+@pytest.mark.parametrize(("first", "key"), [(0, (0, 0)), (2**31 - 4096, (-1, 7)), (0, (-(2**31), 2**31 - 1))])
 def test_bits_are_the_same_and_noise_nearly(device: str, key: tuple[int, int], first: int) -> None:
     """4,096 ids: the integers of the hash as Python computes them; noise within four roundings of float32."""
     keys = torch.tensor(key, dtype=torch.int32)
@@ -149,20 +127,10 @@ def test_bits_are_the_same_and_noise_nearly(device: str, key: tuple[int, int], f
     noise = torch.empty(4096, device=device)
     _noise_kernel[(1,)](keys.to(device), bits, noise, first, BLOCK=4096)
     ids = range(first, first + 4096)
-    assert bits.tolist() == [_bits_by_hand(key[0], key[1], token) for token in ids]
+    assert bits.tolist() == [bits_by_hand(key[0], key[1], token) for token in ids]
     wanted = gumbel_noise(keys[None], torch.tensor(list(ids), dtype=torch.int32))[0]
     rounding = torch.finfo(torch.float32).eps * wanted.abs().clamp_min(1)
     assert ((noise.cpu() - wanted).abs() <= 4 * rounding).all()
-
-
-def _bits_by_hand(key_0: int, key_1: int, token: int) -> int:
-    word = 0xFFFFFFFF
-    x = (token * 0x9E3779B1 ^ key_0) & word
-    x ^= x >> 16
-    x = (x * 0x85EBCA6B ^ key_1) & word
-    x ^= x >> 13
-    x = x * 0xC2B2AE35 & word
-    return (x ^ x >> 16) & 0x7FFFFFFF
 
 
 def test_logits_that_the_temperature_makes_equal_stay_together(device: str) -> None:

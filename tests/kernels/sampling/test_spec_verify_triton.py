@@ -56,20 +56,3 @@ def test_equals_the_walk(device: str, monkeypatch: pytest.MonkeyPatch, live: int
             assert found.counts_B[row] == len(nodes_A)
             lengths.add(len(nodes_A))
     assert depth < 3 or len(lengths) > 1
-
-
-def test_planted_tree(device: str) -> None:
-    """Row 0 drafts 5 then 9 and is right twice, row 2 the siblings 7, 8 and is right once, row 1 drafts nothing."""
-    choice = torch.tensor([5, 3, 8, 9, 4, 6, 2])
-    tree = torch.tensor([5, 9, 7, 8]), torch.tensor([-1, 0, -1, -1]), torch.tensor([0, 0, 2, 2])
-    found = run(device, (choice, *tree), num_rows=3, depth=2)
-    assert found.counts_B.tolist() == [3, 1, 2]
-    assert found.nodes_BA.tolist() == [[0, 3, 4], [1, 1, 1], [2, 6, 6]]
-
-
-def test_no_drafts_and_no_rows(device: str) -> None:
-    none = torch.zeros(0, dtype=torch.int64)
-    found = run(device, (torch.tensor([4, 5]), none, none, none), num_rows=2, depth=1)
-    assert found.nodes_BA.tolist() == [[0, 0], [1, 1]]
-    assert found.counts_B.tolist() == [1, 1]
-    assert run(device, (none, none, none, none), num_rows=0, depth=1).nodes_BA.shape == (0, 2)

@@ -60,33 +60,6 @@ def test_equals_the_specification(device: str, name: str, temperature: float) ->
         torch.testing.assert_close(ours, theirs, rtol=0, atol=relative * theirs.abs().max().item())
 
 
-def test_hand_computed(device: str) -> None:
-    """Logits (0, log 4): p = (1/5, 4/5), log p[1] = log 0.8; d / d logits = (-1/5, 1/5)."""
-    inputs = torch.tensor([[1.0]]), torch.tensor([[1.0], [4.0]]).log(), torch.tensor([1])
-    hidden_TD, weight_VD, ids_T = (x.to(device) for x in inputs)
-    out = linear_token_logprob(hidden_TD.requires_grad_(), weight_VD.requires_grad_(), ids_T, impl="triton")
-    assert out.logprob_T.item() == pytest.approx(-0.223144, abs=1e-6)
-    assert out.entropy_T.item() == pytest.approx(0.2 * 1.609438 + 0.8 * 0.223144, abs=1e-6)
-    out.logprob_T.sum().backward()
-    assert weight_VD.grad.flatten().tolist() == pytest.approx([-0.2, 0.2], abs=1e-6)
-
-
-def test_no_tokens(device: str) -> None:
-    hidden_TD, weight_VD, ids_T = (x.to(device) for x in case(**CASES["one block"]))
-    out = linear_token_logprob(hidden_TD[:0], weight_VD.requires_grad_(), ids_T[:0], impl="triton")
-    out.logprob_T.sum().backward()
-    assert weight_VD.grad.abs().sum() == 0
-
-
-def test_nan_is_not_hidden(device: str) -> None:
-    """In its row alone, wherever in the vocabulary it stands and whatever token is asked for."""
-    hidden_TD, weight_VD, ids_T = case(**CASES["odd, several blocks"])
-    hidden_TD[5] = torch.nan
-    out = linear_token_logprob(hidden_TD.to(device), weight_VD.to(device), ids_T.to(device), impl="triton")
-    assert out.logprob_T.isnan().nonzero().flatten().tolist() == [5]
-    assert out.entropy_T.isnan().nonzero().flatten().tolist() == [5]
-
-
 def test_one_nan_logit_is_not_hidden(device: str) -> None:
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(3))
     logits[1, 200] = torch.nan

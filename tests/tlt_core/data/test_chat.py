@@ -94,9 +94,3 @@ def test_a_token_beyond_the_embedding_is_named_before_anything_is_trained(tokeni
     assert dataclasses.replace(after, tokenizer="", longest_prompt=0) == dataclasses.replace(
         before, tokenizer="", longest_prompt=0
     )
-
-
-def test_the_longest_prompt_is_recorded(tokenizer: Any, tmp_path: Path) -> None:
-    manifest = _prepare(_gym(), tokenizer, tmp_path / "d")
-    prompts = [p for split in ("train", "validation") for p in dataset.load(tmp_path / "d", split, tokenizer)]
-    assert manifest.longest_prompt == max(len(p.tokens) for p in prompts)

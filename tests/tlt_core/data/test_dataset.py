@@ -94,11 +94,6 @@ def test_a_small_task_that_runs_out_says_so(tokenizer, tmp_path):
     assert not (tmp_path / "d").exists()
 
 
-def test_unknown_task_is_named(tokenizer, tmp_path):
-    with pytest.raises(DataError, match="no_such_task"):
-        prepare(gym(tasks=[{"name": "no_such_task"}]), tokenizer, tmp_path / "d")
-
-
 ROWS = [{"question": f"{i} + 1 = ?", "label": i + 1, "level": "easy"} for i in range(40)]
 
 
@@ -121,28 +116,23 @@ def test_own_files(tokenizer, tmp_path, kind):
 
 @pytest.mark.parametrize(
     ("written", "answer"),
-    [("0.00001", "0.00001"), ("2.5e-7", "0.00000025"), ("1e16", "10000000000000000"), ("72.0", "72"), ("-0.5", "-0.5")],
+    [
+        ("2.5e-7", "0.00000025"),
+        ("1e16", "10000000000000000"),
+        ("72.0", "72"),
+        (pyarrow.array([72.0] * 4, pyarrow.float64()), "72"),  # what pandas makes of integers where one is missing
+        (pyarrow.array([0.1] * 4, pyarrow.float32()), "0.1"),
+        (pyarrow.array([1e-5] * 4, pyarrow.float64()), "0.00001"),
+        (pyarrow.array([Decimal("2.50")] * 4, pyarrow.decimal128(10, 2)), "2.50"),
+    ],
+    ids=["small", "large", "whole", "float64", "float32", "1e-5", "decimal"],
 )
 def test_a_number_is_an_answer_in_plain_decimals(tokenizer, tmp_path, written, answer):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(f'{{"prompt": "q{i}", "answer": {written}}}\n' for i in range(4)))
-    prepare(FileData(kind="file", train_path=str(path)), tokenizer, tmp_path / "d")
-    assert dataset.load(tmp_path / "d", "train", tokenizer)[0].answer == answer
-
-
-@pytest.mark.parametrize(
-    ("values", "kind", "answer"),
-    [
-        ([72.0] * 4, pyarrow.float64(), "72"),  # what pandas makes of integers where one is missing
-        ([0.1] * 4, pyarrow.float32(), "0.1"),
-        ([1e-5] * 4, pyarrow.float64(), "0.00001"),
-        ([Decimal("2.50")] * 4, pyarrow.decimal128(10, 2), "2.50"),
-    ],
-)
-def test_a_number_of_a_column_is_an_answer_in_plain_decimals(tokenizer, tmp_path, values, kind, answer):
-    path = tmp_path / "rows.parquet"
-    columns = {"prompt": [f"q{i}" for i in range(4)], "answer": pyarrow.array(values, kind)}
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+    path = tmp_path / ("rows.jsonl" if isinstance(written, str) else "rows.parquet")
+    if isinstance(written, str):
+        path.write_text("".join(f'{{"prompt": "q{i}", "answer": {written}}}\n' for i in range(4)))
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": [f"q{i}" for i in range(4)], "answer": written}), path)
     prepare(FileData(kind="file", train_path=str(path)), tokenizer, tmp_path / "d")
     assert dataset.load(tmp_path / "d", "train", tokenizer)[0].answer == answer
 
@@ -150,34 +140,31 @@ def test_a_number_of_a_column_is_an_answer_in_plain_decimals(tokenizer, tmp_path
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ('{"question": ', r"rows\.jsonl, line 3: not JSON"),
-        ('{"question": "x"}', r"rows\.jsonl, line 3: no 'label'"),
-        ('["question"]', r"rows\.jsonl, line 3: no 'question'"),
-        ('{"question": "x", "label": [1]}', r"rows\.jsonl, line 3: 'label' is a list; give a text or a number"),
-        ('{"question": "x", "label": NaN}', r"rows\.jsonl, line 3: 'label' is nan; give a finite number"),
-        ('{"question": " ", "label": 1}', r"rows\.jsonl, line 3: 'question' is blank"),
-        (r'{"question": "\ud800", "label": 1}', r"rows\.jsonl, line 3: a text holds half of a surrogate pair"),
-        (r'{"question": "x", "label": 1, "note": ["\ud800"]}', r"rows\.jsonl, line 3: a text holds half of a surr"),
-        ('{"question": "x", "label": " "}', r"rows\.jsonl, line 3: 'label' is blank"),
-        ('{"question": "x", "label": true}', r"rows\.jsonl, line 3: 'label' is a bool; give a text or a number"),
-        ('{"question": "x", "label": 1e999}', r"rows\.jsonl, line 3: 'label' is inf; give a finite number"),
-        ('{"question": "x", "question": "y", "label": 1}', r"line 3: the key 'question' stands twice; remove one"),
-        ('{"question": "x", "label": 1, "m": {"a": 1, "a": 2}}', r"line 3: the key 'a' stands twice"),
-        (
-            '{"question": "x", "label": 1, "m": ' + "[" * 500 + "]" * 500 + "}",
-            r"line 3: values are nested 500 deep; 64",
-        ),
-        ("[" * 100_000, r"rows\.jsonl, line 3: cannot be read as JSON"),
-        ('{"question": "x", "label": ' + "1" * 5000 + "}", r"rows\.jsonl, line 3: cannot be read as JSON"),
+        ('{"question": ', "JSON"),
+        ('{"question": "x"}', "'label'"),
+        ('["question"]', "'question'"),
+        ('{"question": "x", "label": [1]}', "'label' is a list; give a text or a number"),
+        ('{"question": "x", "label": true}', "'label' is a bool; give a text or a number"),
+        ('{"question": "x", "label": NaN}', "'label' is nan; give a finite number"),
+        ('{"question": "x", "label": 1e999}', "'label' is inf; give a finite number"),
+        ('{"question": " ", "label": 1}', "'question' is blank"),
+        ('{"question": "x", "label": " "}', "'label' is blank"),
+        (r'{"question": "x", "label": 1, "note": ["\ud800"]}', "surrogate"),
+        ('{"question": "x", "question": "y", "label": 1}', "'question' stands twice; remove one"),
+        ('{"question": "x", "label": 1, "m": {"a": 1, "a": 2}}', "'a' stands twice"),
+        ('{"question": "x", "label": 1, "m": ' + "[" * 500 + "]" * 500 + "}", "nested 500 deep; 64"),
+        ("[" * 100_000, "JSON"),
+        ('{"question": "x", "label": ' + "1" * 5000 + "}", "JSON"),
+        ('{"question": "caf\udce9", "label": 1}', "UTF-8"),
     ],
     ids=lambda value: value[:30],
 )
 def test_bad_line_is_named(tokenizer, tmp_path, line, problem):
     path = tmp_path / "rows.jsonl"
     good = json.dumps(ROWS[0])
-    path.write_text(f"{good}\n{good}\n{line}\n")
+    path.write_bytes(f"{good}\n{good}\n{line}\n".encode(errors="surrogateescape"))
     cfg = FileData(kind="file", train_path=str(path), prompt_key="question", answer_key="label")
-    with pytest.raises(DataError, match=problem):
+    with pytest.raises(DataError, match=rf"rows\.jsonl, line 3: .*{problem}"):
         prepare(cfg, tokenizer, tmp_path / "d")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.jsonl"]
 
@@ -274,12 +261,6 @@ def test_only_a_line_feed_ends_a_line(tokenizer, tmp_path):
     prepare(FileData(kind="file", train_path=path), tokenizer, tmp_path / "d")
     loaded = {p.text for split in ("train", "validation") for p in dataset.load(tmp_path / "d", split, tokenizer)}
     assert loaded == questions
-
-
-def test_other_encodings_are_refused_not_garbled(tokenizer, tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl", ["plain", "caf\xe9"], encoding="latin-1")
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 2: not UTF-8"):
-        prepare(FileData(kind="file", train_path=path), tokenizer, tmp_path / "d")
 
 
 def test_file_rows_with_a_scorer_that_does_not_know_them_fail_at_load():

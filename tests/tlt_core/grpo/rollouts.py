@@ -1,41 +1,13 @@
-"""A tiny decoder, its trainer and made-up rollouts, shared by the tests of the update."""
+"""A trainer and made-up rollouts, shared by the tests of the update."""
 
 import torch
 
 from conf.update import AlgorithmConfig, UpdateConfig
 from tlt_core.grpo.update import PolicyTrainer
 from tlt_core.items.types import FinishReason, NoiseKey, Rollout, RolloutBatch, ScoredBatch
-from tlt_core.model.config import DecoderConfig
 from tlt_core.model.decoder import Decoder
-from tlt_core.model.load import random_decoder
 
 CPU = torch.device("cpu")
-TINY = DecoderConfig(
-    family="llama",
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
-    rope_scaling=None,
-    tie_word_embeddings=True,
-    max_position_embeddings=256,
-    eos_token_ids=(2,),
-)
-
-
-def tiny_decoder(dtype: torch.dtype, *, config: DecoderConfig = TINY) -> Decoder:
-    """Two layers, vocabulary 64; weights large enough that its distributions are far from uniform."""
-    decoder = random_decoder(config, seed=0, dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in decoder.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(8)
-    return decoder.to(dtype)
 
 
 def make_trainer(

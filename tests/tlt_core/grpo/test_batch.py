@@ -61,18 +61,6 @@ def _check_share(share: TrainBatch, batch: ScoredBatch) -> None:
     assert first == len(share.rollout_logprobs_C)
 
 
-def _tokens_to_compute(share: TrainBatch) -> int:
-    prompts = {int(i): int(n) for i, n in zip(share.prompt_ids_S, share.prompt_lens_S, strict=True)}
-    return int(share.response_lens_S.sum()) + sum(prompts.values())
-
-
-def test_shares_are_balanced_by_what_they_compute() -> None:
-    batch = tiny_scored(seed=0, num_groups=12, num_samples=4)
-    shares = _make(batch, workers=3, tokens_per_micro_batch=64, groups_per_pack=1)[0]
-    loads = [_tokens_to_compute(share) for share in shares]
-    assert max(loads) - min(loads) <= 64 / 2
-
-
 def test_sequences_without_backward_weigh_a_third() -> None:
     rollouts = tiny_rollouts(seed=0, num_groups=12)
     advantages = torch.where(rollouts.prompt_ids_R < 6, 1.0, 0.0)
@@ -189,12 +177,6 @@ def test_supervised_batches() -> None:
     other = make_supervised_batches(examples, tokens_per_step=24, num_workers=2, seed=4)
     one, two = ([share.sources_S.tolist() for step in made for share in step] for made in (steps, other))
     assert one != two
-
-
-def test_misaligned_logprobs_are_refused() -> None:
-    share = _make(tiny_scored(seed=0, num_groups=2))[0][0]
-    with pytest.raises(ValueError, match="old_logprobs_C has 1 entries"):
-        share.with_old_logprobs(torch.zeros(1))
 
 
 def test_a_sequence_without_completion_tokens_is_refused() -> None:

@@ -18,9 +18,8 @@ import torch.multiprocessing as mp
 
 from conf.optimizer import AdamWConfig
 from conf.update import AlgorithmConfig, DeepSpeedBackend, KLConfig, TorchBackend, UpdateConfig
-from tests.pretended_gpu import GpuTensor, pretended_gpu
-from tests.tlt_core.grpo.rollouts import make_trainer, tiny_decoder, tiny_scored
-from tlt_core.grpo import deepspeed_backend
+from tests.decoders import lively
+from tests.tlt_core.grpo.rollouts import make_trainer, tiny_scored
 from tlt_core.grpo.batch import make_train_batches
 from tlt_core.grpo.trainer_files import SavedState
 from tlt_core.grpo.update import PolicyTrainer
@@ -40,7 +39,7 @@ def _train(backend, rank: int, world_size: int, resumed: Path | None = None) -> 
     def make() -> PolicyTrainer:
         optimizer = AdamWConfig(learning_rate=5e-3, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
         cfg = UpdateConfig(backend=backend, optimizer=optimizer, tokens_per_micro_batch=64)
-        decoder = tiny_decoder(torch.float32)
+        decoder = lively()
         return make_trainer(
             decoder, cfg, algorithm=ALGORITHM, temperature=0.8, total_steps=3, rank=rank, world_size=world_size
         )
@@ -122,7 +121,7 @@ def _largest_difference(a: dict, b: dict) -> float:
 @pytest.mark.parametrize("name", list(BACKENDS))
 def test_two_processes_make_the_update_of_one(results: Path, name: str) -> None:
     weights, state, metrics = torch.load(results / "single.pt")
-    start = dict(tiny_decoder(torch.float32).named_parameters())
+    start = dict(lively().named_parameters())
     assert min((weights[n] - start[n]).abs().max().item() for n in weights) > 5e-3  # every tensor has moved
     for rank in (0, 1):
         other_weights, other_state, other_metrics = torch.load(results / f"{name}-{rank}.pt")
@@ -147,33 +146,3 @@ def test_no_worker_ever_holds_the_whole_state(results: Path, name: str) -> None:
         saving, loading, tensors = torch.load(results / f"held-{name}-{rank}.pt")
         assert 0 < saving <= tensors // 2 + 2
         assert loading == 0
-
-
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_each_worker_writes_half_of_the_state(results: Path, name: str) -> None:
-    """One worker can read what two wrote."""
-    sizes = [(results / name / f"trainer_{rank}.safetensors").stat().st_size for rank in (0, 1)]
-    assert max(sizes) < 0.7 * sum(sizes)
-    _, state, _ = torch.load(results / f"{name}-0.pt")
-    assert SavedState(results / name).keys() == state.keys()
-    decoder = tiny_decoder(torch.float32)
-    trainer = make_trainer(decoder, UpdateConfig(), algorithm=ALGORITHM, temperature=0.8, total_steps=3)
-    trainer.load(results / name)
-    assert trainer.completed_steps == 2
-    masters = SavedState(results / name)
-    assert all(torch.equal(w, masters[f"master/decoder.{n}"]) for n, w in decoder.named_parameters())
-
-
-def test_deepspeed_gets_the_workers_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what ZeRO-3 leaves to us, the buffers, goes there."""
-    given = []
-    monkeypatch.setattr(deepspeed_backend, "DeepSpeedBackend", lambda *_, **options: given.append(options["device"]))
-    cfg = UpdateConfig(backend=BACKENDS["zero3"])
-    gpu = torch.device("cuda:0")
-    with pretended_gpu():
-        make_trainer(tiny_decoder(torch.float32), cfg, algorithm=ALGORITHM, temperature=1.0, total_steps=3, device=gpu)
-        module = torch.nn.Module()
-        module.inner = torch.nn.BatchNorm1d(3)
-        deepspeed_backend._move_buffers(module, gpu)
-        assert all(isinstance(buffer, GpuTensor) for buffer in module.buffers())
-    assert given == [gpu]

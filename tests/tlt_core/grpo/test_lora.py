@@ -5,7 +5,8 @@ import torch
 
 from conf.optimizer import AdamWConfig
 from conf.update import AlgorithmConfig, LoraConfig, UpdateConfig
-from tests.tlt_core.grpo.rollouts import make_trainer, tiny_decoder, tiny_scored
+from tests.decoders import lively
+from tests.tlt_core.grpo.rollouts import make_trainer, tiny_scored
 from tlt_core.grpo.batch import TrainBatch, make_train_batches
 from tlt_core.grpo.update import PolicyTrainer
 from tlt_core.model.config import ModelError
@@ -15,7 +16,7 @@ LORA = LoraConfig(enabled=True, rank=4, alpha=8.0, target_modules=("qkv_proj", "
 
 def _trainer(dtype: torch.dtype, lora: LoraConfig = LORA) -> PolicyTrainer:
     cfg = UpdateConfig(lora=lora, optimizer=AdamWConfig(learning_rate=1e-2))
-    return make_trainer(tiny_decoder(dtype), cfg, algorithm=AlgorithmConfig())
+    return make_trainer(lively(dtype=dtype), cfg, algorithm=AlgorithmConfig())
 
 
 def _share() -> TrainBatch:
@@ -25,7 +26,7 @@ def _share() -> TrainBatch:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_starts_as_the_base_model_and_trains_adapters_only(dtype: torch.dtype) -> None:
-    base = {name: value.detach().clone() for name, value in tiny_decoder(dtype).named_parameters()}
+    base = {name: value.detach().clone() for name, value in lively(dtype=dtype).named_parameters()}
     trainer = _trainer(dtype)
     start = {name: value.clone() for name, value in trainer.weights()}
     assert list(start) == list(base)
@@ -42,7 +43,7 @@ def test_merged_weights_are_the_policy_that_was_trained() -> None:
     trainer, share = _trainer(torch.float32), _share()
     for _ in range(2):
         trainer.step(share)
-    merged = tiny_decoder(torch.float32)
+    merged = lively()
     merged.load_weights(trainer.weights())
     plain = make_trainer(merged, UpdateConfig(), algorithm=AlgorithmConfig())
     torch.testing.assert_close(plain.logprobs(share), trainer.logprobs(share), rtol=0, atol=1e-4)

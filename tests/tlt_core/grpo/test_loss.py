@@ -56,12 +56,6 @@ def test_on_policy_gradient_is_reinforce_times_the_truncated_weight() -> None:
     assert loss_metrics(terms.sums_M, terms.largest)["training/tis_weight_mean"] == pytest.approx(3.5 / 3, abs=1e-6)
 
 
-def test_tis_off() -> None:
-    logprobs = _logs(0.4).requires_grad_()
-    terms = policy_loss(logprobs, torch.zeros(1), _data([1], rollout=_logs(0.1)), algorithm=AlgorithmConfig(tis_cap=0))
-    assert terms.loss.item() == pytest.approx(-1)
-
-
 @pytest.mark.parametrize(
     ("kind", "value", "slope"),
     [

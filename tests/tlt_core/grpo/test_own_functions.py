@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from conf.load import ConfigError, load
 from conf.reward import RewardConfig, RewardFunction
 from tlt_core.grpo.reward import RewardError, Scorer, check_reward_functions, require_scores
 from tlt_core.items.types import Prompt, ScoreStatus
@@ -83,11 +82,6 @@ def test_a_function_that_cannot_be_called_is_refused_before_any_work(function: R
         check_reward_functions(RewardConfig(functions=(function,)))
     assert function.path in str(refused.value)
     assert why in str(refused.value)
-
-
-def test_only_functions_of_ones_own_take_batches() -> None:
-    with pytest.raises(ConfigError, match="only functions of kind 'python' take whole batches"):
-        load("conf/smoke.yaml", ["reward.functions=[{kind: exact, batch: true}]"])
 
 
 def test_a_step_without_any_score_is_the_end_of_the_run() -> None:

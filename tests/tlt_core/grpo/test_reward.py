@@ -10,10 +10,7 @@ from conf.reward import RewardConfig, RewardFunction
 from tlt_core.grpo.reward import RewardError, Scorer, check_reward_functions
 from tlt_core.grpo.verifiers import (
     Item,
-    Unparseable,
-    extract_answer,
     format_reward,
-    math_verify_reward,
     resolve,
     score_response,
 )
@@ -52,20 +49,6 @@ def test_reasoning_gym_is_all_or_nothing(response, expected):
     assert resolve("reasoning_gym", "")(item(response)) == expected
 
 
-def test_answers_are_extracted_or_reported():
-    assert extract_answer("x <answer>\n7 </answer>") == "7"
-    with pytest.raises(Unparseable):
-        extract_answer("the answer is 7")
-
-
-@pytest.mark.parametrize(
-    ("response", "answer", "expected"),
-    [(r"\boxed{\frac{1}{2}}", "0.5", 1.0), ("<answer>12</answer>", "12", 1.0), ("<answer>13</answer>", "12", 0.0)],
-)
-def test_math_verify(response, answer, expected):
-    assert math_verify_reward(item(response, answer)) == expected
-
-
 @pytest.mark.parametrize(
     ("response", "expected"),
     [
@@ -83,16 +66,6 @@ def test_an_answer_that_the_task_cannot_read_is_unparseable_not_an_error():
     functions = (("reasoning_gym", ""),)
     outcome = score_response(functions, item("<answer>two</answer>", "2 x 3", "prime_factorization"))
     assert (outcome.components, outcome.status, outcome.message) == ((0.0,), "unparseable", "")
-
-
-def test_components_weights_and_unparseable():
-    cfg = config(RewardFunction(kind="exact"), RewardFunction(kind="format", weight=0.5))
-    with Scorer(cfg) as scorer:
-        scorer.submit("right", PROMPT, "<think>x</think><answer>5</answer>")
-        scorer.submit("none", PROMPT, "no answer here")
-        none, right = scorer.collect(["none", "right"])
-    assert (right.components, right.total, right.status) == ((1.0, 1.0), 1.5, ScoreStatus.OK)
-    assert (none.total, none.status) == (0.0, ScoreStatus.UNPARSEABLE)
 
 
 @pytest.fixture(scope="module")
@@ -141,16 +114,6 @@ def test_a_reward_out_of_range_is_reported_with_its_function_and_sample(caplog):
         assert scorer.collect([(3, 1)])[0].total == 0.0
     assert "sample (3, 1)" in caplog.text
     assert f"{HOSTILE}:hostile: ValueError: the reward is 1e+39" in caplog.text
-
-
-def test_a_hanging_function_does_not_hold_up_the_others():
-    with Scorer(config(python("hostile"), timeout_s=30.0, num_processes=2)) as scorer:
-        scorer.submit("hung", PROMPT, "sleep")
-        for n in range(20):
-            scorer.submit(n, PROMPT, "fine")
-        started = time.perf_counter()
-        assert all(s.total == 5.0 for s in scorer.collect(range(20)))
-        assert time.perf_counter() - started < 25  # the hang has its full 30 s
 
 
 def test_imports_do_not_count_against_the_time_of_a_sample():

@@ -125,11 +125,6 @@ def test_casting_keeps_rotary_frequencies_exact(tiny_config):
     assert torch.equal(decoder.half().bfloat16()._frequencies, rope_frequencies(tiny_config))
 
 
-def test_unknown_tap_is_refused(tiny_decoder):
-    with pytest.raises(ValueError, match="has taps 0 to 2"):
-        tiny_decoder(torch.arange(3), torch.arange(3), packed([0, 3]), taps=(3,))
-
-
 def test_load_weights_overwrites_in_place(tiny_decoder, tiny_config):
     other = random_decoder(tiny_config, seed=1, dtype=torch.float32)
     before = tiny_decoder.layers[0].qkv_proj.weight

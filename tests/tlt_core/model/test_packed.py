@@ -78,13 +78,6 @@ def test_later_changes_of_the_source_do_not_show(config):
     assert torch.equal(logits(packed, 5), before)
 
 
-def test_the_plain_layer_weights_are_released(config):
-    decoder = bfloat16_decoder(config, 1)
-    pack_linears(decoder)
-    left = {name.rpartition(".")[0].rpartition(".")[2] for name, _ in decoder.named_parameters()}
-    assert left <= {"embed_tokens", "lm_head", "input_norm", "post_norm", "q_norm", "k_norm", "norm"}
-
-
 @pytest.mark.parametrize("name", ["layers.0.qkv_proj.scale", "layers.9.qkv_proj.weight", "layers.0.o_proj.bias"])
 def test_weights_that_do_not_fit_are_refused(config, name):
     with pytest.raises(ModelError, match=f"weight {name} of shape"):

@@ -1,6 +1,5 @@
 """Captured hidden states and distributions are those that a plain transformers forward gives, position by position."""
 
-import gc
 import json
 
 import pytest
@@ -8,10 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from conf.rollout import SpeculationConfig, StrategyConfig
+from tests.tlt_core.rollout.playing import play, requests
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import eagle3_from_target
 from tlt_core.drafter.eagle3.observe import draft_probs
-from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
+from tlt_core.items.types import SamplingParams
 from tlt_core.model.load import load_decoder
 from tlt_core.model.sampling import stream_key
 from tlt_core.rollout import build
@@ -46,43 +46,35 @@ def folders(tmp_path_factory):
     return path
 
 
-def captured(folders, params, **speculation):
-    """(TrainSequence, Rollout) of every response of the second of two phases on one engine; and the taps."""
+def captured(folders, params, *, capture=(True, True), **speculation):
+    """(TrainSequence, Rollout) of every response of the last of some phases on one engine; taps; strategies in use.
+
+    capture: whether each phase is recorded."""
     decoder = load_decoder(folders / "model", dtype=torch.float32)
     cfg = SpeculationConfig(drafter_path=str(folders / "d-eagle3"), **speculation)
     engine = build.make_engine(decoder, cfg, max_live=4, max_len=MAX_LEN, seed=0, capture=True)
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, VOCAB, (n,), generator=generator).to(torch.int32) for n in (1, 4, 9)]
     strategies = set()
-    for step in (1, 2):
-        waiting = [GenerationRequest(NoiseKey(0, step, p, s), t) for p, t in enumerate(prompts) for s in range(4)]
-        finished, seen = {}, []
-
-        def pull(wanted, waiting=waiting):
-            taken, waiting[:] = waiting[:wanted], waiting[wanted:]
-            return taken
-
-        engine.decode(
-            pull,
-            lambda r, finished=finished: finished.__setitem__(r.key, r),
+    for step, keep in enumerate(capture, start=3 - len(capture)):
+        seen = []
+        finished, traces = play(
+            engine,
+            requests(12, lengths=(1, 4, 9), step=step),
             params,
-            on_round=lambda trace: strategies.add(trace.report.strategy),
-            on_captured=seen.append,
+            on_captured=seen.append if keep else None,
             policy_version=step,
         )
+        strategies |= {trace.report.strategy for trace in traces}
     return [(c, finished[c.key]) for c in seen], engine.speculation.drafters["eagle3"].taps, strategies
 
 
 WAYS = {
-    "mostly plain": {"policy": "threshold", "max_live": 1, "menu": (CHAIN,)},
     "chain": {"policy": "fixed", "menu": (CHAIN, NGRAM)},
     "tree": {"policy": "fixed", "menu": (TREE,)},
     "switching": {"policy": "beg_mab", "menu": (TREE, CHAIN, NGRAM)},
 }
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "temperature"), [*((way, 1.0) for way in WAYS), ("switching", 0.7)])
 def test_captured_states_are_those_of_transformers(folders, way, temperature):
     speculation = WAYS[way]
     pairs, taps, strategies = captured(folders, SamplingParams(temperature, max_new_tokens=40), **speculation)
@@ -91,6 +83,9 @@ def test_captured_states_are_those_of_transformers(folders, way, temperature):
     theirs = AutoModelForCausalLM.from_pretrained(folders / "model", dtype=torch.float32)
     assert len(pairs) == 12
     for item, rollout in pairs:
+        for tensor in item.tensors.values():  # a copy, which may be trained on, and no view of the engine's buffers
+            assert not tensor.is_inference()
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
         assert torch.equal(item.tokens_L, rollout.tokens)
         assert (item.first, item.stream, item.policy_version) == (rollout.prompt_len, stream_key(item.key), 2)
         wanted_P = assert_aligned(item, taps, theirs)
@@ -99,10 +94,9 @@ def test_captured_states_are_those_of_transformers(folders, way, temperature):
             torch.testing.assert_close(own, rollout.logprobs, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("way", ["tree", "switching"])
-def test_what_a_resumed_run_finds_is_still_that_of_transformers(folders, way, tmp_path):
+def test_what_a_resumed_run_finds_is_still_that_of_transformers(folders, tmp_path):
     """Through the buffer's files: another process would map the same."""
-    pairs, taps, _ = captured(folders, SamplingParams(max_new_tokens=40), **WAYS[way])
+    pairs, taps, _ = captured(folders, SamplingParams(max_new_tokens=40), **WAYS["switching"])
     bounds = {"max_bytes": 10**9, "max_sequences": 10**6}
     first_writer, second_writer = BackgroundWriter(), BackgroundWriter()
     buffer = SequenceBuffer(tmp_path, **bounds, writer=first_writer)
@@ -144,74 +138,12 @@ def assert_aligned(item, taps, theirs):
     return wanted_P
 
 
-def test_what_is_captured_has_memory_of_its_own_and_may_be_trained_on(folders):
-    """Copies, not views of the engine's buffers; autograd may keep them, though rollout runs in inference mode."""
-    pairs, _, _ = captured(folders, SamplingParams(max_new_tokens=40), **WAYS["chain"])
-    for item, _ in pairs:
-        for tensor in item.tensors.values():
-            assert not tensor.is_inference()
-            assert tensor.untyped_storage().nbytes() == tensor.nbytes
-            assert tensor.is_contiguous()
-
-
-def test_nothing_is_captured_unless_asked_for(folders):
-    decoder = load_decoder(folders / "model", dtype=torch.float32)
-    engine = build.make_engine(decoder, SpeculationConfig(), max_live=4, max_len=MAX_LEN, seed=0, capture=True)
-    request, seen = [GenerationRequest(NoiseKey(0, 1, 0, 0), torch.tensor([5], dtype=torch.int32))], []
-    engine.decode(
-        lambda n: [request.pop()] if request else [],
-        lambda r: None,
-        SamplingParams(max_new_tokens=5),
-        on_captured=seen.append,
-    )
-    assert seen == []
-
-
-def test_a_phase_that_is_not_kept_records_nothing_and_spoils_nothing(folders):
+def test_a_phase_that_is_not_kept_spoils_nothing(folders):
     """Validation, and then a rollout; against the rollout alone."""
-
-    def phases(*kept):
-        decoder = load_decoder(folders / "model", dtype=torch.float32)
-        cfg = SpeculationConfig(drafter_path=str(folders / "d-eagle3"), policy="fixed", menu=(CHAIN,))
-        engine = build.make_engine(decoder, cfg, max_live=4, max_len=MAX_LEN, seed=0, capture=True)
-        seen = []
-        for keep in kept:
-            prompts = (torch.tensor([5 + p], dtype=torch.int32) for p in range(9))
-            waiting = [GenerationRequest(NoiseKey(0, 1, p, 0), prompt) for p, prompt in enumerate(prompts)]
-
-            def pull(wanted, waiting=waiting):
-                taken, waiting[:] = waiting[:wanted], waiting[wanted:]
-                return taken
-
-            on_captured = seen.append if keep else None
-            engine.decode(pull, lambda _: None, SamplingParams(max_new_tokens=20), on_captured=on_captured)
-            if not keep:
-                assert not engine._capture._last_SCD.any()
-                assert not engine._capture._lognorms_SC.any()
-        return {item.key: item for item in seen}
-
-    alone, after = phases(True), phases(False, True)
-    assert alone.keys() == after.keys()
-    assert len(alone) == 9
-    for key, item in alone.items():
-        assert torch.equal(item.tokens_L, after[key].tokens_L)
-        torch.testing.assert_close(item.taps_LE, after[key].taps_LE)
-        torch.testing.assert_close(item.last_PD, after[key].last_PD)
-        torch.testing.assert_close(item.lognorms_P, after[key].lognorms_P)
-
-
-def test_drafter_and_capture_share_one_buffer_of_taps(folders):
-    """9.5 GB at 7B: a second one would not fit beside the trainer.  The engine gives it back with the rest."""
-    decoder = load_decoder(folders / "model", dtype=torch.float32)
-    cfg = SpeculationConfig(drafter_path=str(folders / "d-eagle3"), menu=[CHAIN])
-    engine = build.make_engine(decoder, cfg, max_live=4, max_len=MAX_LEN, seed=0, capture=True)
-    width = 3 * decoder.config.hidden_size
-
-    def buffers() -> int:
-        tensors = [x for x in gc.get_objects() if isinstance(x, torch.Tensor) and x.shape[-1:] == (width,)]
-        return len({x.data_ptr() for x in tensors if x.numel() >= 4 * MAX_LEN * width})
-
-    gc.collect()
-    assert buffers() == 1
-    engine.release_memory()
-    assert buffers() == 0
+    params = SamplingParams(max_new_tokens=20)
+    alone, after = (captured(folders, params, capture=c, **WAYS["chain"])[0] for c in ((True,), (False, True)))
+    assert len(alone) == len(after) == 12
+    by_key = {item.key: item for item, _ in after}
+    for item, _ in alone:
+        for mine, theirs in zip(item.tensors.values(), by_key[item.key].tensors.values(), strict=True):
+            torch.testing.assert_close(mine, theirs)

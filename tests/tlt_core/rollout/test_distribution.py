@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from tests.tlt_core.rollout.test_spec_round import Recorder
+from tests.tlt_core.rollout.playing import Recorder
 from tlt_core.data.chat import encode_prompt
 from tlt_core.items.speculation import DraftTree, Strategy
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams

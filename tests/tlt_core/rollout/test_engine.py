@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.tlt_core.rollout.playing import play
 from tlt_core.items.types import FinishReason, GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.model.load import load_decoder
 from tlt_core.rollout.engine import RolloutEngine
@@ -52,21 +53,11 @@ def requests(num_prompts: int, samples: int) -> list[GenerationRequest]:
 
 
 def run(decoder, items, params, *, max_live: int) -> dict[NoiseKey, Rollout]:
-    engine = RolloutEngine(decoder, max_live=max_live, max_len=96)
-    waiting, finished = list(items), {}
-
-    def pull(wanted: int) -> list[GenerationRequest]:
-        taken, waiting[:] = waiting[:wanted], waiting[wanted:]
-        return taken
-
-    engine.decode(pull, lambda r: finished.__setitem__(r.key, r), params, policy_version=5)
-    assert len(finished) == len(items)
-    return finished
+    return play(RolloutEngine(decoder, max_live=max_live, max_len=96), items, params, policy_version=5)[0]
 
 
-@pytest.mark.parametrize("params", [SamplingParams(max_new_tokens=40, stop_token_ids=(2, 3))])
-def test_tokens_do_not_depend_on_the_batch(decoder, params):
-    items = requests(9, 4)
+def test_tokens_do_not_depend_on_the_batch(decoder):
+    items, params = requests(9, 4), SamplingParams(max_new_tokens=40, stop_token_ids=(2, 3))
     reference = run(decoder, items, params, max_live=1)
     for max_live in (7, 32, 36):
         other = run(decoder, items, params, max_live=max_live)

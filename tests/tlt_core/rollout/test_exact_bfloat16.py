@@ -6,9 +6,9 @@ import dataclasses
 import pytest
 import torch
 
-from tests.tlt_core.rollout.playing import Knows
-from tlt_core.items.speculation import NO_FLOORS, OFF, Strategy
-from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
+from tests.tlt_core.rollout.playing import Cycle, Knows, play, requests
+from tlt_core.items.speculation import OFF, Strategy
+from tlt_core.items.types import NoiseKey, Rollout, SamplingParams
 from tlt_core.model.load import random_decoder
 from tlt_core.rollout.engine import RolloutEngine, Speculation
 
@@ -16,22 +16,6 @@ pytestmark = pytest.mark.usefixtures("cpu_kernels")
 
 PARAMS = SamplingParams(temperature=1.0, max_new_tokens=70, stop_token_ids=(2,))
 SHAPES = (Strategy("knows", 1, 1, 1), Strategy("knows", 5, 1, 5), Strategy("knows", 4, 3, 12), OFF)
-
-
-class InTurn:
-    """A tuner that changes the strategy in every round."""
-
-    floors = NO_FLOORS
-
-    def __init__(self) -> None:
-        self._round = 0
-
-    def choose(self, rows, context):
-        self._round += 1
-        return SHAPES[self._round % len(SHAPES)]
-
-    def observe(self, rows, report): ...
-    def forget(self, row): ...
 
 
 def decoder(tiny_config):
@@ -46,25 +30,11 @@ def decoder(tiny_config):
 
 def generate(tiny_config, *, max_live: int, plain: dict[NoiseKey, Rollout] | None = None, params=PARAMS):
     """Responses by key, and how many draft tokens were accepted."""
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 64, (n,), generator=generator).to(torch.int32) for n in (5, 1, 40, 17)]
-    waiting = [GenerationRequest(NoiseKey(0, 1, p, s), prompt) for p, prompt in enumerate(prompts) for s in range(3)]
-    speculation = None if plain is None else Speculation({"knows": Knows(plain)}, InTurn(), menu=SHAPES[:-1])
+    speculation = None if plain is None else Speculation({"knows": Knows(plain)}, Cycle(SHAPES), menu=SHAPES[:-1])
     engine = RolloutEngine(decoder(tiny_config), max_live=max_live, max_len=120, speculation=speculation)
     assert engine.decoder.packed_layers is not None
-    finished, accepted = {}, []
-
-    def pull(wanted: int) -> list[GenerationRequest]:
-        taken, waiting[:] = waiting[:wanted], waiting[wanted:]
-        return taken
-
-    engine.decode(
-        pull,
-        lambda r: finished.__setitem__(r.key, r),
-        params,
-        on_round=lambda trace: accepted.append(sum(trace.report.accepted)),
-    )
-    return finished, sum(accepted)
+    finished, traces = play(engine, requests(12, lengths=(5, 1, 40, 17)), params)
+    return finished, sum(sum(trace.report.accepted) for trace in traces)
 
 
 def assert_same(found, wanted):

@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from kernels import native
-from tests.tlt_core.rollout.playing import play, requests
+from tests.decoders import lively
+from tests.tlt_core.rollout.playing import Cycle, Oracle, assert_same, play, requests
 from tests.tlt_core.rollout.tape import TapePool
-from tests.tlt_core.rollout.test_spec_round import Cycle, Oracle, assert_same
 from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
 from tlt_core.drafter.eagle3.files import export_weights
 from tlt_core.drafter.eagle3.model import eagle3_from_target
 from tlt_core.drafter.eagle3.static import room_for
 from tlt_core.items.speculation import OFF, Strategy
 from tlt_core.items.types import SamplingParams
-from tlt_core.model.load import random_decoder
 from tlt_core.rollout import static_rounds
 from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.rollout.graphs import EagerPool, GraphPool
@@ -50,15 +49,6 @@ def device(request, monkeypatch):
     return "cuda"
 
 
-def decoder_on(device, tiny_config, seed):
-    decoder = random_decoder(tiny_config, seed=seed, dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in decoder.named_parameters():
-            if not name.endswith("norm.weight"):
-                parameter *= 8
-    return decoder.to(device)
-
-
 def drafter_of(decoder, ids):
     return eagle3_from_target(decoder.cpu(), ids, scales=(1.0, 1.0, 1.0), seed=0)
 
@@ -80,8 +70,8 @@ def captured_engine(decoder, device, plain_responses, network, *, static=True):
 
 
 @pytest.mark.parametrize("params", PARAMS.values(), ids=list(PARAMS))
-def test_replayed_rounds_decode_the_same(device, tiny_config, params):
-    decoder = decoder_on("cpu", tiny_config, 1)
+def test_replayed_rounds_decode_the_same(device, params):
+    decoder = lively(seed=1)
     expected = plain(decoder, params)
     network = drafter_of(decoder, torch.arange(0, 64, 2))
     engine = captured_engine(decoder, device, expected, network)
@@ -94,10 +84,10 @@ def test_replayed_rounds_decode_the_same(device, tiny_config, params):
         assert sum(sum(r.accepted) for r in own) > 0, f"nothing of {arm} was accepted"
 
 
-def test_replayed_rounds_use_new_weights(device, tiny_config):
+def test_replayed_rounds_use_new_weights(device):
     """Of the policy and of the drafter; the graphs stay."""
     params = PARAMS["T=1"]
-    decoder, other = (decoder_on("cpu", tiny_config, seed) for seed in (1, 2))
+    decoder, other = (lively(seed=seed) for seed in (1, 2))
     before, after = plain(decoder, params), plain(other, params)
     assert any(before[key].tokens.tolist() != rollout.tokens.tolist() for key, rollout in after.items())
     networks = [drafter_of(decoder, torch.arange(0, 64, 2)), drafter_of(other, torch.arange(1, 64, 2))]
@@ -117,8 +107,8 @@ def test_replayed_rounds_use_new_weights(device, tiny_config):
     assert any(sum(accepted) for strategy, _, accepted in told[0] if strategy == CHAIN)
 
 
-def test_parameters_of_another_kind_add_graphs_and_old_ones_stay(device, tiny_config):
-    decoder = decoder_on("cpu", tiny_config, 1)
+def test_parameters_of_another_kind_add_graphs_and_old_ones_stay(device):
+    decoder = lively(seed=1)
     network = drafter_of(decoder, torch.arange(0, 64, 2))
     expected = {name: plain(decoder, params) for name, params in PARAMS.items()}
     engine = captured_engine(decoder, device, expected["T=1"], network)
@@ -133,9 +123,9 @@ def test_parameters_of_another_kind_add_graphs_and_old_ones_stay(device, tiny_co
     assert len(engine.graphs) == counts[0]
 
 
-def test_a_cache_that_was_given_back_is_captured_anew(device, tiny_config):
+def test_a_cache_that_was_given_back_is_captured_anew(device):
     """Colocated training takes the rollout's memory between two steps; graphs hold addresses in it."""
-    decoder, params = decoder_on("cpu", tiny_config, 1), PARAMS["T=1"]
+    decoder, params = lively(seed=1), PARAMS["T=1"]
     expected = plain(decoder, params)
     engine = captured_engine(decoder, device, expected, drafter_of(decoder, torch.arange(0, 64, 2)))
     assert_same(expected, play(engine, requests(6), params, JOINING)[0])
@@ -148,9 +138,9 @@ def test_a_cache_that_was_given_back_is_captured_anew(device, tiny_config):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_shapes_that_fit_decode_the_same_on_a_gpu(tiny_config):
+def test_shapes_that_fit_decode_the_same_on_a_gpu():
     """Rounds without graphs, as on a CPU."""
-    decoder = decoder_on("cpu", tiny_config, 1)
+    decoder = lively(seed=1)
     expected = plain(decoder, PARAMS["T=1"])
     engine = RolloutEngine(decoder.cuda(), max_live=MAX_LIVE, max_len=MAX_LEN, static=False)
     assert_same(expected, play(engine, requests(6), PARAMS["T=1"], JOINING)[0])
@@ -158,8 +148,8 @@ def test_shapes_that_fit_decode_the_same_on_a_gpu(tiny_config):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_bytes_and_seconds_of_captured_graphs(tiny_config):
-    decoder = decoder_on("cpu", tiny_config, 1)
+def test_bytes_and_seconds_of_captured_graphs():
+    decoder = lively(seed=1)
     expected = plain(decoder, PARAMS["T=1"])
     engine = captured_engine(decoder, "cuda", expected, drafter_of(decoder, torch.arange(0, 64, 2)))
     engine.prepare(PARAMS["T=1"])

@@ -2,7 +2,7 @@
 come out."""
 
 import copy
-from collections.abc import Iterator
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from conf.update import AlgorithmConfig, UpdateConfig
 from tests.pretended_gpu import GpuTensor, pretended_gpu
 from tests.tlt_core.grpo.rollouts import tiny_scored
 from tests.tlt_core.rollout.playing import play, requests
-from tlt_core.cluster import start_replica
 from tlt_core.cluster.messages import TrainerSpec, WorkerSpec
 from tlt_core.cluster.worker import Worker
 from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
@@ -30,17 +29,15 @@ from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import save_hf
 from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.rollout.own import OwnReplica
-from tlt_core.rollout.vllm.replica import VllmSpec
 from tlt_core.tuner.policies import make_tuner
 
 GPU = torch.device("cuda:0")
 STRATEGIES = [OFF, Strategy("eagle3", 3, 1, 3), Strategy("eagle3", 3, 2, 5), Strategy("ngram", 3, 1, 3)]
-PLAIN = SamplingParams(max_new_tokens=24)
-FILTERED = SamplingParams(temperature=0.7, top_p=0.9, top_k=9, max_new_tokens=24)
+FILTERED = SamplingParams(temperature=0.7, top_p=0.9, top_k=9, max_new_tokens=12)
 
 
 def said(engine: RolloutEngine, params: SamplingParams) -> list[list[int]]:
-    finished, _ = play(engine, requests(5), params)
+    finished, _ = play(engine, requests(3), params)
     return tokens_of(finished)
 
 
@@ -59,49 +56,21 @@ def engine_of(decoder: Decoder, strategy: Strategy) -> RolloutEngine:
     return RolloutEngine(decoder, max_live=3, max_len=96, speculation=speculation, static=True)
 
 
-@pytest.mark.parametrize("params", [PLAIN, FILTERED], ids=["plain", "filtered"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-def test_rounds(tiny_decoder: Decoder, strategy: Strategy, params: SamplingParams) -> None:
-    expected = said(engine_of(tiny_decoder, strategy), params)
+def test_rounds(tiny_decoder: Decoder, strategy: Strategy) -> None:
+    """No operation of a round waits for the device but the one that brings tokens and counts to the host."""
+    expected = said(engine_of(tiny_decoder, strategy), FILTERED)
     with pretended_gpu() as gpu:
         engine = engine_of(copy.deepcopy(tiny_decoder).to(GPU), strategy)
         gpu.waits.clear()
-        finished, rounds = play(engine, requests(5), params)
+        waits = []
+        finished, rounds = play(engine, requests(3), FILTERED, on_round=lambda _: waits.append(gpu.waits.copy()))
         assert tokens_of(finished) == expected
-        assert gpu.calls["aten::mm"] + gpu.calls["aten::linear"] > 100
-        assert gpu.waits["aten::copy_"] == len(rounds), "tokens and counts come to the host once a round"
-
-
-def tensors_of(name: str, value: Any) -> Iterator[tuple[str, bool]]:
-    """Every tensor below an object of ours, and whether it is on the GPU."""
-    if isinstance(value, torch.Tensor):
-        yield name, isinstance(value, GpuTensor)
-    elif isinstance(value, list | tuple):
-        for index, part in enumerate(value):
-            yield from tensors_of(f"{name}[{index}]", part)
-    elif type(value).__module__.startswith("tlt_core.rollout"):
-        for attribute, part in vars(value).items():
-            yield from tensors_of(f"{name}.{attribute}", part)
-
-
-def test_what_a_captured_round_reads_is_on_the_gpu(tiny_decoder: Decoder) -> None:
-    """A graph reads the memory that it was captured with: a number from the CPU would never change again."""
-    with pretended_gpu():
-        engine = engine_of(copy.deepcopy(tiny_decoder).to(GPU), STRATEGIES[2])
-        said(engine, FILTERED)
-        found = dict(tensors_of("", [engine._batch, engine._rounds]))
-        assert sum(found.values()) > 20
-        assert {name for name, on_gpu in found.items() if not on_gpu} == {n for n in found if "_host" in n}
-
-
-def test_prompts_in_bfloat16_take_the_kernel_of_the_update(tiny_decoder: Decoder) -> None:
-    """And no layer waits for their bounds."""
-    with pretended_gpu() as gpu:
-        engine = engine_of(copy.deepcopy(tiny_decoder).to(GPU, torch.bfloat16), STRATEGIES[1])
-        gpu.waits.clear()
-        said(engine, PLAIN)
-        assert not gpu.waits["tolist"]
-        assert gpu.calls["torch_attn::_varlen_attn"] >= engine.decoder.config.num_layers
+        assert gpu.calls["aten::mm"] + gpu.calls["aten::linear"] > 50
+        assert gpu.waits["aten::copy_"] == len(rounds)
+        between = [(late - early).keys() for early, late in itertools.pairwise(waits[:-1])]
+        assert len(between) > 2
+        assert all(names == {"aten::copy_"} for names in between), between
 
 
 @pytest.fixture
@@ -132,7 +101,7 @@ def worked(spec: WorkerSpec) -> tuple[list[list[int]], ...]:
     worker.load(None, 0)
     assert isinstance(worker._replica, OwnReplica)
     engine = worker._replica._engine
-    before = said(engine, PLAIN)
+    before = said(engine, FILTERED)
     assert spec.trainer is not None
     batch = make_train_batches(
         tiny_scored(seed=0, num_groups=4), spec.trainer.update, spec.trainer.algorithm, num_workers=1, seed=0, step=1
@@ -141,7 +110,7 @@ def worked(spec: WorkerSpec) -> tuple[list[list[int]], ...]:
     worker.publish(1)
     weights = [*engine.decoder.parameters(), *(w for _, w in worker._policy.weights())]
     assert {isinstance(w, GpuTensor) for w in weights} == {spec.device != "cpu"}
-    after = said(engine, PLAIN)
+    after = said(engine, FILTERED)
     assert after != before, "a publish that changes nothing proves nothing"
     return before, after
 
@@ -151,17 +120,3 @@ def test_a_worker(spec: WorkerSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tlt_core.cluster.worker.require_gpu", lambda needed, workers: None)
     with pretended_gpu():
         assert worked(spec._replace(device="cuda:0")) == expected
-
-
-def test_a_worker_beside_vllm_trains_its_drafter_on_the_gpu(
-    spec: WorkerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM itself is not started."""
-    given: dict[str, Any] = {}
-    monkeypatch.setattr(start_replica, "start_vllm", lambda *_, **options: given.update(options))
-    beside = spec._replace(device="cuda:0", vllm=VllmSpec(Path("python"), tmp_path), spot_dir=tmp_path / "spot")
-    off = SpeculationConfig(policy="off")
-    with pretended_gpu():
-        start_replica._vllm(beside, off, policy_version=0, rank=0, gpus=("0",))
-        assert isinstance(given["ends"].head_weight, GpuTensor)
-    assert given["devices"] == ("0",)

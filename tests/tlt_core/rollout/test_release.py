@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
+from tests.tlt_core.rollout.playing import play, requests
+from tlt_core.items.types import SamplingParams
 from tlt_core.rollout.engine import RolloutEngine
 
 PARAMS = SamplingParams(max_new_tokens=30, stop_token_ids=(2,))
@@ -21,10 +22,10 @@ def resident() -> int:
 config = DecoderConfig(
     family="llama", vocab_size=64, hidden_size=64, intermediate_size=64, num_layers=2, num_heads=4, num_kv_heads=4,
     head_dim=64, rms_norm_eps=1e-5, rope_theta=1e4, rope_scaling=None, tie_word_embeddings=True,
-    max_position_embeddings=65536, eos_token_ids=(2,),
+    max_position_embeddings=8192, eos_token_ids=(2,),
 )
 before = resident()
-cache = SlotCache(config, num_slots=2, max_len=32768, dtype=torch.float32, device=torch.device("cpu"))
+cache = SlotCache(config, num_slots=2, max_len=8192, dtype=torch.float32, device=torch.device("cpu"))
 cache.keys_YSKCd.fill_(1.0)
 cache.values_YSKCd.fill_(1.0)
 size, full = cache.num_bytes, resident()
@@ -37,29 +38,19 @@ print(size, full - before, empty - before, cache.num_bytes, int(cache.keys_YSKCd
 
 def generate(engine: RolloutEngine, step: int) -> dict:
     """Tokens, log-probs and hidden states of each response."""
-    waiting = [
-        GenerationRequest(NoiseKey(0, step, prompt, sample), torch.arange(3, 6 + prompt).int())
-        for prompt in range(4)
-        for sample in range(3)
-    ]
-    responses, states = {}, {}
-
-    def pull(wanted: int) -> list[GenerationRequest]:
-        taken, waiting[:] = waiting[:wanted], waiting[wanted:]
-        return taken
-
-    engine.decode(
-        pull,
-        lambda r: responses.__setitem__(r.key, (r.tokens, r.logprobs)),
+    states = {}
+    responses, _ = play(
+        engine,
+        requests(12, step=step),
         PARAMS,
         on_captured=lambda c: states.__setitem__(c.key, (c.taps_LE, c.last_PD, c.lognorms_P)),
     )
-    return {key: (*responses[key], *states[key]) for key in responses}
+    return {key: (r.tokens, r.logprobs, *states[key]) for key, r in responses.items()}
 
 
-def test_a_rollout_after_a_release_is_the_same(tiny_decoder):
-    kept = RolloutEngine(tiny_decoder, max_live=5, max_len=64, capture_taps=(0, 1, 2))
-    released = RolloutEngine(tiny_decoder, max_live=5, max_len=64, capture_taps=(0, 1, 2))
+def test_a_rollout_after_a_release_is_the_same(decoder):
+    kept = RolloutEngine(decoder, max_live=5, max_len=64, capture_taps=(0, 1, 2))
+    released = RolloutEngine(decoder, max_live=5, max_len=64, capture_taps=(0, 1, 2))
     held = released.memory_bytes
     slots, floats = 5 * 64, 4
     assert held == slots * floats * ((2 * 2) * (2 * 8) + 3 * 32 + 32 + 1)  # K and V of two layers; taps, last, lognorm
@@ -75,22 +66,16 @@ def test_a_rollout_after_a_release_is_the_same(tiny_decoder):
     assert released.memory_bytes == held
 
 
-def test_live_requests_keep_their_memory(tiny_decoder):
-    engine = RolloutEngine(tiny_decoder, max_live=2, max_len=64)
-    waiting = [GenerationRequest(NoiseKey(0, 0, 0, 0), torch.arange(3, 6).int())]
-    with pytest.raises(ValueError, match="1 requests are live"):
-        engine.decode(
-            lambda _: [waiting.pop()] if waiting else [],
-            lambda _: None,
-            PARAMS,
-            on_round=lambda _: engine.release_memory(),
-        )
+def test_live_requests_keep_their_memory(decoder):
+    engine = RolloutEngine(decoder, max_live=2, max_len=64)
+    with pytest.raises(ValueError, match="live"):
+        play(engine, requests(1), PARAMS, on_round=lambda _: engine.release_memory())
 
 
 def test_the_operating_system_gets_the_memory_back():
     printed = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, check=True, text=True).stdout
     size, full, empty, again, nonzero = map(int, printed.split())
-    assert size == again == 2 * 2 * 2 * 4 * 32768 * 64 * 4
+    assert size == again == 2 * 2 * 2 * 4 * 8192 * 64 * 4
     assert full > 0.99 * size
     assert empty < 0.1 * size
     assert nonzero == 0

@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fuzz import cases, fuzz
-from tests.tlt_core.rollout.test_spec_round import VOCAB, Recorder
+from tests.tlt_core.rollout.playing import VOCAB, Recorder, play, requests
 from tlt_core.items.speculation import NO_FLOORS, OFF, DraftTree, LiveView, RoundReport, Strategy
 from tlt_core.items.types import FinishReason, GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.model.decoder import Decoder
-from tlt_core.model.load import random_decoder
 from tlt_core.rollout.draft_check import DraftError, check_tree
 from tlt_core.rollout.engine import RolloutEngine, RoundTrace, Speculation
 
@@ -82,21 +81,10 @@ def _is_valid(tree: list[list[int]], room: list[int], strategy: Strategy) -> boo
 
 
 @pytest.fixture(scope="module")
-def decoder(tiny_config) -> Decoder:
-    return random_decoder(tiny_config, seed=5, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
 def alone(decoder: Decoder) -> Mapping[NoiseKey, Rollout]:
     """Responses of full length, each decoded by itself and plainly."""
-    generator = torch.Generator().manual_seed(2)
-    prompts = [torch.randint(3, VOCAB, (n,), generator=generator).to(torch.int32) for n in (1, 3, 8, 25)]
-    waiting = [GenerationRequest(NoiseKey(0, 1, p, s), t) for p, t in enumerate(prompts) for s in range(3)]
-    found: dict[NoiseKey, Rollout] = {}
     engine = RolloutEngine(decoder, max_live=1, max_len=MAX_LEN)
-    params = SamplingParams(max_new_tokens=LONGEST)
-    engine.decode(lambda _: [waiting.pop()] if waiting else [], lambda r: found.__setitem__(r.key, r), params)
-    return found
+    return play(engine, requests(12, lengths=(1, 3, 8, 25)), SamplingParams(max_new_tokens=LONGEST))[0]
 
 
 class AnyDrafter(Recorder):

@@ -7,7 +7,8 @@ import torch
 
 from conf.rollout import RolloutConfig, SpeculationConfig
 from conf.update import AlgorithmConfig, UpdateConfig
-from tests.tlt_core.grpo.rollouts import make_trainer, scored, tiny_decoder
+from tests.decoders import lively
+from tests.tlt_core.grpo.rollouts import make_trainer, scored
 from tlt_core.grpo.batch import make_train_batches
 from tlt_core.items.types import GenerationRequest, NoiseKey, RolloutBatch, SamplingParams
 from tlt_core.model.decoder import Decoder
@@ -35,20 +36,20 @@ def roll_out(decoder: Decoder) -> RolloutBatch:
 
 
 def update_metrics(rollouts: RolloutBatch) -> dict[str, float]:
-    """Of the first update of the policy that `tiny_decoder` makes."""
+    """Of the first update of the policy that `lively` makes."""
     update, algorithm = UpdateConfig(), AlgorithmConfig()
     batch = scored(rollouts, torch.randn(len(rollouts), generator=torch.Generator().manual_seed(0)))
     shares = make_train_batches(batch, update, algorithm, num_workers=1, seed=0, step=0)
-    trainer = make_trainer(tiny_decoder(torch.float32), update, algorithm=algorithm, temperature=T)
+    trainer = make_trainer(lively(), update, algorithm=algorithm, temperature=T)
     return trainer.steps([step[0] for step in shares])
 
 
 def test_our_engine_agrees_with_the_update_and_one_that_missed_a_publish_ends_the_run() -> None:
     cfg = RolloutConfig(engine="own", dtype="bfloat16")
-    right = update_metrics(roll_out(tiny_decoder(torch.bfloat16)))
+    right = update_metrics(roll_out(lively(dtype=torch.bfloat16)))
     assert 0 < right[NAME] < 0.02, "another type and other kernels: rounding"
     require_agreement(right, cfg)
-    stale = tiny_decoder(torch.bfloat16)
+    stale = lively(dtype=torch.bfloat16)
     with torch.no_grad():
         for layer in stale.layers:
             layer.down_proj.weight.mul_(0.5)

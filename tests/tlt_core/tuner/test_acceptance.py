@@ -7,7 +7,6 @@ from statistics import fmean
 import pytest
 
 from tlt_core.items.speculation import OFF, RoundReport, Strategy
-from tlt_core.tuner import acceptance
 from tlt_core.tuner.acceptance import Acceptance
 
 SHORT, LONG = Strategy("eagle", 2, 1, 2), Strategy("eagle", 6, 1, 6)
@@ -140,18 +139,3 @@ def test_state_survives_json_and_a_smaller_menu_loads_it() -> None:
     smaller = Acceptance((SHORT,))
     smaller.load_state_dict(state)
     assert smaller.expected([0])[SHORT].accepted > smaller.expected([1])[SHORT].accepted
-
-
-def test_a_chain_asks_for_its_depth_and_a_tree_for_its_tokens() -> None:
-    assert acceptance._asked(Strategy("eagle3", depth=3, width=1, tokens=3)) == 3
-    assert acceptance._asked(Strategy("eagle3", depth=3, width=2, tokens=8)) == 8
-
-
-def test_what_is_known_of_a_request_fades_when_its_drafter_changes() -> None:
-    model = Acceptance(MENU)
-    play(model, SHORT, [0.9], 20)
-    before = model._requests["eagle"][0].trials
-    model.discount("eagle", change=0.001)
-    assert model._requests["eagle"][0].trials == before, "hardly a change"
-    model.discount("eagle", change=float("inf"))
-    assert model._requests["eagle"][0].trials == pytest.approx(0.05 * before)

@@ -92,10 +92,6 @@ def test_probes_stay_within_their_budget() -> None:
     assert min(gaps) >= 16
 
 
-def test_no_probe_that_cannot_be_paid() -> None:
-    assert CHAIN not in play(Rule([CHAIN]), 20, rate=lambda _: 50.0, hope=200.0, draft_s=30 * MS)
-
-
 def test_a_change_makes_a_drafter_due_at_once() -> None:
     """A probe that accepts half loses a quarter of a plain round here, of a budget of two."""
     subject = Rule([CHAIN])
@@ -104,11 +100,6 @@ def test_a_change_makes_a_drafter_due_at_once() -> None:
     assert CHAIN not in play(subject, 8, **settings)
     subject.reset("eagle")
     assert play(subject, 2, **settings) == [CHAIN, OFF]
-
-
-def test_plain_decoding_is_looked_at_again_when_the_strategy_is_hardly_better() -> None:
-    assert OFF in play(Rule([CHAIN]), 200, rate=lambda _: 115.0, hope=0.0)[5:]
-    assert OFF not in play(Rule([CHAIN]), 200, rate=lambda _: 300.0, hope=0.0)[5:]
 
 
 def test_it_goes_on_exactly_after_a_restart() -> None:

@@ -26,13 +26,13 @@ VLLM = ["rollout.engine=vllm", "rollout.speculation.policy=off", "drafter.spot.e
 
 def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VLLM_PYTHON", str(tmp_path / "no-python"))
-    with pytest.raises(VllmUnusable, match="no-python does not exist: run 'make vllm-env', or set VLLM_PYTHON"):
+    with pytest.raises(VllmUnusable, match=r"no-python .*make vllm-env.*VLLM_PYTHON"):
         preflight.check_run(load("conf/smoke.yaml", VLLM))
 
 
 def test_an_interpreter_without_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PYTHON", sys.executable)
-    with pytest.raises(VllmUnusable, match="has no package vllm: run 'make vllm-env'"):
+    with pytest.raises(VllmUnusable, match="make vllm-env"):
         preflight.check_run(load("conf/smoke.yaml", VLLM))
 
 
@@ -41,7 +41,7 @@ def test_the_build_for_another_device_is_named(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("VLLM_PYTHON", str(python))
     client.require_vllm(python, "cpu")
     cfg = load("conf/smoke.yaml", [*VLLM, "cluster.gpus_per_worker=1"])
-    with pytest.raises(VllmUnusable, match="has vLLM's build for cpu: run 'make vllm-env VLLM=cuda'"):
+    with pytest.raises(VllmUnusable, match="make vllm-env VLLM=cuda"):
         preflight.check_run(cfg)
 
 
@@ -84,24 +84,6 @@ def test_auto_is_settled_where_the_configuration_decides(settings: list[str], en
     assert load("conf/smoke.yaml", settings).rollout.engine == engine
 
 
-def test_what_vllm_cannot_do_is_refused_where_our_engine_cannot_either() -> None:
-    with pytest.raises(ConfigError, match=r"set every width to 1, or rollout\.engine to own"):
-        load("conf/smoke.yaml", [GPU, DIVIDED, WIDE])
-
-
-def test_memory_is_shared_with_vllm_on_a_gpu_alone() -> None:
-    shared = "cluster.release_rollout_memory=true"
-    with pytest.raises(ConfigError, match="vLLM cannot sleep on a CPU"):
-        load("conf/smoke.yaml", [*VLLM, shared])
-
-
-def test_off_drafts_nothing() -> None:
-    cfg = SpeculationConfig(policy="off")
-    assert vllm_menu(cfg) == ()
-    assert vllm_speculation(cfg, ()) is None
-    assert "menu" not in tlt_settings(cfg, (), capture_mb=0)
-
-
 def test_the_tuner_gets_the_chains_of_one_drafter(tmp_path: Path) -> None:
     """By default our engine has strategies of both drafters."""
     cfg = SpeculationConfig(drafter_path=str(tmp_path / "d-eagle3"))
@@ -112,17 +94,6 @@ def test_the_tuner_gets_the_chains_of_one_drafter(tmp_path: Path) -> None:
     settings = tlt_settings(cfg, menu, capture_mb=3)
     assert settings == {"policy": "cost_model", "max_live": 32, "log_every_s": 0, "menu": [2, 4, 7], "capture_mb": 3}
     assert Settings.read({"tlt": settings}, longest=7) is not None
-
-
-def test_a_fixed_policy_has_one_chain() -> None:
-    cfg = SpeculationConfig(policy="threshold", max_live=2)
-    speculative = vllm_speculation(cfg, vllm_menu(cfg))
-    assert speculative == {
-        "method": "ngram",
-        "num_speculative_tokens": 2,
-        "prompt_lookup_min": 1,
-        "prompt_lookup_max": 3,
-    }
 
 
 @pytest.fixture
