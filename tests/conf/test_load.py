@@ -94,6 +94,8 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
         (["drafter.method=hass"], "drafter.method: this key is gone: .* choose drafter.loss, soft_ce or tv"),
         (["rollout.vllm.max_probs_diff=0.1"], r"max_probs_diff: this key is gone: it is rollout\.max_probs_diff now"),
         (["drafter.spot.max_slowdown=0.1"], r"max_slowdown: this key is gone: update\.streamed says"),
+        (["rollout.speculation.policy=threshold"], r"rollout\.speculation\.policy: threshold is gone: set cost_model"),
+        (["rollout.speculation.max_live=4"], "max_live: this key is gone: leave it out"),
         (["drafter.spot.loss=mixed"], "drafter.spot.loss: Input should be 'soft_ce' or 'tv' .value 'mixed'"),
         (
             [

@@ -30,10 +30,10 @@ NGRAM_TREE = StrategyConfig(drafter="ngram", depth=4, width=2, tokens=8)
 CASES = {
     "cost_model": (TREE, CHAIN, NGRAM, NGRAM_TREE),
     "beg_mab": (NGRAM, TREE, CHAIN, NGRAM_TREE),
-    "threshold": (NGRAM_TREE,),
     "fixed": (TREE,),
     "fixed chain": (CHAIN,),
     "fixed ngram": (NGRAM,),
+    "fixed ngram tree": (NGRAM_TREE,),
 }
 
 

@@ -75,7 +75,7 @@ def make_engine(
         network = load_eagle3(Path(cfg.drafter_path), decoder.config)
         room = room_for([s for s in menu if s.drafter == "eagle3"])
         drafters["eagle3"] = Eagle3Drafter(network, decoder, max_live=max_live, max_len=max_len, room=room)
-    tuner = make_tuner(cfg.policy, menu, max_live=cfg.max_live, seed=seed)
+    tuner = make_tuner(cfg.policy, menu, seed=seed)
     return RolloutEngine(
         decoder,
         max_live=max_live,

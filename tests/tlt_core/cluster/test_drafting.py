@@ -46,7 +46,7 @@ def folder(decoder, tmp_path):
 
 
 def make(decoder, policy, *, drafter_path=None):
-    cfg = SpeculationConfig(policy=policy, drafter_path=drafter_path and str(drafter_path), max_live=2)
+    cfg = SpeculationConfig(policy=policy, drafter_path=drafter_path and str(drafter_path))
     capture = drafter_path is not None
     engine = build.make_engine(decoder, cfg, max_live=MAX_LIVE, max_len=MAX_LEN, seed=0, capture=capture)
     drafts = None if engine.speculation is None else OwnDrafts(engine, engine.speculation)
@@ -67,8 +67,8 @@ def roll_out(engine, *, step=1, on_captured=None):
     return done
 
 
-@pytest.mark.parametrize("before", ["cost_model", "beg_mab", "threshold", "fixed", "off"])
-@pytest.mark.parametrize("after", ["cost_model", "beg_mab", "threshold", "fixed", "off"])
+@pytest.mark.parametrize("before", ["cost_model", "beg_mab", "fixed", "off"])
+@pytest.mark.parametrize("after", ["cost_model", "beg_mab", "fixed", "off"])
 def test_a_run_goes_on_under_any_other_policy(decoder, tmp_path, before, after):
     engine, own = make(decoder, before)
     own.prepare(None)
@@ -102,7 +102,7 @@ def test_what_the_tuner_knows_outlives_a_restart_on_the_same_machine_alone(decod
 
 
 def test_a_drafter_that_had_collapsed_stays_suspended_when_costs_are_measured_anew(decoder, folder, tmp_path):
-    engine, own = make(decoder, "threshold", drafter_path=folder)
+    engine, own = make(decoder, "fixed", drafter_path=folder)
     own._check.load_state_dict({"wrong": {}, "suspended": ["eagle3"]})
     own.prepare(None)
     own.save(tmp_path, dtype=torch.float32)

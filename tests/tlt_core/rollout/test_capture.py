@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from bench.tuner.threshold import ThresholdTuner
 from conf.rollout import SpeculationConfig, StrategyConfig
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import eagle3_from_target
@@ -46,11 +47,14 @@ def folders(tmp_path_factory):
     return path
 
 
-def captured(folders, params, **speculation):
+def captured(folders, params, *, drafts_up_to=None, **speculation):
     """(TrainSequence, Rollout) of every response of the second of two phases on one engine; and the taps."""
     decoder = load_decoder(folders / "model", dtype=torch.float32)
     cfg = SpeculationConfig(drafter_path=str(folders / "d-eagle3"), **speculation)
     engine = build.make_engine(decoder, cfg, max_live=4, max_len=MAX_LEN, seed=0, capture=True)
+    if drafts_up_to is not None:  # live requests
+        tuner = ThresholdTuner(engine.speculation.menu, max_live=drafts_up_to)
+        engine.speculation = engine.speculation._replace(tuner=tuner)
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, VOCAB, (n,), generator=generator).to(torch.int32) for n in (1, 4, 9)]
     strategies = set()
@@ -74,7 +78,7 @@ def captured(folders, params, **speculation):
 
 
 WAYS = {
-    "mostly plain": {"policy": "threshold", "max_live": 1, "menu": (CHAIN,)},
+    "mostly plain": {"policy": "fixed", "drafts_up_to": 1, "menu": (CHAIN,)},
     "chain": {"policy": "fixed", "menu": (CHAIN, NGRAM)},
     "tree": {"policy": "fixed", "menu": (TREE,)},
     "switching": {"policy": "beg_mab", "menu": (TREE, CHAIN, NGRAM)},

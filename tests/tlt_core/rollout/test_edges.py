@@ -4,6 +4,7 @@ inside a draft.  Each with a proof that the case did occur, and the tokens of pl
 import pytest
 import torch
 
+from bench.tuner.threshold import ThresholdTuner
 from conf.rollout import SpeculationConfig, StrategyConfig
 from tests.tlt_core.rollout.playing import VOCAB, play, requests
 from tests.tlt_core.rollout.test_spec_round import Oracle, Recorder, assert_same
@@ -39,10 +40,13 @@ def plain(decoder, items, params):
 
 
 def real(decoder, folder, drafter, *, max_live):
-    """An engine with the real drafter under the threshold rule."""
+    """An engine with the real drafter, which is used while at most `max_live` requests live."""
     arm = StrategyConfig(drafter=drafter, depth=4, width=2, tokens=8)
-    cfg = SpeculationConfig(policy="threshold", menu=(arm,), max_live=max_live, drafter_path=str(folder))
-    return build.make_engine(decoder, cfg, max_live=MAX_LIVE, max_len=MAX_LEN, seed=0)
+    cfg = SpeculationConfig(policy="fixed", menu=(arm,), drafter_path=str(folder))
+    engine = build.make_engine(decoder, cfg, max_live=MAX_LIVE, max_len=MAX_LEN, seed=0)
+    tuner = ThresholdTuner(engine.speculation.menu, max_live=max_live)
+    engine.speculation = engine.speculation._replace(tuner=tuner)
+    return engine
 
 
 def fixed(decoder, drafter, arm):
