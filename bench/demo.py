@@ -12,11 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from bench.report import limits_set
-from bench.verdicts import verdict
+from bench.report import write_report
+from bench.verdicts import summarise, verdict
 from conf.run import RunConfig
 from flows.train import train
-from tlt_core.items.store import write_atomically
 
 _LONGEST_S = 15 * 60
 _QUIET_S = 15.0  # a line at least so often
@@ -36,31 +35,25 @@ def bench_demo(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
     steps = [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()]
     validations = [s for s in steps if "val-core/all/reward/greedy" in s]
     gaps = _gaps(cfg.run_dir / "log.txt")
-    row: dict[str, Any] = {"configuration": cfg.name, "total s": _one(total_s)}
-    for stage, seconds in took.items():
-        row[f"{stage} s"] = _one(seconds)
-    for name in ("greedy", f"mean_at_{cfg.evaluation.num_samples}"):
+    figures = {"total s": total_s} | {f"{stage} s": seconds for stage, seconds in took.items()}
+    mean = f"mean_at_{cfg.evaluation.num_samples}"
+    for name in ("greedy", mean):
         for when, metrics in (("start", validations[0]), ("end", validations[-1])):
-            row[f"validation {name}, {when}"] = _one(metrics[f"val-core/all/reward/{name}"])
-    rise = row[f"validation mean_at_{cfg.evaluation.num_samples}, end"]["median"]
-    rise -= row[f"validation mean_at_{cfg.evaluation.num_samples}, start"]["median"]
-    report = {
-        "name": out.stem,
-        "commit": attempt["commit"],
-        "command": command,
-        "machine": attempt["machine"],
-        "repeats": 1,
-        "environment": limits_set(),
-        "rows": [row],
-        "verdicts": [
+            figures[f"validation {name}, {when}"] = metrics[f"val-core/all/reward/{name}"]
+    rise = figures[f"validation {mean}, end"] - figures[f"validation {mean}, start"]
+    return write_report(
+        out,
+        command=command,
+        repeats=1,
+        rows=[{"configuration": cfg.name, **summarise([figures])}],
+        verdicts=[
             verdict("the whole run takes at most 15 minutes, in seconds", [total_s], _LONGEST_S, at_most=True),
             verdict("RL steps", [max(s["step"] for s in steps)], 8),
             verdict("rise of the mean validation reward", [rise], 0.05),
             verdict("longest time without a line, in seconds", [max(gaps)], _QUIET_S, at_most=True),
         ],
-    }
-    write_atomically(out, lambda partial: partial.write_text(json.dumps(report, indent=1) + "\n"))
-    return report
+        attempt=attempt,
+    )
 
 
 def _attempts(run_dir: Path) -> list[Mapping[str, Any]]:
@@ -75,7 +68,3 @@ def _gaps(log: Path) -> list[float]:
     stamps = [m.group() for line in log.read_text().splitlines() if (m := _STAMP.match(line))]
     times = [datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S,%f") for stamp in stamps]
     return [(later - earlier).total_seconds() for earlier, later in itertools.pairwise(times)]
-
-
-def _one(value: float) -> dict[str, float]:
-    return {"median": value, "min": value, "max": value}

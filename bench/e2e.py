@@ -8,8 +8,6 @@
 Equal accuracy is shown by identity: `same_steps` is the share of a variant's steps whose rollouts (`rollout/checksum`)
 and rewards are those of plain decoding.  It is 1 in float32, and in bfloat16 with the C kernels, whose results do not
 depend on the batch.  Without them a near-tie may flip a token in bfloat16; the runs then differ like two seeds.
-
-Besides the report there are figures of the phases (stacked bars) and of the worker timelines of one step.
 """
 
 import statistics
@@ -19,7 +17,7 @@ from typing import Any
 
 from prefect import flow
 
-from bench.report import Bound, judge, write_report
+from bench.report import write_report
 from bench.runs import (
     drop_checkpoints,
     first_drafter,
@@ -30,11 +28,10 @@ from bench.runs import (
     take_turns,
     variants,
 )
-from bench.verdicts import summarise
+from bench.verdicts import summarise, verdict
 from bench.written import written
 from conf.load import ConfigError
 from conf.run import RunConfig
-from tasks import figures
 
 _UNCUT_TOKENS = 48  # longest response of the workload without a tail
 _EXACT_PROMPTS, _EXACT_TOKENS = 4, 160  # upper bounds
@@ -61,13 +58,13 @@ _FIGURES = (
     "critic/rewards/mean",
 )
 _WORKLOADS = ("tail", "no-tail", "exact")
-_EXACT_CLAIMS = (
-    Bound("float32: share of steps with the same rollouts and rewards as plain", "same_steps", 1.0, True),
-    Bound("float32: share of weights that are equal to the bit after training", "same_weights", 1.0, True),
-)
-_IDLE_CLAIMS = (
-    ("tail: share of idle windows over 0.5 s that TLT uses", "idle/harvested_ratio", 0.95),
-    ("tail: idle work stops within, in milliseconds", "idle/preempt_ms_p95", 250.0),
+_EXACT_CLAIMS = {
+    "same_steps": "float32: share of steps with the same rollouts and rewards as plain",
+    "same_weights": "float32: share of weights that are equal to the bit after training",
+}
+_IDLE_CLAIMS = (  # figure, claim, bound, at most
+    ("idle/harvested_ratio", "tail: share of idle windows over 0.5 s that TLT uses", 0.95, False),
+    ("idle/preempt_ms_p95", "tail: idle work stops within, in milliseconds", 250.0, True),
 )
 _Steps = Mapping[str, Sequence[Mapping[str, float]]]
 
@@ -85,30 +82,17 @@ def bench_e2e(cfg: RunConfig, *, repeats: int, out: Path, command: str, workload
         if name == "exact":
             exact = _exact(cfg, drafter)
             rows += exact
-            verdicts += judge(exact, _EXACT_CLAIMS)
+            verdicts += [verdict(claim, [r[figure] for r in exact], 1.0) for figure, claim in _EXACT_CLAIMS.items()]
             continue
         runs = variants(cfg if name == "tail" else without_tail(cfg), drafter)
         for _ in take_turns(runs, num_steps=cfg.num_steps, blocks=repeats):
             pass
         drop_checkpoints(runs)
         steps = {variant: steps_of(run) for variant, run in runs.items()}
-        rows += _rows(name, steps, _same_steps(runs), num_workers=cfg.cluster.num_workers)
+        rows += _rows(name, steps, _same_steps(runs))
         rows.append({"workload": name, "configuration": "responses", **written(runs["plain"])})
         verdicts += _verdicts(name, steps)
-        if name == "tail":
-            _draw_timelines(runs, steps, out.with_name(f"{out.stem}-timelines.png"))
-    _draw_phases(rows, out.with_suffix(".png"))
     return write_report(out, command=command, repeats=repeats, rows=rows, verdicts=verdicts)
-
-
-def _draw_phases(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    timed = {f"{row['workload']}\n{row['configuration']}": row for row in rows if "timing_s/step" in row}
-    phases = {
-        name: {p: row[f"timing_s/{p}"]["median"] for p in _PHASES if f"timing_s/{p}" in row}
-        for name, row in timed.items()
-    }
-    if phases:
-        figures.phases(phases, path=path)
 
 
 def without_tail(cfg: RunConfig) -> RunConfig:
@@ -153,7 +137,7 @@ def _same_steps(runs: Mapping[str, RunConfig]) -> dict[str, float]:
     return {name: same_steps(run, runs["plain"]) for name, run in runs.items()}
 
 
-def _rows(workload: str, steps: _Steps, same: Mapping[str, float], *, num_workers: int) -> list[dict[str, Any]]:
+def _rows(workload: str, steps: _Steps, same: Mapping[str, float]) -> list[dict[str, Any]]:
     """A row for each variant, and one with the largest possible speed-up of a step (Amdahl's law)."""
     rows: list[dict[str, Any]] = []
     for name, own in steps.items():
@@ -162,42 +146,23 @@ def _rows(workload: str, steps: _Steps, same: Mapping[str, float], *, num_worker
         rows.append({"workload": workload, "configuration": name} | summarise(own, figures_of_it))
         rows[-1]["same_steps"] = same[name]
         rows[-1]["over_plain_in_all"] = sum(row["timing_s/step"] for row in steps["plain"]) / seconds
-    shares = [row["timing_s/gen"] / row["timing_s/step"] for row in steps["plain"]]
-    ceiling = {"rollout_share": statistics.median(shares), "speedup_if_rollout_were_free": 0.0}
-    ceiling["speedup_if_rollout_were_free"] = 1.0 / (1.0 - ceiling["rollout_share"])
-    # at best all that one worker idles is update that both would share afterwards
-    idle = [row["idle/idle_s"] / num_workers / row["timing_s/step"] for row in steps["plain"]]
-    ceiling["speedup_if_idle_time_were_update"] = 1.0 / (1.0 - statistics.median(idle))
-    for name in ("fixed", "static", "trained", "tlt"):
-        faster = statistics.median(ratios(steps["plain"], steps[name], "timing_s/gen"))
-        ceiling[f"rollout_speedup_{name}"] = faster
-        ceiling[f"speedup_{name}_if_the_rest_stays"] = 1.0 / (1.0 - ceiling["rollout_share"] * (1.0 - 1.0 / faster))
+    share = statistics.median(row["timing_s/gen"] / row["timing_s/step"] for row in steps["plain"])
+    ceiling = {"rollout_share": share, "speedup_if_rollout_were_free": 1.0 / (1.0 - share)}
     return [*rows, {"workload": workload, "configuration": "ceiling", **ceiling}]
 
 
 def _verdicts(workload: str, steps: _Steps) -> list[dict[str, Any]]:
     plain = steps["plain"]
     least = 1.7 if workload == "tail" else 0.97
-    faster = [{"ratio": r} for r in ratios(plain, steps["tlt"], "timing_s/step")]
-    verdicts = judge(faster, [Bound(f"{workload}: step time, plain over TLT", "ratio", least, at_least=True)])
+    faster = ratios(plain, steps["tlt"], "timing_s/step")
+    verdicts = [verdict(f"{workload}: step time, plain over TLT", faster, least)]
     if workload == "tail":
-        streamed = [{"ratio": r} for r in ratios(plain, steps["streamed"], "timing_s/step")]
-        claim = "tail: step time, plain over plain with a streamed update"
-        verdicts += judge(streamed, [Bound(claim, "ratio", 1.15, at_least=True)])
-        for claim, figure, bound in _IDLE_CLAIMS:
-            known = [row for row in steps["tlt"] if figure in row]  # steps that have such windows
-            if known:
-                verdicts += judge(known, [Bound(claim, figure, bound, at_least=figure == "idle/harvested_ratio")])
-        cost = [{"ratio": r} for r in ratios(steps["trained"], steps["static"], "timing_s/step")]
+        streamed = ratios(plain, steps["streamed"], "timing_s/step")
+        verdicts.append(verdict("tail: step time, plain over plain with a streamed update", streamed, 1.15))
+        for figure, claim, bound, at_most in _IDLE_CLAIMS:
+            if known := [row[figure] for row in steps["tlt"] if figure in row]:  # steps that have such windows
+                verdicts.append(verdict(claim, known, bound, at_most=at_most))
+        cost = ratios(steps["trained"], steps["static"], "timing_s/step")
         claim = "tail: step time, drafter training in idle time over none"
-        verdicts += judge(cost, [Bound(claim, "ratio", 1.01, at_least=False)])
+        verdicts.append(verdict(claim, cost, 1.01, at_most=True))
     return verdicts
-
-
-def _draw_timelines(runs: Mapping[str, RunConfig], steps: _Steps, path: Path) -> None:
-    """Draw the step in which plain decoding took longest."""
-    slowest = int(max(steps["plain"], key=lambda row: row["timing_s/gen"])["step"])
-    name = f"figures/timeline_{slowest:06d}.png"
-    pictures = {variant: run.run_dir / name for variant, run in runs.items() if (run.run_dir / name).is_file()}
-    if pictures:
-        figures.below_each_other(pictures, path=path)

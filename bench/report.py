@@ -12,33 +12,12 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from bench.verdicts import verdict
 from tlt_core.items.store import write_atomically
 from tlt_core.machine import doctor, provenance
 
 LIMITS = ("TLT_NATIVE_KERNELS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-
-
-class Bound(NamedTuple):
-    """A claim about one figure."""
-
-    claim: str
-    figure: str
-    bound: float
-    at_least: bool  # else: at most
-
-
-def judge(measured: Sequence[Mapping[str, float]], claims: Sequence[Bound]) -> list[dict[str, Any]]:
-    """One verdict per claim."""
-    verdicts = []
-    for claim, figure, bound, at_least in claims:
-        values = [m[figure] for m in measured]
-        judged = verdict(claim, values, bound)
-        holds = judged["holds"] if at_least else judged["value"] < bound
-        verdicts.append(judged | {"holds": holds})
-    return verdicts
 
 
 def write_report(
@@ -49,15 +28,19 @@ def write_report(
     rows: Sequence[Mapping[str, Any]],
     verdicts: Sequence[Mapping[str, Any]],
     environment: Mapping[str, str] | None = None,
+    attempt: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Write a report atomically, and return it.  environment: the variables that change what is measured; None: those
-    of this process (`limits_set`)."""
+    """Write a report atomically, and return it.
+
+    environment: the variables that change what is measured; None: those of this process (`limits_set`).  attempt: of
+    the run that was measured: commit and machine are its; None: they are those of now.
+    """
     told = limits_set() if environment is None else dict(environment)
     report = {
         "name": path.stem,
-        "commit": provenance.commit(),
+        "commit": attempt["commit"] if attempt else provenance.commit(),
         "command": command,
-        "machine": doctor.machine(),
+        "machine": attempt["machine"] if attempt else doctor.machine(),
         "repeats": repeats,
         **({"environment": told} if told else {}),
         "rows": list(rows),

@@ -5,16 +5,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from bench.report import Bound, judge, write_report
-from bench.verdicts import summarise
+from bench.report import write_report
+from bench.verdicts import summarise, verdict
 from conf.run import RunConfig
 from flows.train import train
 
 _PHASES = ("gen", "reward", "update_actor", "update_weights", "save_checkpoint", "tracking", "overhead")
-_STEP_CLAIMS = (
-    Bound("rollout is at least 70 % of a step", "perf/rollout_share", 0.70, at_least=True),
-    Bound("response length p99 is at least 4 times p50", "rollout/tail_ratio", 4.0, at_least=True),
-    Bound("Prefect, Ray and MLflow take less than 3 % of a step", "perf/overhead_share", 0.03, at_least=False),
+_CLAIMS = (  # figure, claim, bound, at most
+    ("perf/rollout_share", "rollout is at least 70 % of a step", 0.70, False),
+    ("rollout/tail_ratio", "response length p99 is at least 4 times p50", 4.0, False),
+    ("perf/overhead_share", "Prefect, Ray and MLflow take at most 3 % of a step", 0.03, True),
 )
 
 
@@ -39,6 +39,10 @@ def bench_step(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
     lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
     steps = [row for row in map(json.loads, lines) if row["step"] > 1]
     names = [f"timing_s/{phase}" for phase in _PHASES]
-    names += ["timing_s/step", "perf/rollout_tokens_per_s", "idle/idle_ratio", *(c.figure for c in _STEP_CLAIMS)]
+    names += ["timing_s/step", "perf/rollout_tokens_per_s", "idle/idle_ratio", *(figure for figure, *_ in _CLAIMS)]
     row = {"configuration": cfg.name, **summarise(steps, names)}
-    return write_report(out, command=command, repeats=repeats, rows=[row], verdicts=judge(steps, _STEP_CLAIMS))
+    verdicts = [
+        verdict(claim, [step[figure] for step in steps], bound, at_most=at_most)
+        for figure, claim, bound, at_most in _CLAIMS
+    ]
+    return write_report(out, command=command, repeats=repeats, rows=[row], verdicts=verdicts)

@@ -49,6 +49,7 @@ _GONE = {  # keys that earlier versions had: what to do instead
     "drafter.spot.max_slowdown": "update.streamed says what idle workers do first, drafter.spot.enabled=false that "
     "they train no drafter",
     "drafter.spot.gain_lasts_steps": "update.streamed says what idle workers do first",
+    "rollout.speculation.max_live": "leave it out: policy=cost_model learns with how many requests drafting pays",
     "rollout.vllm.max_probs_diff": "it is rollout.max_probs_diff now, of both engines",
 }
 

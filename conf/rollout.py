@@ -36,16 +36,14 @@ class NgramConfig(Section):
 class SpeculationConfig(Section):
     """Speculative decoding.  It changes the time, never a sampled token."""
 
-    policy: Literal["cost_model", "beg_mab", "threshold", "fixed", "off"] = "cost_model"
+    policy: Literal["cost_model", "beg_mab", "fixed", "off"] = "cost_model"
     """How the strategy of a round is chosen.  cost_model: most expected tokens per second, from measured costs and the
-    acceptance of each live request; beg_mab: TLT's bucketed epsilon-greedy bandit; threshold: the first strategy of the
-    menu for up to `max_live` requests, plain decoding above; fixed: always the first strategy; off: plain decoding."""
+    acceptance of each live request; beg_mab: TLT's bucketed epsilon-greedy bandit; fixed: always the menu's first
+    strategy; off: plain decoding."""
     menu: tuple[StrategyConfig, ...] | None = Field(None, min_length=1)
     """Strategies to choose from, besides plain decoding.  None: a few for each available drafter."""
     drafter_path: str | None = None
     """Folder of an EAGLE-3 drafter for this policy, as `tlt warmup` writes it.  None: only the n-gram drafter."""
-    max_live: int = Field(32, ge=1, le=MOST_LIVE)
-    """Most live requests with which policy threshold speculates."""
     ngram: NgramConfig = NgramConfig()
     """The n-gram drafter."""
 
@@ -53,6 +51,8 @@ class SpeculationConfig(Section):
     @classmethod
     def _off_is_a_word(cls, value: object) -> object:
         """YAML reads a bare `off` as false."""
+        if value == "threshold":
+            raise ValueError("threshold is gone: set cost_model, which learns with how many requests drafting pays")
         return "off" if value is False else value
 
     @model_validator(mode="after")

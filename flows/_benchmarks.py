@@ -14,28 +14,22 @@ Benchmark = Literal[
     "rollout",
     "tuner",
     "spot",
-    "idle",
     "engines",
     "peers",
     "demo",
     "memory",
-    "soak",
-    "compiled",
 ]
 
 BENCHMARKS: dict[Benchmark, str] = {
     "step": "bench.step:bench_step",
     "e2e": "bench.e2e:bench_e2e",
-    "rollout": "bench.rollout.command:bench_rollout",
+    "rollout": "bench.rollout:bench_rollout",
     "tuner": "bench.tuner.command:bench_tuner",
     "spot": "bench.spot.command:bench_spot",
-    "idle": "bench.idle:bench_idle",
     "engines": "bench.engines.command:bench_engines",
     "peers": "bench.peers.command:bench_peers",
     "demo": "bench.demo:bench_demo",
     "memory": "bench.memory:bench_memory",
-    "soak": "bench.soak:bench_soak",
-    "compiled": "bench.kernels.compiled:bench_compiled",
 }
 
 

@@ -140,11 +140,10 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         choices=list(BENCHMARKS),
         help="step: the phases of a training step; e2e: whole steps without speculation, with a fixed drafter, and "
         "with all of TLT; rollout: decoding under every speculation policy; tuner: those policies on planted "
-        "workloads; spot: what the drafter gains by training in idle time; idle: what that training costs; engines: "
-        "our engine beside transformers, vLLM, llama.cpp and OpenVINO; peers: whole steps of ours beside TRL's; demo: "
+        "workloads; spot: what the drafter gains by training in idle time, and what that costs; engines: "
+        "our engine beside transformers, vLLM and llama.cpp; peers: whole steps of ours beside TRL's; demo: "
         "what a whole run takes and brings, from its folder (trained first if need be); memory: the plan beside what "
-        "workers took; soak: a long run with faults, beside the same run in peace; compiled: registers and memory of "
-        "every kernel on NVIDIA GPUs, without one",
+        "workers took",
     )
     parser.add_argument("config", nargs="?", default=DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
@@ -157,7 +156,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
         metavar="NAMES",
-        help="of 'engines': all, none, or llama.cpp,openvino; each gets an environment of its own, once (default: all)",
+        help="of 'engines': all, none or llama.cpp, which gets an environment of its own, once (default: all)",
     )
     parser.add_argument(
         "--instructions",

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib.image
 import torch
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -152,34 +151,6 @@ def reward_curve(points: Sequence[tuple[int, float]], accuracy: Sequence[tuple[i
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title("reward")
     axes.legend(frameon=False)
-    _save(figure, path)
-
-
-def phases(seconds: Mapping[str, Mapping[str, float]], *, path: Path) -> None:
-    """A stacked bar for each name: seconds of each phase of a step."""
-    figure, axes = _figure(height=1.2 + 0.45 * len(seconds))
-    names, lefts = list(seconds), [0.0] * len(seconds)
-    kinds = list(dict.fromkeys(kind for own in seconds.values() for kind in own))
-    for kind, color in zip(kinds, _ARMS, strict=False):
-        widths = [seconds[name].get(kind, 0.0) for name in names]
-        axes.barh(range(len(names)), widths, left=lefts, color=color, label=kind)
-        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds of a step, median")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
-    _save(figure, path)
-
-
-def below_each_other(pictures: Mapping[str, Path], *, path: Path) -> None:
-    """Existing pictures in one column, with a name above each."""
-    figure = Figure(figsize=(8.0, 2.6 * len(pictures)), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(pictures), 1, squeeze=False)[:, 0]
-    for axes, (name, picture) in zip(panels, pictures.items(), strict=True):
-        axes.imshow(matplotlib.image.imread(picture))
-        axes.set_title(name, loc="left")
-        axes.set_axis_off()
     _save(figure, path)
 
 

@@ -199,8 +199,7 @@ def _sizes(stage: Stage, shape: str, sizes: measure.Sizes) -> None:
         torch.device("cuda:0" if on_gpu else "cpu"),
         acceptance=_ACCEPTANCE,
         repeats=1,
-        sizes=sizes if on_gpu else None,
-        graphs=False,
+        sizes=sizes if on_gpu else measure.ON_CPU,
         written=written,
     )
 

@@ -44,11 +44,9 @@ class DraftLengths:
     def __init__(self, settings: Settings, drafter: str, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self.by_length = strategies(settings.menu, drafter)
         arms = [s for s in self.by_length.values() if not s.is_off]
-        fixed = settings.policy in ("fixed", "threshold")
         self.tuner: RecordedTuner = make_tuner(
             settings.policy,  # type: ignore[arg-type]  # one of POLICIES
-            arms[-1:] if fixed else arms,
-            max_live=settings.max_live,
+            arms[-1:] if settings.policy == "fixed" else arms,
         )
         self.rounds: dict[str, list[float]] = {}  # by strategy: rounds, requests, drafted, accepted, seconds
         self.trace: list[dict[str, Any]] | None = None  # every round, for who wants it and empties it

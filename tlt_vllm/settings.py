@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 KEY = "tlt"
-POLICIES = ("cost_model", "beg_mab", "fixed", "threshold", "off")
+POLICIES = ("cost_model", "beg_mab", "fixed", "off")
 LONGEST = 32  # draft tokens: far beyond what pays
 
 
@@ -14,8 +14,7 @@ class Settings:
     """Settings.read({"tlt": {"exact": True}}, longest=5) == Settings(menu=(1, 2, 3, 5), exact=True)."""
 
     menu: tuple[int, ...] = ()  # draft lengths to choose from; 0, plain decoding, is always one
-    policy: str = "cost_model"  # how to choose (`conf/rollout`); fixed and threshold use the longest
-    max_live: int = 32  # of threshold: no drafts when more requests live
+    policy: str = "cost_model"  # how to choose (`conf/rollout`); fixed uses the longest
     exact: bool = True  # noise keyed by position; False: vLLM's own sampling
     policy_logprobs: bool = False  # processed log-probabilities are those before top-k and top-p, after temperature
     capture_mb: int = 0  # memory for hidden states of live requests; 0: none are kept
@@ -45,7 +44,7 @@ class Settings:
         for name in ("exact", "policy_logprobs"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"tlt.{name}={getattr(self, name)!r}: say true or false")
-        for name in ("max_live", "capture_mb", "log_every_s"):
+        for name in ("capture_mb", "log_every_s"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e9:
                 raise ValueError(f"tlt.{name}={value!r}: give a number from 0 up")

@@ -6,7 +6,6 @@
                                        uncompiled, and, compiled, with n-grams and with the configured EAGLE-3 drafter
     vllm tlt                           the same vLLM and drafter with our plug-in: adaptive draft length, exact sampling
     llama.cpp, llama.cpp fp16          in an environment of its own, with the model converted to GGUF
-    openvino                           OpenVINO GenAI in an environment of its own, with the model converted to IR
 
 Greedy and at temperature 1, with 1 to 16 live requests and a fixed number of new tokens.  The model is the one that the
 run starts from, or the run's policy if `rollout.speculation.drafter_path` names a drafter for it.  An engine that does
@@ -24,11 +23,12 @@ from typing import Any
 
 from prefect import flow
 
+from bench.engines import llama_cpp
+from bench.engines.environment import PeerError
 from bench.engines.greedy_agreement import LogProbs, agreement, float32_log_probs
 from bench.engines.measure import Case, Contest, EngineSpec, Measured, compete, cores, own_environment
-from bench.engines.peers import chosen_peers, peers_of
-from bench.report import Bound, judge, write_report
-from bench.verdicts import summarise
+from bench.report import write_report
+from bench.verdicts import summarise, verdict
 from conf.load import ConfigError
 from conf.rollout import SpeculationConfig
 from conf.run import RunConfig
@@ -37,6 +37,7 @@ from tasks.coldstart import cold_start
 from tasks.prepare import prepare_data, prepare_model
 from tlt_core.data import dataset
 from tlt_core.data.prompt_order import PromptOrder
+from tlt_core.model.config import ModelError
 from tlt_core.model.load import load_tokenizer
 from tlt_core.rollout.vllm import environment as vllm_environment
 from tlt_core.run.inputs import artifacts_dir
@@ -56,15 +57,15 @@ _BOUNDS = (
     ("transformers", ("transformers",), 1.5),
     ("torch's float32 kernels", ("plain float32 torch",), 1.5),
     ("llama.cpp", ("llama.cpp", "llama.cpp fp16"), 1.0),
-    ("openvino", ("openvino",), 1.0),
 )
 _REFERENCE = "transformers"
 _NEAR_TIE = 0.5  # nats: bfloat16 logits between 16 and 32 have steps of 0.125, and both are rounded
+_PEERS = ("all", "none", llama_cpp.NAME)
 _LIMITS = {  # variables for each value of `--instructions`
     "all": {},
     "avx2": {"TLT_NATIVE_KERNELS": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
-_TELLING = ("TLT_NATIVE_", "ATEN_", "ONEDNN_", "DNNL_", "GGML_", "OV_", "MKL_", "OMP_", "KMP_")
+_TELLING = ("TLT_NATIVE_", "ATEN_", "ONEDNN_", "DNNL_", "GGML_", "MKL_", "OMP_", "KMP_")
 
 
 @flow(name="bench-engines")
@@ -74,9 +75,13 @@ def bench_engines(
     """Measure, judge and write the report; returns it.
 
     `rollout.max_new_tokens` and `rollout.max_live_requests` lower the number of new tokens and the largest batch.
-    peers: all, none, or names with commas.  instructions: all or avx2.  Raises ConfigError.
+    peers: all, none or llama.cpp.  instructions: all or avx2.  Raises ConfigError.
     """
-    wanted, limits = _peers(peers), _limits(instructions)
+    if peers not in _PEERS:
+        raise ConfigError(f"--peers={peers}: say {', '.join(_PEERS)}")
+    if instructions not in _LIMITS:
+        raise ConfigError(f"--instructions={instructions}: say {' or '.join(_LIMITS)}")
+    limits = _LIMITS[instructions]
     new_tokens = max(2, min(_NEW_TOKENS, cfg.rollout.max_new_tokens))
     lives = [live for live in _LIVE if live <= cfg.rollout.max_live_requests]
     with Terminal() as show:
@@ -88,7 +93,7 @@ def bench_engines(
     train = dataset.load(Path(prepared.path), "train", load_tokenizer(model))
     prompts = [p.tokens.tolist() for p in PromptOrder(train, seed=cfg.seed).take(max(lives))]
     specs, missing = engines(
-        cfg, model, max_live=max(lives), max_len=max(map(len, prompts)) + new_tokens + 32, peer_names=wanted
+        cfg, model, max_live=max(lives), max_len=max(map(len, prompts)) + new_tokens + 32, with_llama=peers != "none"
     )
     with Terminal() as show:
         contest = compete(
@@ -109,14 +114,14 @@ def bench_engines(
         out,
         command=command,
         repeats=repeats,
-        rows=[*rows, *agreements, *_left_out(specs), *missing, *failed],
+        rows=[*rows, *agreements, *missing, *failed],
         verdicts=[*verdicts_of(contest), *agreement_verdicts(agreements)],
         environment=_telling(limits),
     )
 
 
 def engines(
-    cfg: RunConfig, model: Path, *, max_live: int, max_len: int, peer_names: Sequence[str] = ()
+    cfg: RunConfig, model: Path, *, max_live: int, max_len: int, with_llama: bool = False
 ) -> tuple[list[EngineSpec], list[dict[str, Any]]]:
     """Engines that can run here, and a row for each that cannot."""
     threads = cfg.cluster.threads_per_worker
@@ -143,9 +148,13 @@ def engines(
         own("transformers", "hf.py", dtype=torchs, lookup_tokens=0),
         own("transformers lookup", "hf.py", most_live=1, dtype=torchs, lookup_tokens=_LOOKUP_TOKENS),
     ]
-    found = peers_of(peer_names, common, environments=artifacts_dir() / "peers", work_dir=cfg.run_dir / "bench-engines")
-    specs += found.specs
-    missing = [{"configuration": name, "reason": reason} for name, reason in found.reasons.items()]
+    missing = []
+    if with_llama:
+        try:
+            folders = {"environments": artifacts_dir() / "peers", "work_dir": cfg.run_dir / "bench-engines"}
+            specs += llama_cpp.specs(common, **folders)
+        except (PeerError, ModelError) as error:
+            missing.append({"configuration": llama_cpp.NAME, "reason": f"left out: {error}"})
     python = vllm_environment.vllm_python()
     kinds = _vllm_kinds(cfg.rollout.speculation)
     reason = ""
@@ -170,19 +179,6 @@ def limited(specs: Sequence[EngineSpec], limits: Mapping[str, str]) -> list[Engi
     if not limits:
         return list(specs)
     return [spec._replace(environment={**limits, **spec.environment}, optional=spec.name != "plain") for spec in specs]
-
-
-def _limits(instructions: str) -> dict[str, str]:
-    if instructions not in _LIMITS:
-        raise ConfigError(f"--instructions={instructions}: say {' or '.join(_LIMITS)}")
-    return _LIMITS[instructions]
-
-
-def _peers(names: str) -> tuple[str, ...]:
-    try:
-        return chosen_peers(names)
-    except ValueError as error:
-        raise ConfigError(f"--peers={names}: {error}") from None
 
 
 def _telling(limits: Mapping[str, str]) -> dict[str, str]:
@@ -238,14 +234,6 @@ def rows_of(contest: Contest) -> list[dict[str, Any]]:
     return rows
 
 
-def _left_out(specs: Sequence[EngineSpec]) -> list[dict[str, Any]]:
-    return [
-        {"configuration": s.name, "reason": f"takes {s.most_live} live request at a time: not measured with more"}
-        for s in specs
-        if s.most_live
-    ]
-
-
 def verdicts_of(contest: Contest) -> list[dict[str, Any]]:
     """Our plain engine over each rival, which is represented by its fastest variant; vLLM with our plug-in over the
     fastest of vLLM without it."""
@@ -265,7 +253,7 @@ def _against(contest: Contest, name: str, rival: str, variants: Sequence[str], b
             fastest = max(measured, key=_median_rate)
             ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(mine, fastest, strict=True)]
             claim = f"{name} over {rival}, {case.live} live, temperature {case.temperature:g}"
-            verdicts += judge([{"ratio": r} for r in ratios], [Bound(claim, "ratio", bound, at_least=True)])
+            verdicts.append(verdict(claim, ratios, bound))
     return verdicts
 
 
@@ -289,14 +277,8 @@ def agreements_of(
 
 def agreement_verdicts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Where greedy tokens first differ from those of transformers, both tokens must be nearly equally likely."""
-    return [
-        verdict
-        for row in rows
-        for verdict in judge(
-            [row],
-            [Bound(f"{row['configuration']} parts from transformers at near-ties", "largest_gap", _NEAR_TIE, False)],
-        )
-    ]
+    claim = "{} parts from transformers at near-ties"
+    return [verdict(claim.format(row["configuration"]), [row["largest_gap"]], _NEAR_TIE, at_most=True) for row in rows]
 
 
 def _median_rate(runs: Sequence[Measured]) -> float:

@@ -36,46 +36,6 @@ class Peer(NamedTuple):
     packages: tuple[str, ...]
 
 
-LLAMA_CPP = Peer("llama.cpp", "", ("xllamacpp==2026.10.11549",))
-
-# optimum-intel's requirements minus nncf (quantises) and torchvision, which does not fit a CPU build of torch;
-# openvino's minus its telemetry.  transformers < 5.6 is optimum-intel's bound.
-OPENVINO = Peer(
-    "openvino",
-    "torch==2.13.0",
-    (
-        "annotated-doc==0.0.7",
-        "anyio==4.16.0",
-        "certifi==2026.10.18",
-        "charset-normalizer==3.5.2",
-        "click==8.5.1",
-        "h11==0.16.0",
-        "httpcore==1.0.9",
-        "httpx==0.28.1",
-        "huggingface_hub==1.21.0",
-        "idna==3.20",
-        "numpy==2.4.6",
-        "openvino==2026.4.1",
-        "openvino-genai==2026.4.1.0",
-        "openvino-tokenizers==2026.4.1.0",
-        "optimum==2.3.0",
-        "optimum-intel==2.2.0",
-        "packaging==26.3",
-        "psutil==7.2.2",
-        "PyYAML==6.0.3",
-        "regex==2026.11.15",
-        "requests==2.34.2",
-        "safetensors==0.8.0",
-        "shellingham==1.5.4",
-        "tokenizers==0.22.2",
-        "tqdm==4.70.1",
-        "transformers==5.5.4",
-        "typer==0.25.1",
-        "urllib3==2.8.0",
-    ),
-)
-
-
 def interpreter(peer: Peer, under: Path) -> Path:
     """Python of the peer's environment in the folder `under`, which is made if it is missing.  Raises PeerError."""
     digest = hashlib.sha256(repr((peer, sys.version_info[:2])).encode()).hexdigest()[:12]

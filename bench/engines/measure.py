@@ -6,30 +6,25 @@ Only one process runs at a time; the others are stopped by a signal.  In: engine
 (engine, case), in the order of the repeats.
 """
 
-import json
 import logging
 import os
 import signal
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from bench.engines.environment import PeerError
+from bench.engines.line_process import LineProcess
+
 _PROCESS = Path(__file__).with_name("processes") / "process.py"
-_STOP_S = 20.0
 _WARM_UP_TOKENS = 8
-_LOG_LINES = 15
 
 _log = logging.getLogger(__name__)
 
 OnProgress = Callable[[str, int, int], None]
 """Called with a phase, and with how much of it is done, of how much."""
-
-
-class EngineError(Exception):
-    """An engine did not start, or ended; the message has the end of its output."""
 
 
 class EngineSpec(NamedTuple):
@@ -71,23 +66,15 @@ class _Engine:
     """A running engine, which is stopped by a signal except while it works."""
 
     def __init__(self, spec: EngineSpec, log: Path) -> None:
-        self.spec, self._log_file = spec, log
-        with log.open("wb") as stderr:
-            self._process = subprocess.Popen(
-                [str(spec.python), "-P", str(_PROCESS), str(spec.file)],
-                env=dict(spec.environment),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                start_new_session=True,
-                text=True,
-            )
-        self.described: dict[str, Any] = {}
+        command = [str(spec.python), "-P", str(_PROCESS), str(spec.file)]
+        self.spec, self.described = spec, dict[str, Any]()
+        self._process = LineProcess(f"engine {spec.name}", command, environment=spec.environment, log=log)
+        self.close = self._process.close
 
     def start(self) -> None:
-        """Load the model.  Raises EngineError."""
-        self.described = self._ask(self.spec.settings)["ready"]
-        self._signal(signal.SIGSTOP)
+        """Load the model.  Raises PeerError."""
+        self.described = self._process.ask(self.spec.settings)["ready"]
+        self._process.signal(signal.SIGSTOP)
 
     def takes(self, case: Case) -> bool:
         """Whether the engine accepts this many requests at once."""
@@ -95,41 +82,10 @@ class _Engine:
 
     def decode(self, job: Mapping[str, Any]) -> dict[str, Any]:
         """See `processes/process.py`."""
-        self._signal(signal.SIGCONT)
-        reply = self._ask(job)
-        self._signal(signal.SIGSTOP)
+        self._process.signal(signal.SIGCONT)
+        reply = self._process.ask(job)
+        self._process.signal(signal.SIGSTOP)
         return reply
-
-    def close(self) -> None:
-        """End the process and all that it started."""
-        for sign in (signal.SIGCONT, signal.SIGTERM):
-            self._signal(sign)
-        try:
-            self._process.communicate(timeout=_STOP_S)
-        except subprocess.TimeoutExpired:
-            self._signal(signal.SIGKILL)
-            self._process.communicate()
-
-    def _ask(self, value: Mapping[str, Any]) -> dict[str, Any]:
-        assert self._process.stdin is not None, "opened as a pipe"
-        assert self._process.stdout is not None, "opened as a pipe"
-        try:
-            self._process.stdin.write(json.dumps(dict(value)) + "\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except BrokenPipeError:
-            line = ""
-        if not line:
-            end = "\n".join(self._log_file.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-            raise EngineError(f"engine {self.spec.name} ended; the end of {self._log_file}:\n{end}")
-        reply: dict[str, Any] = json.loads(line)
-        return reply
-
-    def _signal(self, sign: signal.Signals) -> None:
-        try:
-            os.killpg(self._process.pid, sign)
-        except ProcessLookupError:
-            return  # it has ended; the next `_ask` reports that
 
 
 def compete(
@@ -145,7 +101,7 @@ def compete(
 ) -> Contest:
     """Measure every engine on every case that it accepts, `repeats` times; another engine is first in each repeat.
 
-    Raises EngineError when an engine fails, unless it is optional and fails before the measurements.
+    Raises PeerError when an engine fails, unless it is optional and fails before the measurements.
     """
     measured: dict[tuple[str, Case], list[Measured]] = {}
     warm_ups = [(case, _job(case, prompts, new_tokens=min(_WARM_UP_TOKENS, new_tokens), seed=seed)) for case in cases]
@@ -211,7 +167,7 @@ def _running(
                 for case, job in warm_ups:
                     if engine.takes(case):
                         engine.decode(job)
-            except EngineError as error:
+            except PeerError as error:
                 if not spec.optional:
                     raise
                 _log.warning("left out: %s", error)

@@ -11,7 +11,6 @@ positions, d head size, J draft vocabulary, Y layers, A tokens of a path.
 """
 
 import functools
-import logging
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -30,8 +29,6 @@ from kernels.sampling.coupled_sample import coupled_sample
 from kernels.sampling.spec_verify import accepted_path
 from kernels.sampling.token_logprob import linear_token_logprob
 from kernels.tree.tree_attention import tree_attention
-
-_log = logging.getLogger(__name__)
 
 _CALLS = 7  # their median counts; one more before them compiles and allocates
 
@@ -111,28 +108,12 @@ def run(device: torch.device, shapes: Shapes, *, repeats: int) -> list[dict[str,
     rows: list[dict[str, Any]] = [
         {"configuration": "ceilings", "device": device.type, **summarise([c._asdict() for c in top])}
     ]
-    _log.info("%s: copy %.1f GB/s, bf16 product %.1f GFLOP/s", device, best.bytes_per_s / 1e9, best.flop_per_s / 1e9)
     for work in works(device, shapes):
         measured = [measure(clock, device, work, best) for _ in range(repeats)]
         for impl in measured[0]:
             figures = summarise([m[impl] for m in measured])
             rows.append({"configuration": work.name, "impl": impl, "shape": work.shape, **figures})
-            _log_row(rows[-1])
     return rows
-
-
-def _log_row(row: dict[str, Any]) -> None:
-    _log.info(
-        "%-16s %-7s %-50s %10.1f us  %8.1f GB/s (%3.0f %% of a copy)  %9.1f GFLOP/s (%3.0f %% of a product)",
-        row["configuration"],
-        row["impl"],
-        row["shape"],
-        1e6 * row["seconds"]["median"],
-        row["bytes_per_s"]["median"] / 1e9,
-        100 * row["of_copy"]["median"],
-        row["flop_per_s"]["median"] / 1e9,
-        100 * row["of_product"]["median"],
-    )
 
 
 def ceilings(clock: Clock, device: torch.device, shapes: Shapes) -> Ceilings:

@@ -1,18 +1,16 @@
 """TRL's trainer in its own environment, driven step by step.  See `trl_process`."""
 
-import json
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.engines import environment
-from bench.engines.environment import Peer, PeerError
+from bench.engines.environment import Peer
+from bench.engines.line_process import LineProcess
 from conf.load import ConfigError
 from conf.run import RunConfig
 
 _PROCESS = Path(__file__).with_name("trl_process.py")
-_LOG_LINES = 15
 _MOST_IN_A_PASS = 8  # responses of an update's pass; they are padded, and longer passes take more memory
 
 TRL = Peer(
@@ -117,47 +115,13 @@ class Trl:
 
     def __init__(self, python: Path, settings: Mapping[str, Any], log: Path) -> None:
         """Start it, and wait until its model is loaded."""
-        self._log = log
-        with log.open("wb") as stderr:
-            self._process = subprocess.Popen(
-                [str(python), "-P", str(_PROCESS)],
-                env=environment.variables(threads=settings["threads"]),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-            )
-        self._say(settings)
-        self.versions: dict[str, str] = self._hear()["ready"]
+        variables = environment.variables(threads=settings["threads"])
+        self._process = LineProcess("TRL's process", [str(python), "-P", str(_PROCESS)], environment=variables, log=log)
+        self.close = self._process.close
+        self.versions: dict[str, str] = self._process.ask(settings)["ready"]
 
     def step(self, score: Score) -> TrlStep:
         """One step.  score: rewards of responses, by the rows of their prompts."""
-        self._say({"go": True})
-        asked = self._hear()["score"]
-        self._say({"rewards": score(asked["rows"], asked["responses"])})
-        return TrlStep(**self._hear()["step"])
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
-
-    def _say(self, value: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None, "opened as a pipe"
-        try:
-            self._process.stdin.write(json.dumps(dict(value)) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            self._fail()
-
-    def _hear(self) -> dict[str, Any]:
-        assert self._process.stdout is not None, "opened as a pipe"
-        line = self._process.stdout.readline()
-        if not line:
-            self._fail()
-        heard: dict[str, Any] = json.loads(line)
-        return heard
-
-    def _fail(self) -> None:
-        end = "\n".join(self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
-        raise PeerError(f"TRL's process ended; the end of {self._log}:\n{end}")
+        asked = self._process.ask({"go": True})["score"]
+        rewards = score(asked["rows"], asked["responses"])
+        return TrlStep(**self._process.ask({"rewards": rewards})["step"])

@@ -6,11 +6,8 @@ round counts while all requests are live.  Its time is measured from the end of 
 includes the host's work in between; the first round, which waits for the prompts, does not count.  Beside them is the
 floor of a plain round: weights and known keys are read once at the speed of a large copy, and each launch takes as long
 as the smallest one in a replayed graph.
-
-Graphs: bytes of the pool with one strategy and with many, on the same buffers (zero if nothing is captured).
 """
 
-import gc
 import logging
 import statistics
 import time
@@ -36,18 +33,9 @@ from tlt_core.tuner.policies import make_tuner
 log = logging.getLogger(__name__)
 
 CHAINS = tuple(Strategy("eagle3", depth, 1, depth) for depth in (2, 4, 6, 8))
-MANY = (
-    *CHAINS,
-    Strategy("eagle3", 3, 3, 8),
-    Strategy("eagle3", 6, 2, 12),
-    Strategy("eagle3", 4, 4, 16),
-    Strategy("eagle3", 6, 4, 24),
-)
-ONE = (Strategy("eagle3", 8, 4, 24),)
 _BOUNDS = {1: 2.0, 4: 2.0}  # adaptive over plain, by live requests: the tail
 _NEVER_BELOW = 0.97
 _OF_FLOOR = 0.5
-_GRAPH_BYTES = 1.4
 
 
 class Sizes(NamedTuple):
@@ -59,7 +47,6 @@ class Sizes(NamedTuple):
     draft_vocab: int
 
 
-ON_GPU = Sizes((1, 2, 4, 8, 16, 32, 64), 512, 192, 32_000)
 ON_CPU = Sizes((1, 2, 4), 12, 20, 128)
 
 Written = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], None]
@@ -76,7 +63,6 @@ class Bench:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.decoder = planted.planted_target(self.config, dtype=dtype, device=device)
         self._network = planted.random_drafter(self.config, draft_vocab=sizes.draft_vocab, dtype=dtype, device=device)
-        self._requests_seen = 0
         clock = Clock(device)
         self.ceilings = bench_kernels.ceilings(clock, device, QWEN_7B if device.type == "cuda" else SMALL)
         self.launch_s = launches.smallest_s(device)
@@ -113,19 +99,6 @@ class Bench:
         build.calibrate(engine)
         return engine
 
-    def graphs(self, menu: Sequence[Strategy], params: SamplingParams) -> dict[str, float]:
-        """Number, bytes and capture time of the graphs for all rounds of this menu."""
-        drafter = Eagle3Drafter(
-            self._network, self.decoder, max_live=max(self.sizes.live), max_len=self.max_len, room=room_for(menu)
-        )
-        engine = self._engine(drafter, menu)
-        engine.prepare(params)
-        pool = engine.graphs
-        assert pool is not None, "the engine was made with rounds of fixed shape"
-        figures = {"graphs": float(len(pool)), "bytes": float(pool.bytes), "capture_s": pool.capture_s}
-        engine.release_graphs()
-        return figures
-
     def _engine(self, drafter: Eagle3Drafter, menu: Sequence[Strategy]) -> RolloutEngine:
         speculation = Speculation({"eagle3": drafter}, make_tuner("cost_model", menu), menu)
         most = max(self.sizes.live)
@@ -160,22 +133,19 @@ def run(
     *,
     acceptance: float,
     repeats: int,
-    sizes: Sizes | None = None,
-    graphs: bool = True,
+    sizes: Sizes,
     written: Written = lambda rows, verdicts: None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Rows and verdicts of a report.  graphs: also compare the memory of menus.  written: is told after each number of
-    live requests.  Raises ValueError for an unknown shape or an impossible acceptance."""
-    if shape not in planted.SHAPES:
-        raise ValueError(f"shape {shape!r} is not known: choose {', '.join(planted.SHAPES)}")
+    """Rows and verdicts of a report.  written: is told after each number of live requests.  Raises ValueError for an
+    impossible acceptance."""
     began_s = time.perf_counter()
-    bench = Bench(shape, device, acceptance=acceptance, sizes=sizes or (ON_GPU if device.type == "cuda" else ON_CPU))
+    bench = Bench(shape, device, acceptance=acceptance, sizes=sizes)
     params = SamplingParams(max_new_tokens=bench.sizes.response)
-    graph_rows, verdicts = _graphs(bench, params) if graphs else ([], [])
+    verdicts: list[dict[str, Any]] = []
     plain, adaptive_engine = bench.plain(), bench.adaptive()
     plain.prepare(params)
     bench.launches = launches.of_plain_round(plain, params)
-    rows = [_setting(shape, bench, acceptance), *graph_rows]
+    rows = [_setting(shape, bench, acceptance)]
     ratios: dict[int, list[float]] = {}
     for live in bench.sizes.live:
         runs = _in_turn(bench, plain, adaptive_engine, live, params, repeats=repeats)
@@ -221,19 +191,6 @@ def _setting(shape: str, bench: Bench, acceptance: float) -> dict[str, Any]:
         "response": bench.sizes.response,
         **bench.ceilings._asdict(),
     }
-
-
-def _graphs(bench: Bench, params: SamplingParams) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    figures = {}
-    for name, menu in (("one strategy", ONE), ("many strategies", MANY)):
-        figures[name] = bench.graphs(menu, params)
-        gc.collect()  # engine and drafter refer to each other; free their memory before the next ones
-    rows = [{"configuration": "graphs", "menu": name, **values} for name, values in figures.items()]
-    if not figures["one strategy"]["bytes"]:
-        return rows, []
-    ratio = figures["many strategies"]["bytes"] / figures["one strategy"]["bytes"]
-    claim = f"bytes of {len(MANY)} strategies' graphs over those of one"
-    return rows, [verdict(claim, [ratio], _GRAPH_BYTES, at_most=True)]
 
 
 def _in_turn(

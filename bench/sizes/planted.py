@@ -36,7 +36,6 @@ _BITS = 24
 
 SHAPES = {
     "qwen2.5-7b": KNOWN["qwen2.5-7b"],
-    "llama-3-8b": KNOWN["llama-3.1-8b"],
     "smollm2-135m": KNOWN[EMBEDDED_NAME],
     "tiny": shape("llama", 512, 64, 96, 2, 4, 2),
 }

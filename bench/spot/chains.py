@@ -68,27 +68,17 @@ def recorded(spot_dir: Path) -> Recording:
     return Recording(sorted(found, key=lambda r: (r.step, r.worker, r.sequence.key)), heads)
 
 
-class AcceptLength(NamedTuple):
-    """Tokens a round, the target's own among them, with chains of at most so many drafts."""
+def accept_length(runs: Runs, *, drafts: int) -> float:
+    """Tokens a round, the target's own among them, with chains of at most so many drafts.
 
-    by_round: float  # rounds one after the other, as the engine makes them: all tokens over all rounds
-    by_token: float  # a chain from every token, all of them alike
-    by_response: float  # ... and every response alike
-
-
-def accept_length(runs: Runs, *, drafts: int) -> AcceptLength:
-    """Of chains of at most so many drafts."""
+    Rounds come one after the other, as the engine makes them: all tokens over all rounds.
+    """
     cut = [run_P.clamp_max(drafts) for run_P in runs.values()]
-    starts = sum(map(len, cut))
-    return AcceptLength(
-        by_round=starts / sum(_rounds(run_P.tolist()) for run_P in cut),
-        by_token=1 + sum(int(run_P.sum()) for run_P in cut) / starts,
-        by_response=1 + sum(float(run_P.float().mean()) for run_P in cut) / len(cut),
-    )
+    return sum(map(len, cut)) / sum(_rounds(run_P.tolist()) for run_P in cut)
 
 
 def by_round_error(runs: Runs, *, drafts: int) -> float:
-    """Standard error of `AcceptLength.by_round`: by chance alone, had the policy answered the same prompts again.
+    """Standard error of `accept_length`: by chance alone, had the policy answered the same prompts again.
 
     Of L = sum_i t_i / R, R = sum_i r_i, tokens over rounds of each response, with a prompt's n responses drawn
     independently and d_i = t_i - L r_i (linearised):

@@ -2,25 +2,20 @@
 
 Two runs take turns, a block of steps each: all of TLT, and the same with the first drafter left as it is.  Their
 rollouts are the same, so their step times show what training costs and what it brings, block by block.  Policy updates
-are the same work in both: what these differ by is the machine's doing.  (The cost alone, with less noise:
-`tlt bench idle`.)
+are the same work in both: what these differ by is the machine's doing.
 
 After each block, on that block's responses under their own noise: what is accepted of the first drafter (static) and of
 the one that each step's rollout drafted with (adaptive), of the n-gram drafter, and of the longer one of its and the
 static chains (`bench/spot/chains`).  Tokens a round, for chains as long as the drafter is trained for, and for long
 ones: a drafter that is nearly always right is worth a longer chain, and a short one hides how right it is.  Blocks are
 on the same prompts when each is of whole epochs; with each length goes its error, which is what chance would make of it
-if the policy answered the same prompts again.  (By it blocks of the demo differ by 1.5 to 2 % when they have 4 steps
-each, so that the worst of ten lies 5 % under the best with a drafter that is as good in all; by about 1 % with 8.)
-
-Then, on what the run recorded: methods of training compared by acceptance, packing against padding, checkpoints.
+if the policy answered the same prompts again.
 
 To be measured, each published drafter is written to a file, which counts as time of its step
 (`timing_s/publish_drafter`); a usual run keeps none.
 """
 
 import itertools
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,13 +23,10 @@ from typing import Any
 from prefect import flow
 from torch import Tensor
 
-from bench.report import Bound, judge, write_report
+from bench.report import write_report
 from bench.runs import drop_checkpoints, first_drafter, same_steps, steps_of, take_turns, variants
-from bench.spot import measure as measures
 from bench.spot.chains import (
-    AcceptLength,
     NgramReplay,
-    Recording,
     Runs,
     accept_length,
     by_round_error,
@@ -42,17 +34,13 @@ from bench.spot.chains import (
     longer,
     recorded,
 )
-from bench.verdicts import summarise
+from bench.verdicts import summarise, verdict
 from conf.run import RunConfig
 from tlt_core.drafter.eagle3.files import load_eagle3
-from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.machine.precision import as_torch
-from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import load_decoder
 from tlt_core.run.drafter_release import published_dir
 
-_METHOD_ROWS = 6144  # that each method is trained on
-_METHOD_RESPONSES = 240  # that each is measured on
 _LONG = 12  # drafts of a long chain
 _TIMES = ("timing_s/step", "timing_s/gen", "timing_s/update_actor")
 _FIGURES = (
@@ -111,12 +99,11 @@ def bench_spot(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
         done = steps
     rows = steps_of(run)
     own = [f for f in _FIGURES if any(f in row for row in rows)]
-    offline = _offline(cfg, first, decoder, recorded(run.run_dir / "spot"), run.run_dir / "bench")
     drop_checkpoints(turns)
     times = _times(turns, after=0)
     same = same_steps(run, turns["static"])
     whole = {"configuration": "training in idle time over none", "same_steps": same, **times}
-    report_rows = [{"configuration": "steps", **summarise(rows, own)}, whole, *acceptance, *offline]
+    report_rows = [{"configuration": "steps", **summarise(rows, own)}, whole, *acceptance]
     verdicts = _verdicts(rows, [a for a in acceptance if a["drafts"] == _LONG], times["over_static/timing_s/step"])
     return write_report(out, command=command, repeats=repeats, rows=report_rows, verdicts=verdicts)
 
@@ -141,34 +128,8 @@ def _lengths(runs: Mapping[str, Runs], drafts: int) -> dict[str, float]:
     lengths = {name: accept_length(of_it, drafts=drafts) for name, of_it in runs.items()}
     figures: dict[str, float] = {"drafts": drafts}
     figures |= {f"{name}_by_round_error": by_round_error(of_it, drafts=drafts) for name, of_it in runs.items()}
-    for kind in AcceptLength._fields:
-        figures |= {f"{name}_{kind}": getattr(length, kind) for name, length in lengths.items()}
-        figures[f"ratio_{kind}"] = getattr(lengths["adaptive"], kind) / getattr(lengths["static"], kind)
-    return figures
-
-
-def _offline(cfg: RunConfig, first: Path, decoder: Decoder, recording: Recording, folder: Path) -> list[dict[str, Any]]:
-    """Methods: trained on all but the last quarter of the steps, measured on that."""
-    drafter = load_eagle3(first, decoder.config).float()
-    embedding_VD = decoder.embed_tokens.weight.detach()
-    responses = recording.responses
-    last = max(r.step for r in responses)
-    seen = recording._replace(responses=[r for r in responses if r.step <= 0.75 * last] or responses)
-    unseen = [r for r in responses if r.step > 0.75 * last]
-    unseen = unseen[:: -(-len(unseen) // _METHOD_RESPONSES)]
-
-    def length(model: Eagle3Model) -> float:
-        runs = eagle3_runs(cfg, model, embedding_VD, unseen, drafts=cfg.drafter.depth)
-        return accept_length(runs, drafts=cfg.drafter.depth).by_round
-
-    rows: list[dict[str, Any]] = [{"configuration": "method: none", "accept_length": length(drafter)}]
-    for kind in measures.METHODS:
-        model, speed = measures.trained(cfg, drafter, decoder, seen, kind=kind, rows=_METHOD_ROWS)
-        rows.append({"configuration": f"method: {kind}", "accept_length": length(model), "rows_per_s": speed})
-    rows.append({"configuration": "packing", **measures.packing(cfg, drafter, decoder, recording)})
-    seconds = measures.checkpoint_seconds(cfg, drafter, decoder, recording, folder)
-    shutil.rmtree(folder)
-    return [*rows, {"configuration": "checkpoint", **seconds}]
+    figures |= {f"{name}_by_round": length for name, length in lengths.items()}
+    return figures | {"ratio_by_round": lengths["adaptive"] / lengths["static"]}
 
 
 def _verdicts(
@@ -177,23 +138,16 @@ def _verdicts(
     """acceptance: by block, with long chains.  over_static: step time of all steps together."""
     long_idle_s = sum(row.get("idle/long_idle_s", 0.0) for row in steps)
     missed_s = sum(row.get("idle/long_idle_s", 0.0) * (1 - row.get("idle/harvested_ratio", 0.0)) for row in steps)
-    stopped = [{"x": row["idle/preempt_ms_p95"]} for row in steps if "idle/preempt_ms_p95" in row]
+    stopped = [row["idle/preempt_ms_p95"] for row in steps if "idle/preempt_ms_p95" in row]
     lengths = [a["adaptive_by_round"] for a in acceptance]
     worst = min(length / best for length, best in zip(lengths, itertools.accumulate(lengths, max), strict=True))
-    claim = f"acceptance length of the last block, chains of {_LONG}, adaptive over static"
+    trained = 1 - missed_s / long_idle_s if long_idle_s else 0.0
+    last = f"acceptance length of the last block, chains of {_LONG}, adaptive over static"
+    cost = "step time, all steps together, training in idle time over none"
     return [
-        *judge([{"x": acceptance[-1]["ratio_by_round"]}], [Bound(claim, "x", 1.3, at_least=True)]),
-        *judge(
-            [{"x": worst}],
-            [Bound("acceptance length, adaptive: worst block over the best before", "x", 0.95, at_least=True)],
-        ),
-        *judge(
-            [{"x": 1 - missed_s / long_idle_s if long_idle_s else 0.0}],
-            [Bound("idle seconds in windows over 0.5 s that trained, all steps together", "x", 0.9, at_least=True)],
-        ),
-        *judge(stopped or [{"x": 0.0}], [Bound("pre-emption, p95 of a step, ms", "x", 250.0, at_least=False)]),
-        *judge(
-            [{"x": over_static}],
-            [Bound("step time, all steps together, training in idle time over none", "x", 1.01, at_least=False)],
-        ),
+        verdict(last, [acceptance[-1]["ratio_by_round"]], 1.3),
+        verdict("acceptance length, adaptive: worst block over the best before", [worst], 0.95),
+        verdict("idle seconds in windows over 0.5 s that trained, all steps together", [trained], 0.9),
+        verdict("pre-emption, p95 of a step, ms", stopped or [0.0], 250.0, at_most=True),
+        verdict(cost, [over_static], 1.01, at_most=True),
     ]

@@ -31,12 +31,12 @@ def bench_tuner(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dic
     seeds = range(cfg.seed + 1, cfg.seed + 1 + repeats)
     rows, verdicts = [], []
     for name, work in WORKLOADS.items():
-        played = [earnings(work, speculation, menu, seed=seed) for seed in seeds]
+        played = [earnings(work, menu, seed=seed) for seed in seeds]
         rows += _earning_rows(name, played)
         verdicts.append(_earning_verdict(name, played))
     for live in SWAP_LIVE:
         for policy in POLICIES:
-            figures = [recovery(policy, speculation, menu, live=live, seed=seed) for seed in seeds]
+            figures = [recovery(policy, menu, live=live, seed=seed) for seed in seeds]
             rows.append({"workload": f"swap, {live} live", "configuration": policy, **summarise(figures, list(_SWAPS))})
             if policy == "cost_model":
                 verdicts += _swap_verdicts(live, figures)

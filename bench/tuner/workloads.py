@@ -10,13 +10,14 @@ lose (hostile), or everything is over before much can be learnt (short).
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from bench.tuner.simulator import Engine, Hits, pass_seconds
-from conf.rollout import SpeculationConfig
+from bench.tuner.threshold import ThresholdTuner
 from tlt_core.items.speculation import OFF, Strategy
 from tlt_core.tuner.policies import Kind, RecordedTuner, make_tuner
 
-POLICIES: tuple[Kind, ...] = ("cost_model", "beg_mab", "threshold", "off")
+POLICIES = ("cost_model", "beg_mab", "threshold", "off")
 NEVER = 1000  # recovery rounds of a tuner that had not recovered by then
 _SETTLE = 150  # rounds before a swap
 _WINDOW = 32  # rounds over which a tuner must do well to have recovered
@@ -62,19 +63,19 @@ SWAP_LIVE = (1, 2, 4, 8)  # live requests of the swaps
 _SWAPPED = SimulatedWork(Hits(0.85), Hits(0.1, cover=0.3), 1, _LONG)
 
 
-def tuner_of(kind: Kind, cfg: SpeculationConfig, menu: Sequence[Strategy], *, seed: int) -> RecordedTuner:
-    """As a worker makes it, calibrated on the simulated engine."""
-    made = make_tuner(kind, menu, max_live=cfg.max_live, seed=seed)
+def tuner_of(kind: str, menu: Sequence[Strategy], *, seed: int) -> RecordedTuner:
+    """One of POLICIES as a worker makes it, calibrated on the simulated engine."""
+    made = ThresholdTuner(menu) if kind == "threshold" else make_tuner(cast(Kind, kind), menu, seed=seed)
     made.calibrate(pass_seconds, max_live=32, max_tokens=160, budget_s=1.0)
     return made
 
 
-def earnings(work: SimulatedWork, cfg: SpeculationConfig, menu: Sequence[Strategy], *, seed: int) -> dict[str, float]:
+def earnings(work: SimulatedWork, menu: Sequence[Strategy], *, seed: int) -> dict[str, float]:
     """Tokens a second of every policy and of each single strategy (`fixed STRATEGY`), on the same requests."""
     earned: dict[str, float] = {}
     for kind in POLICIES:
         engine = work.engine(seed=seed)
-        engine.run(tuner_of(kind, cfg, menu, seed=seed))
+        engine.run(tuner_of(kind, menu, seed=seed))
         earned[kind] = engine.rate
     for strategy in menu:
         engine = work.engine(seed=seed)
@@ -88,14 +89,14 @@ def best_fixed(earned: Mapping[str, float]) -> float:
     return max(rate for name, rate in earned.items() if name == "off" or name.startswith("fixed"))
 
 
-def recovery(kind: Kind, cfg: SpeculationConfig, menu: Sequence[Strategy], *, live: int, seed: int) -> dict[str, float]:
+def recovery(kind: str, menu: Sequence[Strategy], *, live: int, seed: int) -> dict[str, float]:
     """Rounds until a tuner does well again after its good drafter turned useless, and after it turned good again.
 
     The tuner is not told.  It has recovered at the first round from which on it reaches, over 32 rounds, at least 0.9
     of the throughput that the best strategy has in the same rounds.
     """
     work = SimulatedWork(_SWAPPED.eagle3, _SWAPPED.ngram, live, _LONG)
-    engine, adaptive = work.engine(seed=seed, compare=(OFF, *menu)), tuner_of(kind, cfg, menu, seed=seed)
+    engine, adaptive = work.engine(seed=seed, compare=(OFF, *menu)), tuner_of(kind, menu, seed=seed)
     engine.run(adaptive, _SETTLE)
     good = engine.hits["eagle3"]
     figures: dict[str, float] = {}

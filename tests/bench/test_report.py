@@ -1,12 +1,12 @@
-"""Reports that a script can judge."""
+"""Reports that a script can judge: a verdict compares the median with its bound, and the bound itself holds."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from bench.report import Bound, judge, write_report
-from bench.verdicts import summarise
+from bench.report import write_report
+from bench.verdicts import summarise, verdict
 
 
 def test_figures_are_summarised_by_median_and_range() -> None:
@@ -18,29 +18,23 @@ def test_figures_are_summarised_by_median_and_range() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "at_least", "holds"), [((0.6, 0.71, 0.9), True, True), ((0.6, 0.69, 0.9), True, False)]
+    ("values", "bound", "at_most", "holds"),
+    [
+        ([0.9, 0.97, 1.0], 0.97, False, True),
+        ([0.9, 0.969, 1.0], 0.97, False, False),
+        ([90, 100, 300], 100, True, True),
+        ([90, 101, 300], 100, True, False),
+    ],
 )
-def test_a_verdict_compares_the_median(values: tuple[float, ...], at_least: bool, holds: bool) -> None:
-    (verdict,) = judge([{"share": v} for v in values], [Bound("rollout dominates", "share", 0.7, at_least)])
-    assert verdict == {
-        "claim": "rollout dominates",
-        "value": values[1],
-        "spread": [0.6, 0.9],
-        "bound": 0.7,
-        "holds": holds,
-    }
-
-
-def test_an_upper_bound_itself_does_not_hold() -> None:
-    (verdict,) = judge([{"overhead": 0.03}], [Bound("less than 3 %", "overhead", 0.03, at_least=False)])
-    assert verdict["holds"] is False
+def test_a_verdict_compares_the_median(values: list[float], bound: float, at_most: bool, holds: bool) -> None:
+    found = {"claim": "x", "value": values[1], "spread": [values[0], values[2]], "bound": bound, "holds": holds}
+    assert verdict("x", values, bound, at_most=at_most) == found
 
 
 def test_a_report_says_what_where_and_how(tmp_path: Path) -> None:
     path = tmp_path / "reports" / "step.json"
     report = write_report(path, command="tlt bench step", repeats=3, rows=[{"configuration": "x"}], verdicts=[])
     assert json.loads(path.read_text()) == report
-    assert report["name"] == "step"
-    assert report["command"] == "tlt bench step"
+    assert (report["name"], report["command"], report["repeats"]) == ("step", "tlt bench step", 3)
     assert {"cores", "threads", "gpus", "versions"} <= report["machine"].keys()
     assert report["commit"]

@@ -91,6 +91,8 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
         (["drafter.method=hass"], "drafter.method: .* choose drafter.loss, soft_ce or tv"),
         (["rollout.vllm.max_probs_diff=0.1"], r"rollout\.max_probs_diff now"),
         (["drafter.spot.max_slowdown=0.1"], r"update\.streamed says"),
+        (["rollout.speculation.policy=threshold"], r"rollout\.speculation\.policy: .* set cost_model"),
+        (["rollout.speculation.max_live=4"], r"rollout\.speculation\.max_live: .* leave it out"),
         (["drafter.spot.loss=mixed"], "drafter.spot.loss: .*'soft_ce' or 'tv'"),
         (
             [

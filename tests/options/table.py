@@ -54,9 +54,7 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {  # option: name of a value: s
     "workers": {str(n): (f"cluster.num_workers={n}",) for n in (1, 2)},
     "dispatch": {name: (f"rollout.dispatch={name}",) for name in ("pull", "static")},
     "release": {"no": (), "yes": ("cluster.release_rollout_memory=true",)},
-    "policy": {
-        name: (f"rollout.speculation.policy={name}",) for name in ("cost_model", "beg_mab", "threshold", "fixed", "off")
-    },
+    "policy": {name: (f"rollout.speculation.policy={name}",) for name in ("cost_model", "beg_mab", "fixed", "off")},
     "drafter": {
         "ngram": (),
         "untrained": ("rollout.speculation.drafter_path=DRAFTER", "drafter.spot.enabled=false"),

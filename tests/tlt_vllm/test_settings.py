@@ -24,7 +24,7 @@ def test_defaults() -> None:
         ({"tlt": {"policy": "best"}}, "choose one of cost_model"),
         ({"tlt": {"exact": "yes"}}, "say true or false"),
         ({"tlt": {"capture_mb": -1}}, "tlt.capture_mb=-1: give a number from 0 up"),
-        ({"tlt": {"max_live": float("nan")}}, "tlt.max_live=nan"),
+        ({"tlt": {"log_every_s": float("nan")}}, "tlt.log_every_s=nan"),
         ({"tlt": {"exact": False, "capture_mb": 8}}, "set tlt.exact to true, or tlt.capture_mb to 0"),
         ({"tlt": {"exact": False, "policy_logprobs": True}}, "set tlt.exact to true, or tlt.policy_logprobs to false"),
     ],

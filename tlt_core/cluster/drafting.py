@@ -149,11 +149,6 @@ class Drafting:
         """No candidate of this phase is published."""
         self._spot().reject()
 
-    def exchange_ngrams(self) -> None:
-        """See `NgramDrafter.exchange`."""
-        if self._drafts is not None:
-            self._drafts.exchange_ngrams()
-
     def export(self, out_dir: Path, *, dtype: torch.dtype) -> None:
         """Write the drafter in use as a folder that vLLM and SGLang load."""
         save_eagle3(self._spot().candidate.used, out_dir, dtype=dtype)

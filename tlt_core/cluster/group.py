@@ -204,10 +204,6 @@ class WorkerGroup:
         """Drop the engines' candidates."""
         self._on_engines("refuse")
 
-    def exchange_ngrams(self) -> None:
-        """Let the n-gram drafters draft from another memory until the next call."""
-        self._on_engines("exchange_ngrams")
-
     def export_drafter(self, out_dir: Path) -> None:
         """Write the drafter in use as a folder that vLLM and SGLang load.  Every worker has the same."""
         call = self._workers[0].call_drafting.remote("export", out_dir, dtype=as_torch(self._rollout_dtype))

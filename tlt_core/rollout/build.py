@@ -44,7 +44,7 @@ def make_engine(
     for name in dict.fromkeys(strategy.drafter for strategy in menu):
         own = [strategy for strategy in menu if strategy.drafter == name]
         drafters[name] = KINDS[name].make(Wanted(cfg, decoder, own, max_live, max_len))
-    tuner = make_tuner(cfg.policy, menu, max_live=cfg.max_live, seed=seed)
+    tuner = make_tuner(cfg.policy, menu, seed=seed)
     return RolloutEngine(
         decoder,
         max_live=max_live,

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
-from tlt_core.drafter.ngram.drafter import NgramDrafter
 from tlt_core.items.speculation import Strategy
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.ends import PolicyEnds
@@ -58,9 +57,6 @@ class Drafts(Protocol):
     def load_drafter(self, weights: Mapping[str, Tensor]) -> None:
         """Draft with these weights of the learned drafter from now on; names as in an exported file."""
 
-    def exchange_ngrams(self) -> None:
-        """See `NgramDrafter.exchange`."""
-
 
 class OwnDrafts:
     """Those of our engine."""
@@ -86,12 +82,6 @@ class OwnDrafts:
         drafter.load_weights(dict(weights))
         if [_checksum(weight) for weight in shared] != before:
             raise RuntimeError("new weights of the drafter have changed the policy's: stop and report this")
-
-    def exchange_ngrams(self) -> None:
-        """As `Drafts.exchange_ngrams`."""
-        for drafter in self._drafters.values():
-            if isinstance(drafter, NgramDrafter):
-                drafter.exchange()
 
 
 def _distinct(weights: Iterable[Tensor]) -> list[Tensor]:

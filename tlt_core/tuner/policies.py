@@ -2,7 +2,6 @@
 
     cost_model   the strategy with the most expected tokens a second; `rule.py` has the rule on one page
     beg_mab      TLT's bucketed epsilon-greedy bandit
-    threshold    one strategy for small batches, plain decoding for large ones
     fixed, off   always the same
 
 Each keeps the same ledger and cost model, so that their metrics compare.
@@ -18,7 +17,7 @@ from tlt_core.tuner.cost_model import CostModel, Measure
 from tlt_core.tuner.ledger import Ledger
 from tlt_core.tuner.rule import Estimate, Rule
 
-Kind = Literal["cost_model", "beg_mab", "threshold", "fixed", "off"]
+Kind = Literal["cost_model", "beg_mab", "fixed", "off"]
 
 UNKNOWN = float("inf")  # change of a drafter that was not measured
 _NOTABLE = 0.05  # change of the acceptance length that is worth a probe; a smaller one loses less than a probe costs
@@ -223,28 +222,23 @@ class BanditTuner(RecordedTuner):
         self._bandit.load_state_dict(state["bandit"])
 
 
-class ThresholdTuner(RecordedTuner):
-    """One strategy while at most `max_live` requests live (None: always), plain decoding above."""
+class FixedTuner(RecordedTuner):
+    """The menu's first strategy whose drafter is not suspended; with an empty menu, plain decoding."""
 
-    def __init__(self, menu: Sequence[Strategy], *, max_live: int | None) -> None:
-        """menu: the first strategy whose drafter is not suspended is used; an empty menu decodes plainly."""
+    def __init__(self, menu: Sequence[Strategy]) -> None:
         super().__init__(menu)
-        self._menu, self._max_live = tuple(menu), max_live
+        self._menu = tuple(menu)
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
         """See `Tuner`."""
-        if self._max_live is not None and len(rows) > self._max_live:
-            return OFF
         return next((strategy for strategy in self._menu if strategy.drafter not in self._suspended), OFF)
 
 
-def make_tuner(
-    kind: Kind, menu: Sequence[Strategy] = (), *, max_live: int = 32, epsilon: float = EPSILON, seed: int = 0
-) -> RecordedTuner:
+def make_tuner(kind: Kind, menu: Sequence[Strategy] = (), *, epsilon: float = EPSILON, seed: int = 0) -> RecordedTuner:
     """A tuner over OFF and the menu.
 
-    max_live: of `threshold`; epsilon, seed: of `beg_mab`.  Raises ValueError when the menu names a strategy twice, when
-    the kind is unknown, and when `fixed` or `threshold` has an empty menu.
+    epsilon, seed: of `beg_mab`.  Raises ValueError when the menu names a strategy twice, when the kind is unknown, and
+    when `fixed` has an empty menu.
     """
     menu = [s for s in menu if not s.is_off]
     if len(set(menu)) < len(menu):
@@ -254,9 +248,9 @@ def make_tuner(
     if kind == "beg_mab":
         return BanditTuner(menu, BucketedGreedy(menu, epsilon=epsilon, seed=seed))
     if kind == "off":
-        return ThresholdTuner([], max_live=None)
-    if kind not in ("fixed", "threshold"):
-        raise ValueError(f"unknown tuner {kind}: choose cost_model, beg_mab, threshold, fixed or off")
+        return FixedTuner([])
+    if kind != "fixed":
+        raise ValueError(f"unknown tuner {kind}: choose cost_model, beg_mab, fixed or off")
     if not menu:
         raise ValueError(f"the tuner {kind} has no strategy: give it a menu")
-    return ThresholdTuner(menu, max_live=max_live if kind == "threshold" else None)
+    return FixedTuner(menu)

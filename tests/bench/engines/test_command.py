@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.engines import command as benchmark_engines
+from bench.engines import llama_cpp
 from bench.engines.command import (
     agreement_verdicts,
     agreements_of,
@@ -16,12 +16,12 @@ from bench.engines.command import (
     rows_of,
     verdicts_of,
 )
+from bench.engines.environment import PeerError
 from bench.engines.measure import Case, Contest, EngineSpec, Measured
-from bench.engines.peers import Peers
 from conf.load import ConfigError, load
 from tests.tlt_core.rollout.vllm.environments import vllm_environment
 
-ONE = Case(1, 0.0)
+ONE, TWO = Case(1, 0.0), Case(2, 0.0)
 
 
 def runs(*rates, tokens=((7,),)):
@@ -35,70 +35,54 @@ def contest(**by_name):
     return Contest(measured, {name: {"version": "1", "threads": 1} for name, _ in measured})
 
 
-def test_plain_is_judged_against_the_faster_vllm():
+def test_plain_is_judged_against_the_faster_variant_of_each_rival_in_the_same_repeat():
     found = contest(
-        plain={ONE: runs(60.0, 50.0, 70.0)},
-        vllm={ONE: runs(50.0, 50.0, 50.0)},
+        plain={ONE: runs(60.0, 50.0, 70.0), Case(8, 0.0): runs(1.0)},
+        vllm={ONE: runs(50.0, 50.0, 50.0), Case(8, 0.0): runs(9.0)},  # eight are not judged
         vllm_eager={ONE: runs(40.0, 60.0, 40.0)},
-        transformers={ONE: runs(20.0, 20.0, 50.0)},
+        transformers={ONE: runs(59.0, 59.0, 59.0)},
     )
-    assert verdicts_of(found) == [
-        {
-            "claim": "plain over vllm, 1 live, temperature 0",
-            "value": 1.2,
-            "spread": [1.0, 1.4],
-            "bound": 1.2,
-            "holds": True,
-        },
-        {
-            "claim": "plain over transformers, 1 live, temperature 0",
-            "value": 2.5,
-            "spread": [1.4, 3.0],
-            "bound": 1.5,
-            "holds": True,
-        },
-    ]
-
-
-def test_a_ratio_below_its_bound_does_not_hold():
-    (verdict,) = verdicts_of(contest(plain={ONE: runs(59.0)}, vllm={ONE: runs(50.0)}))
-    assert verdict["holds"] is False
-
-
-@pytest.mark.parametrize("live", [2, 8, 32])
-def test_only_the_promised_batch_sizes_are_judged(live):
-    case = Case(live, 0.0)
-    assert verdicts_of(contest(plain={case: runs(60.0)}, vllm={case: runs(50.0)})) == []
+    faster, slower = verdicts_of(found)
+    assert faster == {
+        "claim": "plain over vllm, 1 live, temperature 0",
+        "value": 1.2,
+        "spread": [1.0, 1.4],
+        "bound": 1.2,
+        "holds": True,
+    }
+    assert slower["claim"].startswith("plain over transformers")
+    assert (slower["value"], slower["holds"]) == (60 / 59, False)
 
 
 def test_a_row_compares_with_plain_decoding_of_the_same_repeat():
-    two, sampled = Case(2, 0.0), Case(2, 1.0)
+    sampled = Case(2, 1.0)
     found = contest(
-        plain={two: runs(10.0, 20.0, tokens=((1, 2), (3, 4))), sampled: runs(10.0)},
-        vllm={two: runs(20.0, 30.0, tokens=((1, 2), (3, 5))), sampled: runs(5.0)},
+        plain={TWO: runs(10.0, 20.0, tokens=((1, 2), (3, 4))), sampled: runs(10.0)},
+        vllm={TWO: runs(20.0, 30.0, tokens=((1, 2), (3, 5))), sampled: runs(5.0)},
     )
     row = next(r for r in rows_of(found) if r["configuration"] == "vllm" and r["temperature"] == 0)
     assert row["over_plain"] == {"median": 1.75, "min": 1.5, "max": 2.0}
     assert row["differing"] == {"median": 0.5, "min": 0.5, "max": 0.5}
     assert row["total_tokens_per_s"]["max"] == 15.0
-    assert (row["live"], row["version"], row["threads"]) == (2, "1", 1)
     assert all("differing" not in r for r in rows_of(found) if r["temperature"] == 1)
 
 
-def test_a_missing_environment_is_a_row(tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_PYTHON", str(tmp_path / "nowhere/bin/python"))
-    specs, missing = engines(load("conf/demo.yaml", []), tmp_path, max_live=4, max_len=64)
-    ours, theirs = ["plain", "plain float32 torch", "adaptive"], ["transformers", "transformers lookup"]
-    assert [s.name for s in specs] == [*ours, *theirs]
-    assert {row["configuration"] for row in missing} == {"vllm", "vllm eager", "vllm ngram"}
-    assert all("make vllm-env" in row["reason"] for row in missing)
+def test_engines_that_cannot_be_had_are_rows_with_the_reason(tmp_path, monkeypatch):
+    def refuse(common, *, environments, work_dir):
+        raise PeerError("no index")
 
-
-def test_a_build_for_gpus_is_a_row(tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_PYTHON", str(vllm_environment(tmp_path, "vllm", "0.32.0")))
-    _, missing = engines(load("conf/demo.yaml", []), tmp_path, max_live=4, max_len=64)
-    assert {row["configuration"] for row in missing} == {"vllm", "vllm eager", "vllm ngram"}
-    assert all("build for GPUs, and CPUs are compared; 'make vllm-env VLLM=cpu" in row["reason"] for row in missing)
+    monkeypatch.setattr(llama_cpp, "specs", refuse)
+    for python, remedy in (
+        (tmp_path / "nowhere/bin/python", "make vllm-env"),
+        (vllm_environment(tmp_path, "vllm", "0.32.0"), "make vllm-env VLLM=cpu"),  # a build for GPUs
+    ):
+        monkeypatch.setenv("VLLM_PYTHON", str(python))
+        specs, (peer, *vllm) = engines(load("conf/demo.yaml", []), tmp_path, max_live=4, max_len=64, with_llama=True)
+        assert peer == {"configuration": "llama.cpp", "reason": "left out: no index"}
+        assert {row["configuration"] for row in vllm} == {"vllm", "vllm eager", "vllm ngram"}
+        assert all(remedy in row["reason"] for row in vllm)
+        ours = ["plain", "plain float32 torch", "adaptive", "transformers", "transformers lookup"]
+        assert [s.name for s in specs] == ours
 
 
 def test_all_engines_get_the_same_threads_cores_and_model(tmp_path, monkeypatch):
@@ -121,31 +105,8 @@ def test_all_engines_get_the_same_threads_cores_and_model(tmp_path, monkeypatch)
     assert specs[2].settings["speculation"]["drafter_path"] == str(Path("drafters/eagle3").absolute())
 
 
-def test_peers_are_judged_by_their_faster_variant():
-    found = contest(plain={ONE: runs(60.0)}, **{"llama.cpp": {ONE: runs(40.0)}, "llama.cpp fp16": {ONE: runs(50.0)}})
-    (verdict,) = verdicts_of(found)
-    assert (verdict["claim"], verdict["value"]) == ("plain over llama.cpp, 1 live, temperature 0", 1.2)
-
-
-def test_a_peer_that_cannot_be_had_is_a_row(tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_PYTHON", sys.executable)
-    asked = {}
-
-    def peers_of(names, common, *, environments, work_dir):
-        asked.update(names=names, common=common)
-        return Peers([EngineSpec("openvino", tmp_path, tmp_path, {}, {})], {"llama.cpp": "left out: no index"})
-
-    monkeypatch.setattr(benchmark_engines, "peers_of", peers_of)
-    cfg = load("conf/demo.yaml", [])
-    specs, missing = engines(cfg, tmp_path, max_live=4, max_len=64, peer_names=("llama.cpp", "openvino"))
-    assert missing == [{"configuration": "llama.cpp", "reason": "left out: no index"}]
-    assert specs[5].name == "openvino"
-    assert asked["names"] == ("llama.cpp", "openvino")
-    assert asked["common"] == {name: specs[0].settings[name] for name in asked["common"]}
-
-
 def test_limits_reach_every_engine_and_the_users_own_stay():
-    specs = [EngineSpec(name, Path(), Path(), {"ONEDNN_MAX_CPU_ISA": "AVX"}, {}) for name in ("plain", "openvino")]
+    specs = [EngineSpec(name, Path(), Path(), {"ONEDNN_MAX_CPU_ISA": "AVX"}, {}) for name in ("plain", "vllm")]
     limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
     found = limited(specs, limits)
     assert [s.environment for s in found] == [{"ONEDNN_MAX_CPU_ISA": "AVX", "ATEN_CPU_CAPABILITY": "avx2"}] * 2
@@ -156,33 +117,28 @@ def test_limits_reach_every_engine_and_the_users_own_stay():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"peers": "vulkan"}, r"--peers=vulkan: no peer is called 'vulkan'"),
+        ({"peers": "vulkan"}, r"--peers=vulkan: say all, none, llama\.cpp"),
         ({"instructions": "sse"}, r"--instructions=sse: say all or avx2"),
     ],
 )
 def test_unknown_choices_are_refused_before_anything_is_made(tmp_path, given, text):
-    cfg = load("conf/demo.yaml", [])
     with pytest.raises(ConfigError, match=text):
-        bench_engines.fn(cfg, repeats=1, out=tmp_path / "report.json", command="", **given)
+        bench_engines.fn(load("conf/demo.yaml", []), repeats=1, out=tmp_path / "report.json", command="", **given)
     assert not (tmp_path / "report.json").exists()
 
 
 def test_greedy_tokens_are_compared_with_those_of_transformers_on_the_largest_batch():
-    two = Case(2, 0.0)
     found = contest(
-        transformers={ONE: runs(1.0), two: runs(1.0, tokens=((1, 2), (3, 4)))},
-        openvino={ONE: runs(1.0, tokens=((9,),)), two: runs(1.0, tokens=((1, 2), (5, 4)))},
-        plain={two: runs(1.0, tokens=((1, 2), (3, 4))), Case(2, 1.0): runs(1.0, tokens=((7, 7), (7, 7)))},
+        transformers={ONE: runs(1.0), TWO: runs(1.0, tokens=((1, 2), (3, 4)))},
+        vllm={ONE: runs(1.0, tokens=((9,),)), TWO: runs(1.0, tokens=((1, 2), (5, 4)))},
+        plain={TWO: runs(1.0, tokens=((1, 2), (3, 4))), Case(2, 1.0): runs(1.0, tokens=((7, 7), (7, 7)))},
     )
     rows = agreements_of(
         found, [[8], [8, 8], [8, 8, 8]], enders=(), log_probs=lambda tokens: -torch.arange(10.0) * len(tokens)
     )
     about = {"compared_with": "transformers", "live": 2}
     assert rows == [
-        {"configuration": "openvino", **about, "equal_tokens": 0.5, "parted": 1, "largest_gap": 4.0},
+        {"configuration": "vllm", **about, "equal_tokens": 0.5, "parted": 1, "largest_gap": 4.0},
         {"configuration": "plain", **about, "equal_tokens": 1.0, "parted": 0, "largest_gap": 0.0},
     ]
-    assert [(v["claim"], v["holds"]) for v in agreement_verdicts(rows)] == [
-        ("openvino parts from transformers at near-ties", False),
-        ("plain parts from transformers at near-ties", True),
-    ]
+    assert [v["holds"] for v in agreement_verdicts(rows)] == [False, True]

@@ -1,13 +1,13 @@
 """The contest's parent side with engines of a few lines: order, pinning, rates, failures."""
 
-import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from bench.engines.measure import Case, EngineError, EngineSpec, compete, cores, figures, own_environment
+from bench.engines.environment import PeerError
+from bench.engines.measure import Case, EngineSpec, compete, cores, figures, own_environment
 
 ENGINE = """
 import os, time
@@ -71,28 +71,18 @@ def test_rates_leave_out_the_first_token():
     assert measured.total_tokens_per_s == pytest.approx(4 * 11 / 3.0)
 
 
-def test_an_engine_that_ends_says_why(tmp_path):
-    with pytest.raises(EngineError, match=r"engine short ended.*\n(.*\n)*.*tokens were wanted"):
-        run(tmp_path, [spec(tmp_path, "short", extra=-1)])
-
-
-def test_a_missing_engine_is_an_error_of_the_engine(tmp_path):
-    broken = spec(tmp_path, "broken")
-    broken.file.write_text("import no_such_module")
-    with pytest.raises(EngineError, match="no_such_module"):
-        run(tmp_path, [broken])
-
-
 @pytest.mark.parametrize("broken", ["import no_such_module", None], ids=["start", "warm-up"])
-def test_an_optional_engine_that_fails_is_left_out(tmp_path, broken):
-    other = spec(tmp_path, "b", extra=-1)._replace(optional=True)
+def test_an_engine_that_fails_says_why_and_is_left_out_if_it_is_optional(tmp_path, broken):
+    other, why = spec(tmp_path, "b", extra=-1), "no_such_module" if broken else "tokens were wanted"
     if broken:
         other = other._replace(file=tmp_path / "broken.py")
         other.file.write_text(broken)
-    contest = run(tmp_path, [spec(tmp_path, "a"), other])
+    with pytest.raises(PeerError, match=rf"engine b ended.*\n(.*\n)*.*{why}"):
+        run(tmp_path, [other])
+    contest = run(tmp_path, [spec(tmp_path, "a"), other._replace(optional=True)])
     assert {name for name, _ in contest.measured} == {"a"} == contest.described.keys()
     assert contest.failed.keys() == {"b"}
-    assert ("no_such_module" if broken else "tokens were wanted") in contest.failed["b"]
+    assert why in contest.failed["b"]
 
 
 def test_more_threads_than_cores_are_refused():
@@ -102,29 +92,15 @@ def test_more_threads_than_cores_are_refused():
 
 @pytest.mark.slow
 def test_our_engine_and_transformers_decode_the_same(tiny_folder, tmp_path):
-    root = Path(__file__).parents[3]
-    settings = {
-        "model": str(tiny_folder),
-        "dtype": "float32",
-        "threads": 1,
-        "cores": cores(1),
-        "max_live": 2,
-        "max_len": 32,
-        "speculation": {"policy": "cost_model"},
-    }
-    own = EngineSpec(
-        "own",
-        root / "bench/engines/processes/own.py",
-        Path(sys.executable),
-        own_environment(threads=1),
-        settings,
+    common = {"model": str(tiny_folder), "dtype": "float32", "threads": 1, "cores": cores(1)}
+    more = {"max_live": 2, "max_len": 32, "speculation": {"policy": "cost_model"}, "lookup_tokens": 0}
+    folder = Path(__file__).parents[3] / "bench/engines/processes"
+    own, hf = (
+        EngineSpec(name, folder / f"{name}.py", Path(sys.executable), own_environment(threads=1), common | more)
+        for name in ("own", "hf")
     )
-    hf = own._replace(name="hf", file=root / "bench/engines/processes/hf.py", settings=settings | {"lookup_tokens": 0})
-    prompts = [[1, 9, 4, 17, 30], [1, 12, 8]]
-    case = Case(2, 0.0)
+    prompts, case = [[1, 9, 4, 17, 30], [1, 12, 8]], Case(2, 0.0)
     contest = compete([own, hf], [case], prompts, new_tokens=9, repeats=1, seed=0, log_dir=tmp_path)
     ours, theirs = contest.measured["own", case][0], contest.measured["hf", case][0]
     assert ours.tokens == theirs.tokens
     assert [len(row) for row in ours.tokens] == [9, 9]
-    assert contest.described["own"]["threads"] == 1
-    assert json.dumps(contest.described["hf"]["version"]).startswith('"transformers')

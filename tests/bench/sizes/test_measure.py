@@ -1,4 +1,4 @@
-"""The whole measurement on a tiny shape, and what it rests on."""
+"""What the measurement at real sizes rests on: planted tokens and acceptance."""
 
 import pytest
 import torch
@@ -7,29 +7,11 @@ from bench.sizes import measure as bench_sizes
 from bench.sizes import planted
 from bench.sizes.measure import Bench, Sizes
 from tlt_core.drafter.eagle3.static import room_for
-from tlt_core.items.speculation import Strategy
 from tlt_core.items.types import SamplingParams
 from tlt_core.model.shapes import shape
 
 CPU = torch.device("cpu")
 SIZES = Sizes((1, 2, 3), 6, 30, 64)
-
-
-@pytest.mark.slow
-def test_all_rows_and_verdicts() -> None:
-    (setting, *rows), verdicts = bench_sizes.run("tiny", CPU, acceptance=3, repeats=2, sizes=SIZES)
-    assert setting["planted_acceptance"] == 3
-    assert "planted" in setting["weights"]
-    assert {(r["configuration"], r.get("live")) for r in rows} == {
-        ("graphs", None),
-        *((name, live) for name in ("plain", "adaptive") for live in (1, 2, 3)),
-    }
-    for row in rows[2:]:
-        assert 0 < row["tokens_per_s"]["min"] <= row["tokens_per_s"]["median"] <= row["tokens_per_s"]["max"]
-        assert row["floor_s"] > 0
-    same = [v for v in verdicts if "tokens are plain decoding's" in v["claim"]]
-    assert [v["value"] for v in same] == [1.0, 1.0, 1.0]
-    assert {v["bound"] for v in verdicts} == {0.5, 1.0, 2.0, 0.97}
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -67,23 +49,8 @@ def test_chance_by_hand() -> None:
         planted.chance_for(4, depth=2)
 
 
-def test_trees_cannot_be_planted() -> None:
-    bench = Bench("tiny", CPU, acceptance=4.0, sizes=SIZES)
-    tree = [Strategy("eagle3", 3, 2, 6)]
-    drafter = planted.PlantedDrafter(
-        bench._network, bench.decoder, chance=0.5, max_live=3, max_len=bench.max_len, room=room_for(tree)
-    )
-    with pytest.raises(ValueError, match="acceptance is planted in chains"):
-        bench._engine(drafter, tree)
-
-
 def test_bytes_that_a_pass_reads() -> None:
     """All of the tiny target but its embedding: an untied head is a matrix of its own."""
     bench = Bench("tiny", CPU, acceptance=4.0, sizes=SIZES)
     every = sum(p.numel() for p in bench.decoder.parameters())
     assert bench_sizes.read_bytes(bench.decoder) == 4 * (every - 512 * 64)
-
-
-def test_an_unknown_shape_is_named() -> None:
-    with pytest.raises(ValueError, match="shape 'gpt-2' is not known: choose qwen2"):
-        bench_sizes.run("gpt-2", CPU, acceptance=4.0, repeats=1)

@@ -80,7 +80,7 @@ def test_the_ngram_replay_accepts_what_the_engine_did(decoder, cfg):
         assert mine[:-1] == earlier  # the last round may end at the response's end
         hits += sum(mine)
     assert hits > 20
-    assert accept_length(runs, drafts=DRAFTS).by_round == pytest.approx(
+    assert accept_length(runs, drafts=DRAFTS) == pytest.approx(
         sum(len(r.completion) for r in rollouts) / sum(map(len, accepted.values()))
     )
 
@@ -94,16 +94,14 @@ def test_chains_are_cut_not_measured_anew(decoder, cfg):
         measured = measure_acceptance(
             model, decoder.embed_tokens.weight, [r.sequence for r in responses], depth=drafts, temperature=0.4
         )
-        assert accept_length(runs, drafts=drafts).by_token == pytest.approx(measured.accept_length)
+        cut = torch.cat(list(runs.values())).clamp_max(drafts)
+        assert 1 + cut.double().mean().item() == pytest.approx(measured.accept_length)
 
 
 def test_lengths_by_hand():
     runs = {"a": torch.tensor([2, 0, 0, 1, 0]), "b": torch.tensor([0, 4, 0, 0, 0, 0])}
-    length = accept_length(runs, drafts=8)
-    assert length.by_round == 11 / (2 + 2)  # 3 and 2 tokens; 1 and 5
-    assert length.by_token == pytest.approx(1 + 7 / 11)
-    assert length.by_response == pytest.approx(1 + (3 / 5 + 4 / 6) / 2)
-    assert accept_length(runs, drafts=1).by_round == 11 / (3 + 5)
+    assert accept_length(runs, drafts=8) == 11 / (2 + 2)  # 3 and 2 tokens; 1 and 5
+    assert accept_length(runs, drafts=1) == 11 / (3 + 5)
     both = longer(runs, {"a": torch.tensor([0, 3, 0, 0, 0]), "b": torch.zeros(6, dtype=torch.int64)})
     assert both["a"].tolist() == [2, 3, 0, 1, 0]
     assert both["b"].tolist() == runs["b"].tolist()
@@ -123,7 +121,7 @@ def test_error_is_what_chance_does_to_the_length():
         }
 
     again = [answers() for _ in range(300)]
-    lengths = torch.tensor([accept_length(runs, drafts=6).by_round for runs in again])
+    lengths = torch.tensor([accept_length(runs, drafts=6) for runs in again])
     told = torch.tensor([by_round_error(runs, drafts=6) for runs in again])
     assert told.mean().item() == pytest.approx(lengths.std().item(), rel=0.12)  # of 300: 4 %
     assert lengths.std() > 0.01

@@ -4,21 +4,19 @@ import pytest
 
 from bench.tuner.simulator import Hits, draft_seconds, pass_seconds
 from bench.tuner.workloads import NEVER, POLICIES, SimulatedWork, best_fixed, earnings, recovery
-from conf.rollout import SpeculationConfig
 from tlt_core.items.speculation import OFF, Strategy
 from tlt_core.tuner.policies import make_tuner
 
-CFG = SpeculationConfig()
 MENU = (Strategy("eagle3", 4, 1, 4), Strategy("ngram", 4, 1, 4))
 
 
 def test_every_policy_and_every_strategy_is_played_on_the_same_requests():
     work = SimulatedWork(Hits(0.8), Hits(0.0), 2, 100)
-    earned = earnings(work, CFG, MENU, seed=1)
+    earned = earnings(work, MENU, seed=1)
     assert list(earned) == [*POLICIES, "fixed eagle3:4x1/4", "fixed ngram:4x1/4"]
     assert best_fixed(earned) == earned["fixed eagle3:4x1/4"] == earned["threshold"]
-    assert earned == earnings(work, CFG, MENU, seed=1)
-    assert earned != earnings(work, CFG, MENU, seed=2)
+    assert earned == earnings(work, MENU, seed=1)
+    assert earned != earnings(work, MENU, seed=2)
 
 
 def test_rates_by_hand():
@@ -38,8 +36,8 @@ def test_the_best_rate_is_that_of_the_best_strategy_now():
 
 def test_recovery_is_quick_for_the_cost_model_and_never_comes_to_a_fixed_rule():
     for live in (1, 4):
-        figures = recovery("cost_model", CFG, MENU, live=live, seed=1)
+        figures = recovery("cost_model", MENU, live=live, seed=1)
         assert 0 < figures["rounds_bad"] <= 100
         assert figures["rounds_back"] <= 200
-    assert recovery("threshold", CFG, MENU, live=2, seed=1) == {"rounds_bad": NEVER, "rounds_back": 0}
-    assert recovery("off", CFG, MENU, live=2, seed=1) == {"rounds_bad": 0, "rounds_back": NEVER}
+    assert recovery("threshold", MENU, live=2, seed=1) == {"rounds_bad": NEVER, "rounds_back": 0}
+    assert recovery("off", MENU, live=2, seed=1) == {"rounds_bad": 0, "rounds_back": NEVER}

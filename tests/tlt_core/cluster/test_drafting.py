@@ -46,7 +46,7 @@ def folder(decoder, tmp_path):
 
 
 def make(decoder, policy, *, drafter_path=None):
-    cfg = SpeculationConfig(policy=policy, drafter_path=drafter_path and str(drafter_path), max_live=2)
+    cfg = SpeculationConfig(policy=policy, drafter_path=drafter_path and str(drafter_path))
     capture = drafter_path is not None
     engine = build.make_engine(decoder, cfg, max_live=MAX_LIVE, max_len=MAX_LEN, seed=0, capture=capture)
     drafts = None if engine.speculation is None else OwnDrafts(engine, engine.speculation)

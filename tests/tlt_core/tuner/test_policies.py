@@ -7,6 +7,7 @@ from statistics import median
 import pytest
 
 from bench.tuner.simulator import Hits, pass_seconds
+from bench.tuner.threshold import ThresholdTuner
 from bench.tuner.workloads import WORKLOADS, SimulatedWork
 from tlt_core.items.speculation import NO_FLOORS, OFF, RoundReport, Strategy
 from tlt_core.tuner.policies import Kind, RecordedTuner, make_tuner
@@ -28,7 +29,7 @@ SHORT = [name for name in WORKLOADS if name.startswith("short")]
 
 
 def first(strategy: Strategy | None) -> tuple[Strategy, ...]:
-    """The menu with this strategy at its head, which `fixed` and `threshold` use."""
+    """The menu with this strategy at its head, which `fixed` uses."""
     return MENU if strategy is None else (strategy, *(s for s in MENU if s != strategy))
 
 
@@ -63,7 +64,7 @@ def test_the_cost_model_finds_the_best_strategy(name: str) -> None:
 
 def test_the_other_policies_lose_where_they_must() -> None:
     assert rate("heavy tail", "cost_model") > 1.02 * rate("heavy tail", "beg_mab")
-    assert rate("hostile, large batch", "threshold", MENU[4]) < 0.9 * rate("hostile, large batch", "off")
+    assert rate("hostile, large batch", "fixed", MENU[4]) < 0.9 * rate("hostile, large batch", "off")
     assert rate("tail, good drafter", "beg_mab") > rate("tail, good drafter", "off")
 
 
@@ -147,7 +148,7 @@ def test_a_drafter_that_is_measured_to_be_alike_is_no_news() -> None:
     assert engines[float("inf")].history != engines[None].history
 
 
-@pytest.mark.parametrize("kind", ["cost_model", "beg_mab", "threshold", "fixed", "off"])
+@pytest.mark.parametrize("kind", ["cost_model", "beg_mab", "fixed", "off"])
 def test_choices_are_the_same_after_a_restart(kind: Kind) -> None:
     engines = [WORKLOADS["near break-even"].engine(seed=SEED) for _ in range(2)]
     first, second = tuner(kind), tuner(kind)
@@ -172,14 +173,14 @@ def test_state_of_another_menu_loads() -> None:
 
 def test_threshold_fixed_and_off() -> None:
     menu = first(MENU[4])
-    threshold, fixed, off = (make_tuner(kind, menu, max_live=3) for kind in ("threshold", "fixed", "off"))
+    threshold, fixed, off = ThresholdTuner(menu, max_live=3), make_tuner("fixed", menu), make_tuner("off", menu)
     assert [threshold.choose(range(live), 0) for live in (1, 3, 4)] == [MENU[4], MENU[4], OFF]
     assert {fixed.choose(range(live), 0) for live in (1, 3, 40)} == {MENU[4]}
     assert {off.choose(range(live), 0) for live in (1, 3, 40)} == {OFF}
     assert make_tuner("fixed", MENU).choose([0], 0) == MENU[0]
 
 
-@pytest.mark.parametrize("kind", ["cost_model", "beg_mab", "threshold", "fixed", "off"])
+@pytest.mark.parametrize("kind", ["cost_model", "beg_mab", "fixed", "off"])
 def test_a_suspended_drafter_is_not_chosen_until_it_is_resumed(kind: Kind) -> None:
     """The best drafter is suspended in mid-flight: the other one takes over, and none when that is suspended too."""
     engine = SimulatedWork(Hits(0.85), Hits(0.6), 2, 10**6).engine(seed=SEED)

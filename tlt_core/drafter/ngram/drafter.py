@@ -109,15 +109,6 @@ class NgramDrafter:
         self._groups: dict[tuple[int, bytes], _Group] = {}  # the most recently used is last
         self._rows: dict[int, _Live] = {}
         self._index_tokens = 0
-        self._other: tuple[dict[tuple[int, bytes], _Group], int] = {}, 0  # the memory that is not in use
-
-    def exchange(self) -> None:
-        """Draft from another memory, at first an empty one, until the next call.
-
-        For benchmarks that decode everything twice, where the second run would find its own responses.
-        """
-        assert not self._rows, "requests are live: exchange between rollouts"
-        (self._groups, self._index_tokens), self._other = self._other, (self._groups, self._index_tokens)
 
     @property
     def index_tokens(self) -> int:

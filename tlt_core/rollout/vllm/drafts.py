@@ -18,8 +18,6 @@ from tlt_core.tuner.policies import UNKNOWN
 
 Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
 
-_ONE = ("fixed", "threshold")  # policies that use one strategy
-
 
 def vllm_menu(cfg: SpeculationConfig) -> tuple[Strategy, ...]:
     """The chains that vLLM may draft: one drafter an engine, the first strategy's."""
@@ -27,7 +25,7 @@ def vllm_menu(cfg: SpeculationConfig) -> tuple[Strategy, ...]:
         return ()
     menu = menu_of(cfg)
     chains = tuple(s for s in menu if s.drafter == menu[0].drafter and s.width == 1)
-    return chains[:1] if cfg.policy in _ONE else chains
+    return chains[:1] if cfg.policy == "fixed" else chains
 
 
 def vllm_speculation(cfg: SpeculationConfig, menu: Sequence[Strategy]) -> dict[str, Any] | None:
@@ -40,7 +38,7 @@ def vllm_speculation(cfg: SpeculationConfig, menu: Sequence[Strategy]) -> dict[s
 
 def tlt_settings(cfg: SpeculationConfig, menu: Sequence[Strategy], *, capture_mb: int) -> dict[str, Any]:
     """What `tlt_vllm` is told.  capture_mb: memory for hidden states; 0: none are kept."""
-    settings: dict[str, Any] = {"policy": cfg.policy, "max_live": cfg.max_live, "log_every_s": 0}
+    settings: dict[str, Any] = {"policy": cfg.policy, "log_every_s": 0}
     if menu:
         settings["menu"] = [s.depth for s in menu]
     return settings | {"capture_mb": capture_mb}
@@ -68,9 +66,6 @@ class VllmDrafts:
         save_file({name: value.cpu().contiguous() for name, value in weights.items()}, file)
         self._ask({"ask": "drafter", "file": str(file)})
         file.unlink()
-
-    def exchange_ngrams(self) -> None:
-        """Nothing: vLLM's n-gram drafter looks into its own prompt alone."""
 
 
 class RemoteTuner:

@@ -74,21 +74,6 @@ def test_finished_siblings_and_earlier_visits_are_remembered():
     assert tree.depths_N.tolist() == [1, 2, 3]
 
 
-def test_of_two_memories_each_knows_its_own_visits():
-    drafter = NgramDrafter()
-    visit(drafter, [60, 61, 62, 99])
-    tokens = drafter.index_tokens
-    drafter.exchange()
-    assert drafter.index_tokens == 0
-    visit(drafter, [70, 71, 72, 99])
-    for begun, continued in ((60, []), (70, [71, 72, 99])):
-        assert next(reversed(drafts_after(drafter, begun)), []) == continued
-    drafter.exchange()
-    assert drafter.index_tokens == tokens
-    for begun, continued in ((60, [61, 62, 99]), (70, [])):
-        assert next(reversed(drafts_after(drafter, begun)), []) == continued
-
-
 def drafts_after(drafter, token):
     own = request(sample=1)
     drafter.admit(0, own)

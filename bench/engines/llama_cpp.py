@@ -1,25 +1,30 @@
-"""A Hugging Face folder as a GGUF file, which llama.cpp reads.  Nothing is quantised.
+"""llama.cpp as a rival of our engine: its environment, and the model as a GGUF file.  Nothing is quantised.
 
-    matrices    in `dtype`, as they are        vectors (norms, biases)    float32: llama.cpp adds them up in it
-    tokenizer   tokens, kinds and merges of tokenizer.json, which llama.cpp wants even where token ids go in and out
+    llama.cpp         matrices in the configured type; vectors (norms, biases) in float32, as llama.cpp adds them up
+    llama.cpp fp16    the same with float16, if bfloat16 is configured: not every build is fast with bfloat16
 
-llama.cpp rotates neighbouring pairs (0, 1), (2, 3), ... of a head of the architecture `llama`, Hugging Face the pairs
-(i, i + head_dim / 2): rows of the query and key matrices are put in that order.  `qwen2` and `qwen3` are rotated there
-as they are here.
+llama.cpp wants tokens, kinds and merges of tokenizer.json even where token ids go in and out.  It rotates neighbouring
+pairs (0, 1), (2, 3), ... of a head of the architecture `llama`, Hugging Face the pairs (i, i + head_dim / 2): rows of
+the query and key matrices are put in that order.  `qwen2` and `qwen3` are rotated there as they are here.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import torch
 from torch import Tensor
 
+from bench.engines import environment
+from bench.engines.measure import EngineSpec
 from tlt_core.model.config import DecoderConfig, ModelError
 from tlt_core.model.load import load_config, read_tensors
 
+NAME = "llama.cpp"
+PEER = environment.Peer(NAME, "", ("xllamacpp==2026.10.11549",))
+_PROCESS = Path(__file__).with_name("processes") / "llama_cpp.py"
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen2": gguf.MODEL_ARCH.QWEN2,
@@ -30,6 +35,24 @@ _TYPES = {
     torch.float16: (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
     torch.float32: (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
 }
+
+
+def specs(common: Mapping[str, Any], *, environments: Path, work_dir: Path) -> list[EngineSpec]:
+    """Both variants, ready to start.  common: settings of every engine; work_dir: folder for converted models.
+
+    Raises PeerError or ModelError where llama.cpp cannot be had for this model.
+    """
+    python = environment.interpreter(PEER, environments)
+    kinds = {NAME: common["dtype"]} | ({f"{NAME} fp16": "float16"} if common["dtype"] == "bfloat16" else {})
+    work_dir.mkdir(parents=True, exist_ok=True)
+    found = []
+    for name, dtype in kinds.items():
+        file = work_dir.absolute() / f"model-{dtype}.gguf"
+        write_gguf(Path(common["model"]), file, dtype=getattr(torch, dtype))
+        settings = {**common, "dtype": dtype, "weights": str(file)}
+        variables = environment.variables(threads=common["threads"])
+        found.append(EngineSpec(name, _PROCESS, python, variables, settings, optional=True))
+    return found
 
 
 def write_gguf(folder: Path, out: Path, *, dtype: torch.dtype) -> None:
@@ -52,7 +75,8 @@ def write_gguf(folder: Path, out: Path, *, dtype: torch.dtype) -> None:
         if tensor.dim() == 1:
             writer.add_tensor(name, tensor.float().numpy())
         else:
-            writer.add_tensor(name, as_bytes(tensor.to(dtype)), raw_dtype=raw_type)
+            in_bytes = tensor.to(dtype).contiguous().view(torch.uint8)  # numpy has no bfloat16
+            writer.add_tensor(name, in_bytes.numpy(), raw_dtype=raw_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -66,12 +90,6 @@ def rotated_rows(name: str, tensor: Tensor, config: DecoderConfig) -> Tensor:
     half = config.head_dim // 2
     heads = tensor.unflatten(0, (-1, 2, half))  # [heads, 2, half, hidden]
     return heads.transpose(1, 2).flatten(0, 2).contiguous()
-
-
-def as_bytes(tensor: Tensor) -> "np.ndarray[Any, np.dtype[np.uint8]]":
-    """The tensor's memory, its last dimension in bytes: numpy has no bfloat16."""
-    found: np.ndarray[Any, np.dtype[np.uint8]] = tensor.contiguous().view(torch.uint8).numpy()
-    return found
 
 
 def _add_shape(writer: gguf.GGUFWriter, config: DecoderConfig) -> None:

@@ -8,10 +8,6 @@
 
 All configurations have the same requests, lengths and noise.  Engines run in turn on the threads of one worker.
 
-Two more kinds of rows show what is left to gain.  `floor`: the time of a pass over some tokens, beside its bytes and
-its arithmetic (`bench/rollout/floor.py`).  `ceiling`: the speed-up of the rl rounds as measured, if drafting took no
-time, and if verification also took only the time of its projections.
-
 "adaptive" is the tuner with the state of the previous repeat, as in a run from its second step on; "from nothing" is
 the tuner without it.
 """
@@ -26,10 +22,9 @@ from typing import Any
 import torch
 from prefect import flow
 
-from bench.report import Bound, judge, write_report
-from bench.rollout.floor import ceilings, linears_s, pass_costs
-from bench.rollout.side_by_side import BANDS, Measured, Workload, compare, differing, fix_lengths
-from bench.verdicts import summarise
+from bench.report import write_report
+from bench.side_by_side import Measured, Workload, compare, differing, fix_lengths
+from bench.verdicts import summarise, verdict
 from conf.data import GymData, GymTask
 from conf.load import ConfigError
 from conf.rollout import SpeculationConfig, StrategyConfig
@@ -43,7 +38,6 @@ from tlt_core.drafter.kinds import menu_of
 from tlt_core.items.types import GenerationRequest, NoiseKey, Prompt, SamplingParams
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
-from tlt_core.rollout.build import make_engine
 
 _RAW_TOKENS = 256  # longest response of the raw model, which rambles
 _RAW_PROMPTS, _RAW_SAMPLES, _RAW_LIVE = 8, 4, 16
@@ -58,8 +52,6 @@ _CLAIMS = {  # ratio of the adaptive engine to plain decoding, and its bound
 }
 _OF_BEST = 0.97
 _KEPT = "cost_model, kept"  # its tuner keeps its state over the repeats, as over the steps of a run
-_PASSES = ((1, 1), (1, 4), (1, 7), (1, 13), (2, 2), (2, 14), (2, 26), (4, 4), (4, 16), (4, 28), (4, 52), (16, 16))
-_CONTEXT = 400  # tokens of each request in these passes
 
 
 @flow(name="bench-rollout")
@@ -84,19 +76,16 @@ def bench_rollout(
         measured = compare(work, compared, repeats=repeats, seed=cfg.seed, kept=[_KEPT])
         rows += [_lengths_row(work, measured), *_rows(work, measured)]
         verdicts += _verdicts(work.name, measured)
-        if work.name == "rl":
-            rows += _floor_rows(work) + _ceiling_rows(work, measured)
     return write_report(out, command=command, repeats=repeats, rows=rows, verdicts=verdicts)
 
 
 def configurations(base: SpeculationConfig) -> dict[str, SpeculationConfig]:
     """Plain decoding, every adaptive policy, and each strategy of the menu by itself."""
-    menu = [StrategyConfig(drafter=s.drafter, depth=s.depth, width=s.width, tokens=s.tokens) for s in menu_of(base)]
+    menu = [StrategyConfig(**strategy._asdict()) for strategy in menu_of(base)]
     adaptive = base.model_copy(update={"policy": "cost_model"})
     # These two are measured next to each other, because the claim is about their ratio.
     named = {"off": base.model_copy(update={"policy": "off"}), _KEPT: adaptive}
     named |= {"cost_model": adaptive, "beg_mab": base.model_copy(update={"policy": "beg_mab"})}
-    named["threshold"] = base.model_copy(update={"policy": "threshold", "max_live": 4})
     for arm, strategy in zip(menu_of(base), menu, strict=True):
         named[f"fixed {arm}"] = base.model_copy(update={"policy": "fixed", "menu": (strategy,)})
     return named
@@ -177,66 +166,6 @@ def _rows(workload: Workload, measured: Mapping[str, Sequence[Measured]]) -> lis
     return rows
 
 
-def _floor_rows(workload: Workload) -> list[dict[str, Any]]:
-    largest = max(-(-tokens // live) - 1 for live, tokens in _PASSES)
-    room = (StrategyConfig(drafter="ngram", depth=largest, width=1, tokens=largest),)
-    engine = make_engine(
-        workload.decoder,
-        SpeculationConfig(policy="fixed", menu=room),
-        max_live=max(live for live, _ in _PASSES),
-        max_len=_CONTEXT + workload.params.max_new_tokens,
-        seed=0,
-    )
-    machine = ceilings(workload.decoder)
-    rows: list[dict[str, Any]] = [
-        {"workload": "floor", "configuration": "machine", "gb_per_s": machine.bytes_per_s / 1e9}
-        | {"gflop_per_s": machine.flops_per_s / 1e9}
-    ]
-    for cost in pass_costs(engine, machine, _PASSES, context=_CONTEXT):
-        least_s = max(cost.weights_s, cost.arithmetic_s)
-        rows.append(
-            {
-                "workload": "floor",
-                "configuration": f"{cost.live} live, {cost.tokens} tokens",
-                "pass_ms": 1e3 * cost.pass_s,
-                "linears_ms": 1e3 * cost.linears_s,
-                "weights_ms": 1e3 * cost.weights_s,
-                "arithmetic_ms": 1e3 * cost.arithmetic_s,
-                "pass_over_floor": cost.pass_s / least_s,
-            }
-        )
-    return rows
-
-
-def _ceiling_rows(workload: Workload, measured: Mapping[str, Sequence[Measured]]) -> list[dict[str, Any]]:
-    """A row for each band of live requests that all runs had; each run is compared with the plain one of its repeat."""
-    rows = []
-    for band in BANDS:
-        pairs = [
-            (_of_band(p.figures, band), _of_band(s.figures, band))
-            for p, s in zip(measured["off"], measured[_KEPT], strict=True)
-        ]
-        if not all(plain and spec for plain, spec in pairs):
-            continue
-        runs = []
-        for plain, spec in pairs:
-            projections_ms = 1e3 * linears_s(workload.decoder, round(spec["pass_tokens"]))
-            per_s = {
-                "speedup": spec["tokens_per_s"],
-                "speedup_if_drafting_were_free": 1e3 * spec["tokens_per_round"] / spec["verify_ms"],
-                "speedup_if_verification_were_projections_too": 1e3 * spec["tokens_per_round"] / projections_ms,
-            }
-            over = {name: value / plain["tokens_per_s"] for name, value in per_s.items()}
-            runs.append({"plain_ms": plain["verify_ms"], **spec, "projections_ms": projections_ms, **over})
-        rows.append({"workload": "ceiling", "configuration": f"rl, {band}", **summarise(runs, list(runs[0]))})
-    return rows
-
-
-def _of_band(figures: Mapping[str, float], band: str) -> dict[str, float]:
-    prefix = f"{band}: "
-    return {name.removeprefix(prefix): value for name, value in figures.items() if name.startswith(prefix)}
-
-
 def _verdicts(workload: str, measured: Mapping[str, Sequence[Measured]]) -> list[dict[str, Any]]:
     plain = measured["off"]
     best = max(
@@ -245,16 +174,10 @@ def _verdicts(workload: str, measured: Mapping[str, Sequence[Measured]]) -> list
     )
     verdicts = []
     for name, title in ((_KEPT, "adaptive"), ("cost_model", "adaptive from nothing")):
-        ratios = [
-            {figure: a.figures[figure] / p.figures[figure] for figure, _ in _CLAIMS[workload]}
-            | {"best": a.figures["tokens_per_s"] / b.figures["tokens_per_s"]}
-            for a, p, b in zip(measured[name], plain, best, strict=True)
-        ]
-        bounds = [
-            Bound(f"{workload}: {title} over plain, {f}", f, bound, at_least=True) for f, bound in _CLAIMS[workload]
-        ]
-        of_best = Bound(
-            f"{workload}: {title} over the best fixed strategy, tokens_per_s", "best", _OF_BEST, at_least=True
-        )
-        verdicts += judge(ratios, [*bounds, of_best])
+        claims = [(f"over plain, {figure}", figure, plain, bound) for figure, bound in _CLAIMS[workload]]
+        claims.append(("over the best fixed strategy, tokens_per_s", "tokens_per_s", best, _OF_BEST))
+        for claim, figure, others, bound in claims:
+            pairs = zip(measured[name], others, strict=True)
+            ratios = [mine.figures[figure] / other.figures[figure] for mine, other in pairs]
+            verdicts.append(verdict(f"{workload}: {title} {claim}", ratios, bound))
     return verdicts

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 KERNELS = {
     "_attend_tree",
     "_choose_among_splits",
@@ -26,7 +26,7 @@ KERNELS = {
 ROUNDS = """
 import collections
 import torch
-from bench.kernels.compiled import compiling
+from tests.kernels.compiled import compiling
 from kernels.tree.tree_attention import tree_attention
 with compiling(90) as found:
     cache = torch.zeros(32, 3, 96, 64, dtype=torch.bfloat16)
@@ -54,7 +54,7 @@ def test_rounds_of_all_sizes_share_two_kernels(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("capability", "vocabulary"), [(80, "152,064"), (90, "128,256"), (100, "49,152")])
 def test_kernels_compile_for_a_gpu(tmp_path: Path, capability: int, vocabulary: str) -> None:
-    printed = _python(["-m", "bench.kernels.compiled", str(capability), vocabulary], tmp_path)
+    printed = _python(["-m", "tests.kernels.compiled", str(capability), vocabulary], tmp_path)
     lines = [line.split() for line in printed.splitlines()]
     assert {name for name, *_ in lines} == KERNELS
     assert all(int(spilled) == 0 and int(blocks) >= 1 for _, spilled, blocks in lines), printed

@@ -1,1 +1,0 @@
-"""Decoding under every speculation policy, and what is left to gain."""
