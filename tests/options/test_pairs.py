@@ -52,8 +52,12 @@ def parts(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield runs.make_parts(root)
 
 
+_IN_CI = 12  # runs; three quarters of all pairs
+
+
 def _marked(number: int, run: Run) -> object:
     marks = [pytest.mark.slow, *([pytest.mark.vllm] if run["engine"] == "vllm" else [])]
+    marks += [pytest.mark.long] if number >= _IN_CI else []
     return pytest.param(number, marks=marks, id=f"{number}-{run['engine']}")
 
 
