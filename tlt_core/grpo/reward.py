@@ -36,6 +36,7 @@ _MAX_WARNINGS = 10  # a message may quote the response, so messages may all be d
 _STATUS = {
     verifiers.OK: ScoreStatus.OK,
     verifiers.UNPARSEABLE: ScoreStatus.UNPARSEABLE,
+    verifiers.TIMEOUT: ScoreStatus.TIMEOUT,
     verifiers.ERROR: ScoreStatus.ERROR,
 }
 _FAILED = (ScoreStatus.TIMEOUT, ScoreStatus.ERROR)
@@ -53,15 +54,6 @@ class Score(NamedTuple):
     status: ScoreStatus  # the worst over the functions
     seconds: float
     message: str = ""  # why a function failed
-
-
-class _Outcome(NamedTuple):
-    """What one call says of one response: of each of its terms."""
-
-    components: tuple[float, ...]
-    status: ScoreStatus
-    seconds: float
-    message: str = ""
 
 
 class _Call:
@@ -224,13 +216,13 @@ class Scorer:
             outcome = self._outcome(first_term, key)
             for term, value in zip(self._calls[key][first_term].terms, outcome.components, strict=True):
                 components[term] = value
-            status, seconds = max(status, outcome.status), seconds + outcome.seconds
+            status, seconds = max(status, _STATUS[outcome.status]), seconds + outcome.seconds
             message = message or outcome.message
         del self._calls[key], self._items[key]
         total = sum(w * c for w, c in zip(self._weights, components, strict=True))
         return Score(tuple(components), total, status, seconds, message)
 
-    def _outcome(self, first_term: int, key: Hashable) -> _Outcome:
+    def _outcome(self, first_term: int, key: Hashable) -> Outcome:
         call = self._calls[key][first_term]
         zeros = (0.0,) * len(call.terms)
         try:
@@ -248,15 +240,15 @@ class Scorer:
             if isinstance(error, TimeoutError):
                 why = f"scoring took longer than reward.timeout_s={self._cfg.timeout_s} s"
                 self._warn(f"{why}; the sample scores 0", key)
-                return _Outcome(zeros, ScoreStatus.TIMEOUT, self._cfg.timeout_s, why)
+                return Outcome(zeros, verifiers.TIMEOUT, why, self._cfg.timeout_s)
             code = getattr(error, "exitcode", "unknown")
             why = f"a scoring process ended with exit code {code}"
             memory = f"(if memory was short: reward.max_memory_gb={self._cfg.max_memory_gb:g})"
             self._warn(f"{why}; the sample scores 0 {memory}", key)
-            return _Outcome(zeros, ScoreStatus.ERROR, 0.0, why)
+            return Outcome(zeros, verifiers.ERROR, why, 0.0)
         if outcome.message:
             self._warn(f"a reward function failed: {outcome.message}; the sample scores 0 for it", key)
-        return _Outcome(outcome.components, _STATUS[outcome.status], outcome.seconds, outcome.message)
+        return outcome
 
     def _warn(self, message: str, key: Hashable) -> None:
         """Log each failure once, with the first sample it happened to, and only the first few: metrics count them."""

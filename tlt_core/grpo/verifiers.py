@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from tlt_core.grpo import confinement, math_answer
 
-OK, UNPARSEABLE, ERROR = "ok", "unparseable", "error"
+OK, UNPARSEABLE, TIMEOUT, ERROR = "ok", "unparseable", "timeout", "error"
 LARGEST_REWARD = 1e6  # of one function, in absolute value
 _ONE = ("prompt", "response", "answer", "metadata")  # arguments of a function of yours
 _MANY = ("prompts", "responses", "answers", "metadata")  # of one that takes whole batches
@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
     """Result of one response, before weighting."""
 
     components: tuple[float, ...]
-    status: str  # OK, UNPARSEABLE or ERROR: the worst over the functions
+    status: str  # one of the four above: the worst over the functions
     message: str  # first error, for the log
     seconds: float
 
