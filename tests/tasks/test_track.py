@@ -1,6 +1,7 @@
 """The run's own files, and the boundary around MLflow."""
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -17,10 +18,12 @@ from mlflow.protos.databricks_pb2 import INVALID_PARAMETER_VALUE
 from conf.load import load
 from conf.run import RunConfig
 from conf.system import TrackingConfig
+from tasks import mlflow_run
 from tasks.mlflow_run import DatasetInput, MlflowRun
 from tasks.track import Tracker
 from tests.tasks.scored_batches import scored_batch
 from tlt_core.data.dataset import DataManifest
+from tlt_core.data.question import DataError
 from tlt_core.items.speculation import OFF, RoundReport, Strategy
 from tlt_core.items.store import Ref, StoreError
 from tlt_core.items.types import ScoredBatch, WorkerSpan, WorkerState
@@ -345,3 +348,41 @@ def test_a_metric_that_nobody_declared_is_tracked_and_told_once(
     assert [row["critic/rewards/median"] for row in rows] == [0.25, 0.25]
     told = [r.getMessage() for r in caplog.records if "not declared" in r.getMessage()]
     assert told == ["tracked, but not declared in tlt_core/items/metrics.py: critic/rewards/median"]
+
+
+def test_a_run_that_was_deleted_is_replaced_by_a_new_one(
+    tracking: TrackingConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = _open(tracking, resume_id="f" * 32)
+    assert run.run_id not in ("", "f" * 32)
+    assert "a new one begins" in caplog.text
+
+
+def test_a_server_that_accepts_and_never_answers_delays_only_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each call to it takes until its time limit."""
+    monkeypatch.setattr(mlflow_run, "_START_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
+        run = _open(TrackingConfig(uri=uri, system_metrics=False))
+        for step in range(50):
+            run.metrics({"loss": 1.0}, step=step)
+        run.end("KILLED")  # the thread makes no further call
+    assert (run.run_id, run.link) == ("", "")
+    assert "lacks the last 52 calls" in caplog.text  # start, steps, end
+
+
+def test_a_defect_of_ours_is_not_taken_for_a_failure_of_the_server(tracking: TrackingConfig) -> None:
+    run = _open(tracking)
+    run.describe({}, tags={}, dataset=None)  # type: ignore[arg-type]  # the defect
+    with pytest.raises(AttributeError):
+        run.settle(within_s=30.0)
+
+
+def test_an_attempt_that_fails_before_it_begins_is_marked_so(cfg: RunConfig) -> None:
+    session: Any = _Session(cfg)
+    (Path(cfg.output_dir) / "data" / "manifest.json").write_text("{")
+    with pytest.raises(DataError):
+        _tracker(session, cfg)
+    assert MlflowClient(cfg.tracking.uri).get_run(session.tracker_run_id).info.status == "FAILED"

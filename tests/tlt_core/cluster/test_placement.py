@@ -23,8 +23,10 @@ from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.messages import WorkerSpec
 from tlt_core.cluster.placement import (
     ClusterError,
+    RayNotStarted,
     check_cluster,
     reserve,
+    start_ray,
     worker_environment,
 )
 from tlt_core.machine import huge_pages
@@ -194,3 +196,12 @@ def test_only_the_networks_settings_are_passed_on():
     assert passed["GLOO_SOCKET_IFNAME"] == "eth7"
     assert passed["OMP_NUM_THREADS"] == "3"
     assert "SECRET" not in passed
+
+
+def test_a_ray_that_does_not_start_on_a_busy_machine_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**_: object) -> None:
+        raise Exception("The current node timed out during startup. This could happen because ...")
+
+    monkeypatch.setattr(placement.ray, "init", init)
+    with pytest.raises(RayNotStarted, match=r"far too busy.*same command"):
+        start_ray(ClusterConfig(num_workers=1))

@@ -80,3 +80,12 @@ def test_of_two_runs_that_want_it_one_trains(tmp_path):
             second.kill()
     finally:
         first.kill()
+
+
+def test_it_is_sharded_as_the_update_is(config):
+    """A model whose optimizer does not fit on one GPU has to start, too."""
+    sharded = config("update.backend={kind: deepspeed, zero_stage: 3}")
+    spec = coldstart._spec(sharded, Path("model"), num_steps=2)
+    assert spec.trainer is not None
+    assert spec.trainer.update.backend == sharded.update.backend
+    assert coldstart.output_dir(sharded) != coldstart.output_dir(config()), "sums of gradients are rounded differently"

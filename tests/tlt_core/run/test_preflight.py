@@ -212,3 +212,9 @@ def test_a_best_metric_that_validation_does_not_give_is_refused(metric: str, sam
         preflight.check_best_metric(
             load("conf/smoke.yaml", ["evaluation.num_samples=2", f"checkpoint.best_metric={good}"])
         )
+
+
+def test_a_folder_without_weights_is_named(tiny_folder: Path, tmp_path: Path) -> None:
+    shutil.copyfile(tiny_folder / "config.json", tmp_path / "config.json")
+    with pytest.raises(ModelError, match=r"holds no \.safetensors"):
+        preflight.count_parameters(tmp_path)

@@ -490,3 +490,35 @@ def test_old_step_folders_go_with_old_checkpoints(begin: Callable[..., Session])
     session.step_dir(6).mkdir()
     session.save_checkpoint(6)
     assert steps() == [1, 5, 6, 9]
+
+
+def test_a_group_without_advantages_is_not_streamed(begin: Callable[..., Session]) -> None:
+    first, second = _next_ids(2)
+    session = begin("update.groups_per_pack=1", scores={first: (1.0, 1.0), second: (3.0, 5.0)})
+    _step(session, 1)
+    group: Any = session.group
+    assert [int(offer.share.prompt_ids_S[0]) for offer in group.offered] == [second]
+
+
+def test_dynamic_sampling_streams_the_groups_that_it_keeps(begin: Callable[..., Session]) -> None:
+    first, second, third = _next_ids(3)
+    session = begin(
+        "update.groups_per_pack=2",
+        "algorithm.dynamic_sampling=true",
+        scores={first: (1.0, 0.0), second: (1.0, 1.0), third: (0.0, 1.0)},
+    )
+    group: Any = session.group
+    group.computes = 1
+    session.begin_step(1)
+    scored = session.resample(1, session.score(1, session.sample_step(1)))
+    session.update(1, scored)
+    streamed, left = _trained(session)
+    assert (streamed, left) == ([(first, 0), (first, 1)], [(third, 0), (third, 1)])
+
+
+def test_a_killed_attempts_files_of_the_step_are_removed(begin: Callable[..., Session]) -> None:
+    session = begin()
+    left = session.step_dir(1)
+    left.mkdir(parents=True)
+    session.begin_step(1)
+    assert not left.exists()
