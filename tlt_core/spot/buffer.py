@@ -199,7 +199,7 @@ class SequenceBuffer:
         while name in taken:
             part += 1
             name = f"seqs_{step:06d}.{part}.safetensors"
-        job = self._writer.submit(self._folder / name, lambda path: write_sequences(path, sequences), raises=False)
+        job = self._writer.submit(self._folder / name, lambda path: write_sequences(path, sequences))
         self._hold(_File(job.target, sum(s.nbytes for s in sequences), dict.fromkeys(s.id for s in sequences), job))
 
     def _settle(self) -> None:

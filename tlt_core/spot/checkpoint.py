@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt_core.spot.writer import BackgroundWriter, WriteError, WriteJob
+from tlt_core.spot.writer import BackgroundWriter, WriteJob
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,7 @@ class TrainingCheckpoint:
 
     def __init__(self, folder: Path, writer: BackgroundWriter) -> None:
         self._path, self._writer = folder / _NAME, writer
+        self._latest: WriteJob | None = None
 
     def load(self) -> SpotCheckpoint | None:
         """What was saved last; None where there is nothing, or nothing that can be read."""
@@ -56,21 +57,22 @@ class TrainingCheckpoint:
     def save(self, values: Mapping[str, Any], **parts: Mapping[str, Tensor]) -> None:
         """Write in the background.  Nobody may change the tensors any more."""
         tensors = {f"{part}/{name}": tensor for part, own in parts.items() for name, tensor in own.items()}
-        try:
-            async_checkpoint(self._writer, self._path, tensors, values)
-        except WriteError as error:  # of an earlier save
-            _warn(error)
+        self._warn()  # of an earlier save
+        self._latest = async_checkpoint(self._writer, self._path, tensors, values)
 
     def close(self) -> None:
         """Wait for what is being written."""
-        try:
-            self._writer.close()
-        except WriteError as error:
-            _warn(error)
+        self._writer.close()
+        self._warn()
 
-
-def _warn(error: WriteError) -> None:
-    log.warning("the drafter's training state could not be saved: %s", error)
+    def _warn(self) -> None:
+        if self._latest is not None and self._latest.error is not None:
+            log.warning(
+                "the drafter's training state could not be saved: %s: not written (%s); the file before it, if any, is "
+                "whole.  Free disk space or give another folder",
+                self._path,
+                self._latest.error,
+            )
 
 
 def async_checkpoint(
@@ -78,8 +80,7 @@ def async_checkpoint(
 ) -> WriteJob:
     """Write a checkpoint in the background; returns at once.
 
-    tensors: copies, on any device; nobody may change them any more.  values: JSON values.  Raises WriteError when an
-    earlier write failed.
+    tensors: copies, on any device; nobody may change them any more.  values: JSON values.
     """
     metadata = {"values": json.dumps(values)}  # now: what the values are made of may change
     contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}

@@ -18,17 +18,13 @@ from pathlib import Path
 from tlt_core.items.store import write_atomically
 
 
-class WriteError(OSError):
-    """A background write failed.  The text names the file and the remedy."""
-
-
 class WriteJob:
     """One file on its way.  Ends when it is written, has failed, or was replaced by a newer job."""
 
-    def __init__(self, target: Path, write: Callable[[Path], object], *, raises: bool) -> None:
+    def __init__(self, target: Path, write: Callable[[Path], object]) -> None:
         self.target = target
         self.error: Exception | None = None
-        self._write, self._raises = write, raises
+        self._write = write
         self._ended = threading.Event()
 
     @property
@@ -48,18 +44,16 @@ class BackgroundWriter:
         self._changed = threading.Condition()
         self._queued: OrderedDict[Path, WriteJob] = OrderedDict()
         self._running: WriteJob | None = None
-        self._failed: list[WriteJob] = []
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="background-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, target: Path, write: Callable[[Path], object], *, raises: bool = True) -> WriteJob:
+    def submit(self, target: Path, write: Callable[[Path], object]) -> WriteJob:
         """Have `write(temporary path)` called in the background, then put its file in the place of `target`.
 
-        raises: a failure is raised as WriteError by the next such `submit` (whose own job is queued all the same) or by
-        `wait`.  False: the caller looks at `job.error`.
+        What goes wrong is the job's `error`.
         """
-        job = WriteJob(target, write, raises=raises)
+        job = WriteJob(target, write)
         with self._changed:
             assert not self._closed, "the writer was closed"
             replaced = self._queued.pop(target, None)
@@ -67,35 +61,29 @@ class BackgroundWriter:
             self._changed.notify_all()
         if replaced is not None:
             replaced._ended.set()
-        if raises:
-            self._raise_failures()
         return job
 
     def wait(self) -> None:
-        """Until everything submitted is on disk.  Raises WriteError when a job failed since the last call."""
+        """Until everything submitted has ended."""
         with self._changed:
             self._changed.wait_for(lambda: not self._queued and self._running is None)
-        self._raise_failures()
 
     def close(self) -> None:
-        """Write what is queued and end the thread.  Raises WriteError as `wait` does."""
+        """Write what is queued and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
-        self._raise_failures()
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
             try:
                 _write_durably(job.target, job._write)
-            except Exception as error:  # the thread must outlive it; raised in the caller's thread
+            except Exception as error:  # the thread must outlive it
                 job.error = error
             job._write = _forget  # frees the snapshot
             with self._changed:
                 self._running = None
-                if job.error is not None and job._raises:
-                    self._failed.append(job)
                 self._changed.notify_all()
             job._ended.set()
 
@@ -106,17 +94,6 @@ class BackgroundWriter:
                 return None
             _, self._running = self._queued.popitem(last=False)
             return self._running
-
-    def _raise_failures(self) -> None:
-        with self._changed:
-            failed, self._failed = self._failed, []
-        if failed:
-            names = ", ".join(str(job.target) for job in failed)
-            cause = failed[0].error
-            raise WriteError(
-                f"{names}: not written ({cause}); the file before it, if any, is whole.  Free disk space or give "
-                "another folder"
-            ) from cause
 
 
 def _write_durably(target: Path, write: Callable[[Path], object]) -> None:

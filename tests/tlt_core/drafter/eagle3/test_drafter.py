@@ -9,7 +9,7 @@ from kernels.attention.packed_attention import packed_causal_attention
 from tests.tlt_core.drafter.eagle3.reference import lively_model, paths, propose
 from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
 from tlt_core.drafter.eagle3.files import export_weights, import_weights
-from tlt_core.drafter.eagle3.model import Eagle3Config, blank_eagle3, random_eagle3
+from tlt_core.drafter.eagle3.model import blank_eagle3
 from tlt_core.drafter.eagle3.tree import TreeBuilder, draft_noise, perturbed_scores
 from tlt_core.items.hidden_states import HiddenStates
 from tlt_core.items.speculation import Floors, LiveView, Strategy
@@ -353,29 +353,13 @@ def test_embedding_updates_reach_the_drafter(decoder, model, tiny_config):
     assert paths(drafter.propose(view, CHAIN), 0) == set(bench.expected(model, own, view, 0, 0, CHAIN))
 
 
-def test_catching_up_is_not_the_price_of_drafting(tiny_config):
+def test_catching_up_is_not_the_price_of_drafting(decoder, model):
     """Positions decoded without the drafter are paid once, and said apart: a probe would else look dear."""
-    decoder = random_decoder(tiny_config, seed=0, dtype=torch.float32)
-    drafter = Eagle3Drafter(
-        random_eagle3(Eagle3Config.for_target(tiny_config, 64), torch.arange(64), seed=0),
-        decoder,
-        max_live=1,
-        max_len=64,
-    )
-    request = GenerationRequest(NoiseKey(0, 0, 0, 0), torch.arange(3, 43).int())
-    hidden = hidden_states(decoder, 1)
-    drafter.borrow(hidden)
-    drafter.admit(0, request)
-    hidden.record_prompt(0, torch.randn(40, 3 * tiny_config.hidden_size))
-    tokens = torch.zeros(1, 64, dtype=torch.int64)
-    tokens[0, :40] = request.prompt_tokens
-    strategy = Strategy("eagle3", 3, 1, 3)
-    drafter.propose(
-        LiveView([request], tokens, [40], [20], torch.zeros(1, dtype=torch.int64), SamplingParams()), strategy
-    )
+    bench = Bench(decoder, [40])
+    drafter = ready(bench, model, decoder)
+    drafter.propose(bench.view(SamplingParams()), CHAIN)
     assert drafter.backlog_s > 0
-    hidden.record(torch.zeros(2, dtype=torch.int64), torch.arange(40, 42), torch.randn(2, 3 * tiny_config.hidden_size))
-    drafter.propose(
-        LiveView([request], tokens, [42], [20], torch.zeros(1, dtype=torch.int64), SamplingParams()), strategy
-    )
+    bench.record(drafter, 0, 39, 41)
+    bench.lengths[0] = 42
+    drafter.propose(bench.view(SamplingParams()), CHAIN)
     assert drafter.backlog_s == 0
