@@ -1,7 +1,6 @@
 """What a run says before it begins, and what it took."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -90,10 +89,3 @@ def test_what_each_stage_took(monkeypatch: pytest.MonkeyPatch) -> None:
         "took 0:40: cold start 0:10, rollouts 0:12, updates 0:15, validations 0:00, rest of the steps 0:03"
     )
     assert (took.metrics()["took/cold_start_s"], took.metrics()["took/total_s"]) == (10.0, 40.0)
-
-
-def test_the_log_says_nothing_at_a_second_time(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "flows._announcement")
-    _announcement._say("one line of this test")
-    _announcement._say("one line of this test")
-    assert caplog.messages.count("one line of this test") == 1
