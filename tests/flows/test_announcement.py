@@ -10,32 +10,26 @@ import pytest
 
 from conf.load import load
 from flows import _announcement
-from flows._announcement import ToDo, Took, kernels_in_words, plan_in_words, to_do
+from flows._announcement import Took, kernels_in_words, plan_in_words
+from tlt_core.items import checkpoint
 from tlt_core.run import inputs
 
 
-def test_the_plan_names_what_is_to_do_and_what_is_there() -> None:
-    cfg = load("conf/demo.yaml")
-    assert plan_in_words(cfg, ToDo(True, True, True, True, 0)) == (
-        "to do: model, data, cold start, first drafter, 8 steps, export"
-    )
-    assert plan_in_words(cfg, ToDo(False, False, False, True, 0)) == (
-        "to do: first drafter, 8 steps, export (already there: model, data, cold start)"
-    )
-    assert "to do: steps 6 to 8, export" in plan_in_words(cfg, ToDo(False, False, False, False, 5))
-    plain = load("conf/demo.yaml", ["coldstart.enabled=false", "rollout.speculation.policy=off"])
-    assert plan_in_words(plain, ToDo(True, True, False, False, 0)) == "to do: model, data, 8 steps, export"
-
-
-def test_what_exists_is_not_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_names_what_is_to_do_and_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TLT_HOME", str(tmp_path))
     cfg = load("conf/demo.yaml", [f"output_dir={tmp_path}/runs"])
     cfg = cfg.with_dtypes(rollout="float32", update="float32", coldstart="float32")
-    assert to_do(cfg) == ToDo(True, True, True, True, 0)
+    assert plan_in_words(cfg) == "to do: model, data, cold start, first drafter, 8 steps, export"
     inputs.data_dir(cfg).mkdir(parents=True)
     (inputs.data_dir(cfg) / "manifest.json").write_text("{}")
     (cfg.run_dir / "drafter-eagle3").mkdir(parents=True)
-    assert to_do(cfg) == ToDo(True, False, True, False, 0)
+    assert plan_in_words(cfg) == "to do: model, cold start, 8 steps, export (already there: data, first drafter)"
+    checkpoint.save(cfg.run_dir / "checkpoints", checkpoint.DriverState(5, 8, 1, "r", 0, "f", None), lambda _: None)
+    assert "to do: model, cold start, steps 6 to 8, export" in plan_in_words(cfg)
+    plain = load(
+        "conf/demo.yaml", [f"output_dir={tmp_path}/no", "coldstart.enabled=false", "rollout.speculation.policy=off"]
+    )
+    assert plan_in_words(plain) == "to do: model, 8 steps, export (already there: data)"
 
 
 @pytest.mark.parametrize(
