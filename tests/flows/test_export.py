@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,14 +32,19 @@ def _config(folder: Path) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def cfg(folder: Path) -> RunConfig:
+def cfg(prefect_engine: None, embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunConfig]:
     """A run of one step, with a drafter that knows nothing."""
-    cfg = _config(folder)
-    policy = train(cfg)
-    ids_J = torch.arange(0, 4096, 16)
-    drafter = random_eagle3(Eagle3Config.for_target(load_config(policy), len(ids_J)), ids_J, seed=0)
-    save_eagle3(drafter, cfg.run_dir / "drafter-eagle3", dtype=torch.float32)
-    return cfg
+    folder = tmp_path_factory.mktemp("export")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TLT_HOME", str(folder / "artifacts"))
+        (folder / "artifacts" / "models").mkdir(parents=True)
+        (folder / "artifacts" / "models" / embedded_model.name).symlink_to(embedded_model)
+        cfg = _config(folder)
+        policy = train(cfg)
+        ids_J = torch.arange(0, 4096, 16)
+        drafter = random_eagle3(Eagle3Config.for_target(load_config(policy), len(ids_J)), ids_J, seed=0)
+        save_eagle3(drafter, cfg.run_dir / "drafter-eagle3", dtype=torch.float32)
+        yield cfg
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import logging
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,17 @@ NEVER_SAID, SAID = range(40_000, 40_064), range(49_152)
 MODEL = "tlt-retrained-drafter"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _policy(folder: Path) -> None:
-    """The run has one."""
-    cfg = config(folder)
-    shutil.copytree(inputs.start_model(cfg.model, seed=cfg.seed), cfg.run_dir / "policy")
+@pytest.fixture(scope="module")
+def folder(prefect_engine: None, embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run that has a policy."""
+    folder = tmp_path_factory.mktemp("retrain")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TLT_HOME", str(folder / "artifacts"))
+        (folder / "artifacts" / "models").mkdir(parents=True)
+        (folder / "artifacts" / "models" / embedded_model.name).symlink_to(embedded_model)
+        cfg = config(folder)
+        shutil.copytree(inputs.start_model(cfg.model, seed=cfg.seed), cfg.run_dir / "policy")
+        yield folder
 
 
 def config(folder: Path, *more: str) -> RunConfig:

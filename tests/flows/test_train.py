@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,14 @@ def _config(folder: Path, **changes: Any) -> RunConfig:
     return load("conf/smoke.yaml", settings).model_copy(update=changes)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _run(folder: Path) -> None:
-    """Two steps and then, as a resumed run, a third."""
+@pytest.fixture(scope="module")
+def folder(prefect_engine: None, embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder in which two steps were trained and then, as a resumed run, a third."""
+    folder = tmp_path_factory.mktemp("pipeline")
     with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("TLT_HOME", str(folder / "artifacts"))
+        (folder / "artifacts" / "models").mkdir(parents=True)
+        (folder / "artifacts" / "models" / embedded_model.name).symlink_to(embedded_model)
         environment.setattr(logging.getLogger("tasks"), "level", logging.INFO)
         environment.setattr(_heartbeat, "QUIET_S", QUIET_S)
         shown = _Shown()
@@ -55,6 +60,7 @@ def _run(folder: Path) -> None:
         logging.getLogger().removeHandler(shown)
         (folder / "shown.json").write_text(json.dumps(shown.lines))
         train(_config(folder, num_steps=3))
+        yield folder
 
 
 @pytest.fixture(scope="module")
@@ -68,17 +74,41 @@ def test_every_step_is_recorded_once(rows: list[dict[str, float]]) -> None:
     assert [row.get("training/resume_attempt") for row in rows] == [None, 0.0, 0.0, 1.0]
 
 
-def test_metrics_that_are_made_are_those_that_are_declared(rows: list[dict[str, float]]) -> None:
+def test_the_step_before_the_first_holds_the_cold_start_and_the_first_validation(rows: list[dict[str, float]]) -> None:
+    assert {"coldstart/loss_first", "val-core/all/reward/greedy", "val-core/all/reward/mean_at_2"} <= rows[0].keys()
+
+
+def test_a_step_has_the_fields_vocabulary(rows: list[dict[str, float]]) -> None:
+    assert {
+        "critic/rewards/mean",
+        "response_length/p99",
+        "actor/pg_loss",
+        "actor/grad_norm",
+        "training/rollout_probs_diff_mean",
+        "training/frac_reward_zero_std",
+        "bubble/idle_ratio",
+        "perf/throughput",
+        "perf/overhead_share",
+        *(f"timing_s/{p}" for p in ("step", "gen", "reward", "update_actor", "update_weights", "save_checkpoint")),
+    } <= rows[1].keys()
+    phases = ("gen", "reward", "update_actor", "update_weights", "save_checkpoint", "tracking")
+    assert sum(rows[1][f"timing_s/{p}"] for p in phases) <= rows[1]["timing_s/step"]
+
+
+def test_every_metric_is_declared(rows: list[dict[str, float]]) -> None:
     assert not undeclared(name for row in rows for name in row if name != "step")
+
+
+def test_every_declared_metric_is_made(rows: list[dict[str, float]]) -> None:
     declared = {metric.name: metric for section in SECTIONS for metric in section.metrics}
     made = [{found.name for name in row if (found := declaration(name))} for row in rows]
     always = {name for name, metric in declared.items() if not metric.when}
     assert all(always <= names for names in made[1:])
     parts = {name for name, metric in declared.items() if metric.when in ("speculation", "validation", "cold start")}
     assert parts <= set().union(*made)
-    assert "coldstart/loss_first" in rows[0]
-    phases = ("gen", "reward", "update_actor", "update_weights", "save_checkpoint", "tracking")
-    assert sum(rows[1][f"timing_s/{p}"] for p in phases) <= rows[1]["timing_s/step"]
+
+
+def test_validation_runs_when_it_is_due(rows: list[dict[str, float]]) -> None:
     assert ["val-core/all/reward/greedy" in row for row in rows] == [True, False, True, True]
 
 
@@ -94,15 +124,22 @@ def test_both_attempts_are_one_mlflow_run(folder: Path, rows: list[dict[str, flo
     assert run.inputs.dataset_inputs[0].dataset.digest
 
 
-def test_the_run_folder_has_the_policy_and_says_how_it_was_made(folder: Path) -> None:
+def test_the_policy_loads_in_transformers(folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "runs/pipeline/policy")
+    assert model.config.num_hidden_layers == 2
+
+
+def test_the_run_folder_says_how_it_was_made(folder: Path) -> None:
     run = folder / "runs/pipeline"
-    assert AutoModelForCausalLM.from_pretrained(run / "policy").config.num_hidden_layers == 2
     assert load(run / "config.yaml").num_steps == 3
     assert len(json.loads((run / "run.json").read_text())["attempts"]) == 2
     log = (run / "log.txt").read_text()
     assert "tasks.track:  step    1/2" in log
     assert "prefect.task_runs: rollout-3 Finished" in log
-    lines = (run / "samples/step_000002.jsonl").read_text().splitlines()
+
+
+def test_the_scorer_s_texts_are_kept(folder: Path) -> None:
+    lines = (folder / "runs/pipeline/samples/step_000002.jsonl").read_text().splitlines()
     assert len(lines) == 4
     assert {"prompt", "response", "answer", "reward", "num_tokens", "finish"} <= json.loads(lines[0]).keys()
 
