@@ -1,6 +1,7 @@
 """What a run says before it begins, and what it took."""
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -10,26 +11,32 @@ import pytest
 
 from conf.load import load
 from flows import _announcement
-from flows._announcement import Took, kernels_in_words, plan_in_words
-from tlt_core.items import checkpoint
+from flows._announcement import ToDo, Took, kernels_in_words, plan_in_words, to_do
 from tlt_core.run import inputs
 
 
-def test_the_plan_names_what_is_to_do_and_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_names_what_is_to_do_and_what_is_there() -> None:
+    cfg = load("conf/demo.yaml")
+    assert plan_in_words(cfg, ToDo(True, True, True, True, 0)) == (
+        "to do: model, data, cold start, first drafter, 8 steps, export"
+    )
+    assert plan_in_words(cfg, ToDo(False, False, False, True, 0)) == (
+        "to do: first drafter, 8 steps, export (already there: model, data, cold start)"
+    )
+    assert "to do: steps 6 to 8, export" in plan_in_words(cfg, ToDo(False, False, False, False, 5))
+    plain = load("conf/demo.yaml", ["coldstart.enabled=false", "rollout.speculation.policy=off"])
+    assert plan_in_words(plain, ToDo(True, True, False, False, 0)) == "to do: model, data, 8 steps, export"
+
+
+def test_what_exists_is_not_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TLT_HOME", str(tmp_path))
     cfg = load("conf/demo.yaml", [f"output_dir={tmp_path}/runs"])
     cfg = cfg.with_dtypes(rollout="float32", update="float32", coldstart="float32")
-    assert plan_in_words(cfg) == "to do: model, data, cold start, first drafter, 8 steps, export"
+    assert to_do(cfg) == ToDo(True, True, True, True, 0)
     inputs.data_dir(cfg).mkdir(parents=True)
     (inputs.data_dir(cfg) / "manifest.json").write_text("{}")
     (cfg.run_dir / "drafter-eagle3").mkdir(parents=True)
-    assert plan_in_words(cfg) == "to do: model, cold start, 8 steps, export (already there: data, first drafter)"
-    checkpoint.save(cfg.run_dir / "checkpoints", checkpoint.DriverState(5, 8, 1, "r", 0, "f", None), lambda _: None)
-    assert "to do: model, cold start, steps 6 to 8, export" in plan_in_words(cfg)
-    plain = load(
-        "conf/demo.yaml", [f"output_dir={tmp_path}/no", "coldstart.enabled=false", "rollout.speculation.policy=off"]
-    )
-    assert plan_in_words(plain) == "to do: model, 8 steps, export (already there: data)"
+    assert to_do(cfg) == ToDo(True, False, True, False, 0)
 
 
 @pytest.mark.parametrize(
@@ -83,3 +90,10 @@ def test_what_each_stage_took(monkeypatch: pytest.MonkeyPatch) -> None:
         "took 0:40: cold start 0:10, rollouts 0:12, updates 0:15, validations 0:00, rest of the steps 0:03"
     )
     assert (took.metrics()["took/cold_start_s"], took.metrics()["took/total_s"]) == (10.0, 40.0)
+
+
+def test_the_log_says_nothing_at_a_second_time(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "flows._announcement")
+    _announcement._say("one line of this test")
+    _announcement._say("one line of this test")
+    assert caplog.messages.count("one line of this test") == 1

@@ -47,6 +47,7 @@ def test_the_command_line_imports_nothing_heavy() -> None:
 @pytest.mark.parametrize(
     ("arguments", "exit_code", "said"),
     [
+        (["--help"], 0, "bench"),
         (["bench", "step", "conf/smoke.yaml"], 2, "tlt bench: benchmark step: the package bench is missing; take the"),
         (["train", "conf/smoke.yaml", "model={kind: pretrained, path: ./nowhere}"], 2, "./nowhere does not exist"),
     ],
@@ -84,7 +85,6 @@ def test_unknown_arguments_are_refused(argv: list[str], capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     ("option", "value", "remedy"),
     [
-        ("--port", "99999", "'99999': give a whole number from 0 to 65535"),
         ("--temperature", "-1", "'-1': give a number from 0 to 100"),
         ("--temperature", "nan", "'nan': give a number from 0 to 100"),
         ("--temperature", "warm", "'warm': give a number from 0 to 100"),
@@ -101,11 +101,18 @@ def test_unknown_arguments_are_refused(argv: list[str], capsys: pytest.CaptureFi
 def test_options_out_of_range_are_refused(
     option: str, value: str, remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["ui"] if option == "--port" else ["generate", "--prompts", "in.jsonl", "--out", "out.jsonl"]
+    given = {"--prompts": "in.jsonl", "--out": "out.jsonl"} | {option: value}
     with pytest.raises(SystemExit) as ended:
-        cli.parse([*given, option, value])
+        cli.parse(["generate", *(word for pair in given.items() for word in pair)])
     assert ended.value.code == 2
     assert remedy in capsys.readouterr().err
+
+
+def test_a_port_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.parse(["ui", "--port", "99999"])
+    assert "'99999': give a whole number from 0 to 65535" in capsys.readouterr().err
+    assert cli.parse(["generate", "--prompts", "a", "--out", "b", "--temperature", "0"]).temperature == 0
 
 
 @pytest.fixture
@@ -114,6 +121,15 @@ def in_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(cli._logging, "attach_terminal", lambda: None)
     monkeypatch.setattr(cli._environment, "set_defaults", lambda: None)
     return tmp_path / "runs"
+
+
+def test_a_missing_model_folder(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = "model={kind: pretrained, path: ./nowhere}"
+    assert cli.main(["train", "conf/smoke.yaml", model, f"output_dir={in_empty_folder}"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("tlt train: model folder ./nowhere does not exist; give a local folder")
+    assert said.count("\n") == 1
+    assert not in_empty_folder.exists()
 
 
 def test_a_truncated_weight_file(
@@ -127,15 +143,16 @@ def test_a_truncated_weight_file(
     assert not in_empty_folder.exists()
 
 
+def test_a_reward_function_that_does_not_exist(in_empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reward = "reward.functions=[{kind: python, path: 'no_such_module:f'}]"
+    assert cli.main(["train", "conf/smoke.yaml", reward, f"output_dir={in_empty_folder}"]) == 2
+    assert "'no_such_module:f' cannot be used" in capsys.readouterr().err
+    assert not in_empty_folder.exists()
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        (
-            "model={{kind: pretrained, path: ./nowhere}}",
-            "tlt train: model folder ./nowhere does not exist; give a local",
-        ),
-        ("reward.functions=[{{kind: python, path: 'no_such_module:f'}}]", "'no_such_module:f' cannot be used"),
-        (f"output_dir={'n' * 300}", "can be neither made nor written (File name too long); set output_dir"),
         ("output_dir={}/file", "file/smoke' can be neither made nor written (Not a directory); set output_dir to one"),
         ("cluster.num_workers=4096", "cluster.num_workers=4096: this machine has"),
         ("rollout.speculation.drafter_path={}", "is not a readable drafter folder"),
@@ -149,9 +166,7 @@ def test_what_a_run_would_find_late_is_refused_before_prefect_starts(
     (tmp_path / "file").write_text("")
     given = [f"output_dir={in_empty_folder}", "reward.functions=[{kind: exact}]", setting.format(tmp_path)]
     assert cli.main(["train", "conf/smoke.yaml", *given]) == 2
-    written = capsys.readouterr().err
-    assert said in written
-    assert written.count("\n") == 1
+    assert said in capsys.readouterr().err
     assert not in_empty_folder.exists()
 
 
@@ -192,6 +207,14 @@ def test_the_server_listens_on_this_machine_only_and_keeps_files_beside_the_data
     command = ui.server_command(uri=f"sqlite:///{tmp_path}/mlflow.db", host="127.0.0.1", port=5001)
     assert " ".join(command).endswith(f"--artifacts-destination {tmp_path}/mlartifacts --host 127.0.0.1 --port 5001")
     assert "--artifacts-destination" not in ui.server_command(uri="postgresql://db/x", host="127.0.0.1", port=5001)
+
+
+def test_a_folder_s_name_that_is_too_long_is_refused_in_words() -> None:
+    command = [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", f"output_dir={'n' * 300}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "can be neither made nor written (File name too long); set output_dir" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_failures_and_their_exit_codes(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @pytest.mark.parametrize("proxy", ["http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"])
-@pytest.mark.parametrize("given", ["", "intranet.example, 127.0.0.1"])
+@pytest.mark.parametrize("given", ["", "intranet.example", "intranet.example, 127.0.0.1"])
 def test_services_of_this_machine_are_not_asked_for_at_the_proxy(
     environment: pytest.MonkeyPatch, proxy: str, given: str
 ) -> None:

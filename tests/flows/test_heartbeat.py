@@ -10,6 +10,8 @@ from flows._heartbeat import Heartbeat, OutputClock
 from flows._terminal import Terminal
 from tlt_core.run.progress import Progress
 
+log = logging.getLogger("tlt_core.here")
+
 
 @pytest.fixture(autouse=True)
 def _own_clock(caplog: pytest.LogCaptureFixture) -> None:
@@ -29,16 +31,23 @@ def test_silence_is_broken_again_and_again(caplog: pytest.LogCaptureFixture) -> 
         time.sleep(0.6)
     assert 2 <= len(_said(caplog)) <= 6
     assert set(_said(caplog)) == {"still here"}
-    assert not any(t.name == "heartbeat" for t in threading.enumerate())
 
 
-@pytest.mark.parametrize(("logger", "is_shown"), [("tlt_core.here", True), ("some.library", False)])
-def test_other_lines_count_if_they_are_shown(caplog: pytest.LogCaptureFixture, logger: str, is_shown: bool) -> None:
+def test_other_lines_count_and_a_short_phase_is_silent(caplog: pytest.LogCaptureFixture) -> None:
     with Heartbeat(lambda: "still here", quiet_s=0.5):
+        for _ in range(8):
+            time.sleep(0.1)
+            log.info("a line")
+    assert _said(caplog) == []
+
+
+def test_lines_that_nobody_is_shown_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
+    chatter = logging.getLogger("some.library")
+    with Heartbeat(lambda: "still here", quiet_s=0.3):
         for _ in range(10):
             time.sleep(0.1)
-            logging.getLogger(logger).info("a line")
-    assert bool(_said(caplog)) is not is_shown
+            chatter.info("a line")
+    assert _said(caplog)
 
 
 def test_heartbeats_that_follow_each_other_do_not_begin_anew(caplog: pytest.LogCaptureFixture) -> None:
@@ -46,6 +55,12 @@ def test_heartbeats_that_follow_each_other_do_not_begin_anew(caplog: pytest.LogC
         with Heartbeat(lambda: "still here", quiet_s=0.4):
             time.sleep(0.15)
     assert _said(caplog)
+
+
+def test_it_leaves_no_thread() -> None:
+    with Heartbeat(lambda: "", quiet_s=60.0):
+        assert any(t.name == "heartbeat" for t in threading.enumerate())
+    assert not any(t.name == "heartbeat" for t in threading.enumerate())
 
 
 def test_without_a_terminal_the_phase_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -32,14 +32,11 @@ def _console(*, terminal: bool) -> Console:
 def test_a_terminal_shows_step_phase_rate_workers_and_the_last_reward() -> None:
     console = _console(terminal=True)
     with Terminal(console=console) as show:
-        show(PROGRESS)
-        console.print(show._render())
         show.step_done({"critic/rewards/mean": 0.4123, "rollout/spec_accept_length": 2.5})
         show(PROGRESS)
         console.print(show._render())
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     for words in (
-        "reward -  accepted length -",
         "step 3/10",
         "rollout",
         "41/64",
@@ -51,6 +48,14 @@ def test_a_terminal_shows_step_phase_rate_workers_and_the_last_reward() -> None:
         "worker 1 idle",
     ):
         assert words in shown
+
+
+def test_before_the_first_step_there_is_no_reward_to_show() -> None:
+    console = _console(terminal=True)
+    with Terminal(console=console) as show:
+        show(PROGRESS)
+        console.print(show._render())
+    assert "reward -  accepted length -" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_nothing_is_drawn_where_there_is_no_terminal() -> None:
