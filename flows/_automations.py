@@ -8,7 +8,7 @@
 
 Why 60 s: a worker reports a dead process twice, the second time after it has imported the flow to look for hooks.  A
 retry before the second report would become Crashed, too, and would be started twice.  (Even then the second process
-waits for the run's lock.)  `_attempts.py` ends a run that crashes again and again.
+waits for the run's lock.)  `_config.py` ends a run that crashes again and again.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,6 @@
-"""What each command of `tlt` does.
+"""What each command of `tlt` does: `tlt check-drafter` is `check_drafter`.
 
+Those that take a configuration get it, and all get the command line's arguments; they return the exit code, or None.
 A command that runs a flow checks what can be checked first: a mistake is reported before Prefect is imported.
 """
 
@@ -8,7 +9,6 @@ import os
 import pkgutil
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,19 @@ from flows._heartbeat import Heartbeat
 from flows._parser import DEMO
 
 
-def _prepare(cfg: RunConfig, _: argparse.Namespace) -> None:
+def prepare(cfg: RunConfig, _: argparse.Namespace) -> None:
     dataset = _run(cfg, "flows.prepare:prepare")
     print(f"{dataset.count} training prompts in {dataset.path}, digest {dataset.sha256[:12]}")
 
 
-def _params(cfg: RunConfig, args: argparse.Namespace) -> None:
+def params(cfg: RunConfig, args: argparse.Namespace) -> None:
     from flows.params import write
 
     write(cfg, args.out, source=" ".join([args.config, *args.overrides]))
     print(f"parameters of dvc.yaml: {args.out}    run what has changed: dvc repro")
 
 
-def _coldstart(cfg: RunConfig, args: argparse.Namespace) -> None:
+def coldstart(cfg: RunConfig, args: argparse.Namespace) -> None:
     if args.if_enabled and not cfg.coldstart.enabled:
         print("coldstart.enabled=false: nothing to do")
         _write_metrics(args.metrics, {})
@@ -43,7 +43,7 @@ def _coldstart(cfg: RunConfig, args: argparse.Namespace) -> None:
     _write_metrics(args.metrics, done.metrics)
 
 
-def _train(cfg: RunConfig, args: argparse.Namespace) -> None:
+def train(cfg: RunConfig, args: argparse.Namespace) -> None:
     if args.out is not None:
         _run(cfg, "flows.train_stage:train_stage", out=args.out, summary=args.summary or args.out)
         print(f"policy: {args.out}/policy    figures: {args.summary or args.out}")
@@ -53,14 +53,14 @@ def _train(cfg: RunConfig, args: argparse.Namespace) -> None:
     print(f"all of it on one page: tlt report {cfg.run_dir}")
 
 
-def _warmup(cfg: RunConfig, args: argparse.Namespace) -> None:
+def warmup(cfg: RunConfig, args: argparse.Namespace) -> None:
     folder, metrics = _run(cfg, "flows.warmup:warmup", out=args.out)
     _print_metrics(metrics)
     _write_metrics(args.metrics, metrics)
     print(f"drafter: {folder}    use it: rollout.speculation.drafter_path={folder}")
 
 
-def _export(cfg: RunConfig, args: argparse.Namespace) -> None:
+def export(cfg: RunConfig, args: argparse.Namespace) -> None:
     folder = _run(
         cfg,
         "flows.export:export",
@@ -74,7 +74,7 @@ def _export(cfg: RunConfig, args: argparse.Namespace) -> None:
     print(f"export: {folder}    check it: tlt verify-export {folder}")
 
 
-def _verify_export(args: argparse.Namespace) -> int:
+def verify_export(args: argparse.Namespace) -> int:
     from tlt_core.export.verify import passed, verify
 
     checks = verify(args.folder, target=args.target, other_weights=args.other_weights)
@@ -85,31 +85,31 @@ def _verify_export(args: argparse.Namespace) -> int:
     return 0 if good else 1
 
 
-def _retrain(cfg: RunConfig, _: argparse.Namespace) -> None:
+def retrain(cfg: RunConfig, _: argparse.Namespace) -> None:
     decision = _run(cfg, "flows.retrain:retrain")
     print(f"{decision.outcome}: {decision.reason}")
 
 
-def _check_drafter(cfg: RunConfig, _: argparse.Namespace) -> int:
+def check_drafter(cfg: RunConfig, _: argparse.Namespace) -> int:
     found = _run(cfg, "flows.check_drafter:check_drafter")
     print(f"{found.outcome}: {found.reason}")
     return 1 if found.outcome == "dropped" else 0
 
 
-def _rollback(cfg: RunConfig, args: argparse.Namespace) -> None:
+def rollback(cfg: RunConfig, args: argparse.Namespace) -> None:
     from flows.rollback import roll_back
 
     left, now = roll_back(cfg, kind=args.kind, to=None if args.to is None else str(args.to))
     print(f"champion: {now}; it was version {left.number}.  Exports are as they were: tlt export makes a new one")
 
 
-def _evaluate(cfg: RunConfig, args: argparse.Namespace) -> None:
+def evaluate(cfg: RunConfig, args: argparse.Namespace) -> None:
     metrics = _run(cfg, "flows.evaluate:evaluate", policy=args.policy)
     _print_metrics(metrics)
     _write_metrics(args.metrics, metrics)
 
 
-def _bench(cfg: RunConfig, args: argparse.Namespace) -> None:
+def bench(cfg: RunConfig, args: argparse.Namespace) -> None:
     flow = _benchmarks.find(args.benchmark)
     command = f"tlt {' '.join(sys.argv[1:])}"
     part = f"-{args.workload}" if args.workload else ""  # one workload's report must not replace the whole report
@@ -130,7 +130,7 @@ def _bench(cfg: RunConfig, args: argparse.Namespace) -> None:
     print(f"report: {out}")
 
 
-def _generate(args: argparse.Namespace) -> None:
+def generate(args: argparse.Namespace) -> None:
     from tlt_core.items.types import SamplingParams
     from tlt_core.run.generate import generate_file
 
@@ -162,20 +162,20 @@ def _speculation(choice: str) -> SpeculationConfig:
     return SpeculationConfig(drafter_path=choice)
 
 
-def _report(args: argparse.Namespace) -> None:
+def report(args: argparse.Namespace) -> None:
     from flows.report import report
 
     path, verdict = report(args.run, out=args.out)
     print(f"{verdict}\nreport: {path}    open it in a browser")
 
 
-def _doctor(args: argparse.Namespace) -> None:
+def doctor(args: argparse.Namespace) -> None:
     from flows._doctor import show
 
     show(args.config, default=DEMO, gpu=args.gpu)
 
 
-def _status(args: argparse.Namespace) -> int:
+def status(args: argparse.Namespace) -> int:
     from flows.status import status
 
     text, is_well = status(args.run, stacks=args.stacks)
@@ -183,13 +183,13 @@ def _status(args: argparse.Namespace) -> int:
     return 0 if is_well else 1
 
 
-def _ui(args: argparse.Namespace) -> None:
+def ui(args: argparse.Namespace) -> None:
     from flows.ui import serve
 
     serve(uri=args.uri, host=args.host, port=args.port)
 
 
-def _deploy(args: argparse.Namespace) -> None:
+def deploy(args: argparse.Namespace) -> None:
     from flows import deploy
 
     if args.stop:
@@ -202,7 +202,7 @@ def _deploy(args: argparse.Namespace) -> None:
     print("prefect deployment run 'train/train' -p config=conf/smoke.yaml")
 
 
-def _recover(args: argparse.Namespace) -> None:
+def recover(args: argparse.Namespace) -> None:
     from flows import deploy
 
     for run in deploy.recover_here(port=args.port, alone=args.alone):
@@ -213,29 +213,6 @@ _BENCH_ONLY = {  # options that only these benchmarks take
     "workload": ("rollout", "e2e"),
     "peers": ("engines",),
     "instructions": ("engines",),
-}
-ON_CONFIG: dict[str, Callable[[RunConfig, argparse.Namespace], int | None]] = {
-    "params": _params,
-    "prepare": _prepare,
-    "coldstart": _coldstart,
-    "train": _train,
-    "warmup": _warmup,
-    "retrain": _retrain,
-    "check-drafter": _check_drafter,
-    "rollback": _rollback,
-    "evaluate": _evaluate,
-    "export": _export,
-    "bench": _bench,
-}
-OTHERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
-    "generate": _generate,
-    "verify-export": _verify_export,
-    "report": _report,
-    "status": _status,
-    "doctor": _doctor,
-    "ui": _ui,
-    "deploy": _deploy,
-    "recover": _recover,
 }
 
 

@@ -1,22 +1,47 @@
-"""The first arguments of a flow: a `RunConfig`, or the path of a YAML file with overrides, as deployments pass it."""
+"""How a flow begins: its configuration, signals, log and display.
 
+A deployment passes the path of a YAML file with overrides, `tlt` a `RunConfig`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from prefect.runtime import flow_run
 
 from conf.load import ConfigError, load
 from conf.run import RunConfig
-from flows import _attempts
+from flows._logging import run_log
+from flows._stopping import Stopping
+from flows._terminal import Terminal
+from tlt_core.machine import precision
 from tlt_core.run import engine_choice
+
+MOST_STARTS = 5  # of one flow run: the server starts a crashed one again, see `_automations.py`
+
+
+class GaveUp(RuntimeError):
+    """The flow run was started too often: a failure and not a crash, so the server does not start it again."""
 
 
 def as_config(config: RunConfig | str, overrides: list[str] | None) -> RunConfig:
     """The configuration, with its rollout engine settled.
 
     Raises ConfigError, CheckpointError, or GaveUp when this flow run has crashed too often."""
-    _attempts.check()
+    if flow_run.run_count > MOST_STARTS:
+        raise GaveUp(
+            f"flow run {flow_run.name} was started {flow_run.run_count} times, {MOST_STARTS} are allowed; its log says "
+            "why it crashes; then start a new flow run of the same configuration: it resumes from the newest checkpoint"
+        )
     given = config if isinstance(config, RunConfig) else load(_of_project(config), overrides or ())
     return engine_choice.settle(given)
+
+
+@contextmanager
+def at_work(cfg: RunConfig) -> Iterator[tuple[RunConfig, Terminal]]:
+    """The configuration in this machine's precision, and the display; log and signals are those of a flow."""
+    with Stopping(), run_log(cfg.run_dir), Terminal() as show:
+        yield precision.settle(cfg), show
 
 
 def _of_project(path: str) -> Path:

@@ -1,4 +1,4 @@
-"""A background process that outlives the command that started it.
+"""A background process that outlives the command that started it: Prefect has this for its server, not for workers.
 
 FOLDER/NAME.pid     pid and start time, so that another process with the same pid is not taken for ours
 FOLDER/NAME.log     its output

@@ -7,33 +7,18 @@ from pathlib import Path
 from typing import Any
 
 
-def whole(least: int, most: int) -> Callable[[str], int]:
-    """An integer from `least` to `most`."""
-
-    def read(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r}: give a whole number from {least} to {most}")
-        return value
-
-    return read
-
-
-def real(least: float, most: float, *, above: bool = False) -> Callable[[str], float]:
-    """A finite number from `least` (above: greater than it) to `most`."""
+def number(kind: type[int] | type[float], least: float, most: float, *, above: bool = False) -> Callable[[str], float]:
+    """Reads an int or a finite float from `least` (above: greater than it) to `most`."""
 
     def read(text: str) -> float:
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
-            value = least - 1
+            value = kind(least - 1)
         if not least <= value <= most or (above and value <= least):
-            raise argparse.ArgumentTypeError(
-                f"{text!r}: give a number {'above' if above else 'from'} {least:g} {'up ' if above else ''}to {most:g}"
-            )
+            what = "whole number" if kind is int else "number"
+            bounds = f"above {least:g} up to {most:g}" if above else f"from {least:.16g} to {most:.16g}"
+            raise argparse.ArgumentTypeError(f"{text!r}: give a {what} {bounds}")
         return value
 
     return read

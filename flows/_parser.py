@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flows._benchmarks import BENCHMARKS
-from flows._options import json_object, output_file, real, whole
+from flows._options import json_object, number, output_file
 
 DEMO = "conf/demo.yaml"
-_PORT = whole(0, 65535)
+_PORT = number(int, 0, 65535)
 _MANY = 1_000_000
 
 
@@ -95,7 +95,7 @@ def _add_outputs(stages: dict[str, argparse.ArgumentParser]) -> None:
     stages["train"].add_argument("--summary", type=Path, metavar="DIR", help="with --out: figures of the run as files")
     stages["evaluate"].add_argument("--policy", metavar="FOLDER", help="validate this one in place of the run's own")
     stages["rollback"].add_argument(
-        "--to", type=whole(1, _MANY), metavar="NUMBER", help="this version, an earlier or a later one"
+        "--to", type=number(int, 1, _MANY), metavar="NUMBER", help="this version, an earlier or a later one"
     )
     stages["rollback"].add_argument("--kind", choices=["drafter", "policy"], default="drafter", help="default: drafter")
     for name in ("coldstart", "warmup", "evaluate"):
@@ -110,7 +110,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--track", action="store_true", help="version it with DVC (DIR.dvc), and push it to the remote")
     parser.add_argument(
         "--prompts",
-        type=whole(0, _MANY),
+        type=number(int, 0, _MANY),
         default=16,
         help="held-out prompts to measure the drafter on; 0: none",
     )
@@ -147,7 +147,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("config", nargs="?", default=DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--repeats", type=whole(1, 1000), default=3, help="times that everything is measured")
+    parser.add_argument("--repeats", type=number(int, 1, 1000), default=3, help="times that everything is measured")
     parser.add_argument("--out", type=Path, help="default: reports/BENCHMARK.json, or BENCHMARK-WORKLOAD.json")
     parser.add_argument(
         "--workload",
@@ -170,11 +170,11 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct", help="folder, hub name, or the embedded model")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with 'prompt' or 'token_ids' on each line")
     parser.add_argument("--out", type=output_file, required=True)
-    parser.add_argument("--temperature", type=real(0, 100), default=1.0, help="0: greedy")
-    parser.add_argument("--top-p", type=real(0, 1, above=True), default=1.0)
-    parser.add_argument("--top-k", type=whole(0, _MANY), default=0, help="0: all tokens")
-    parser.add_argument("--max-new-tokens", type=whole(1, _MANY), default=512)
-    parser.add_argument("--seed", type=whole(0, 2**31 - 1), default=0)
+    parser.add_argument("--temperature", type=number(float, 0, 100), default=1.0, help="0: greedy")
+    parser.add_argument("--top-p", type=number(float, 0, 1, above=True), default=1.0)
+    parser.add_argument("--top-k", type=number(int, 0, _MANY), default=0, help="0: all tokens")
+    parser.add_argument("--max-new-tokens", type=number(int, 1, _MANY), default=512)
+    parser.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="auto: by machine")
     parser.add_argument(
         "--speculation",
@@ -183,8 +183,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         help="off: plain decoding; auto, ngram: with the n-gram drafter as far as it pays; FOLDER: with the EAGLE-3 "
         "drafter there, too.  The tokens are the same",
     )
-    parser.add_argument("--batch-size", type=whole(1, 4096), default=16, help="responses decoded at once on a worker")
-    parser.add_argument("--num-workers", type=whole(1, 1024), default=1)
+    parser.add_argument(
+        "--batch-size", type=number(int, 1, 4096), default=16, help="responses decoded at once on a worker"
+    )
+    parser.add_argument("--num-workers", type=number(int, 1, 1024), default=1)
     parser.add_argument("--system-prompt", help="default: the chat template's own, as in serving")
     parser.add_argument(
         "--chat-template-kwargs",

@@ -6,7 +6,11 @@
        +---- starts it again at the same address when it ends before that ---+
        +---- terminates it; when the command is killed, the kernel does -----+
 
-A server that Prefect starts itself would outlive `kill -9` of its parent, and Ctrl-C would reach it.
+What the server that Prefect starts by itself (ephemeral mode), or `prefect server start --background`, does not do:
+
+- it ends when the command is killed, and Ctrl-C does not reach it, so a stopped run can still say how it ended;
+- it is started again when it dies, and the run goes on (tests/flows/test_server.py);
+- it starts while the flow's modules are imported, which hides most of its seconds.
 """
 
 import ctypes

@@ -14,16 +14,13 @@ from prefect.events import emit_event
 
 from conf.run import RunConfig
 from flows._automations import DROPPED
-from flows._config import as_config, run_name
-from flows._logging import run_log
-from flows._stopping import Stopping
+from flows._config import as_config, at_work, run_name
 from flows._terminal import Terminal
 from flows.retrain import newest_policy
 from tasks.journal import Journal
 from tasks.registry import Registry, model_name
 from tasks.retrain import check_champion
 from tlt_core.export.promotion import Check
-from tlt_core.machine import precision
 from tlt_core.machine.file_lock import Locked, exclusive
 from tlt_core.run import preflight
 
@@ -36,8 +33,8 @@ def check_drafter(config: RunConfig | str, overrides: list[str] | None = None) -
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
     try:
-        with Stopping(), exclusive(cfg.run_dir / "retrain" / "lock"), run_log(cfg.run_dir), Terminal() as show:
-            found = _check(precision.settle(cfg), show)
+        with exclusive(cfg.run_dir / "retrain" / "lock"), at_work(cfg) as (settled, show):
+            found = _check(settled, show)
             log.log(
                 logging.WARNING if found.outcome == "dropped" else logging.INFO,
                 "check-drafter %s: %s: %s",

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from conf.load import load
-from flows import _environment, _errors, _logging, _stopping
-from flows._commands import ON_CONFIG, OTHERS
+from flows import _commands, _environment, _errors, _logging, _stopping
 from flows._parser import parse
 
 log = logging.getLogger("flows.cli")  # __name__ may be __main__, which is no logger of ours
@@ -29,11 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         as_json = _logging.is_json()
         _environment.set_defaults()
         _logging.attach_terminal()
-        if args.command in OTHERS:
-            return OTHERS[args.command](args) or 0
+        command = getattr(_commands, args.command.replace("-", "_"))
+        if "overrides" not in args:
+            return command(args) or 0
         cfg = load(args.config, args.overrides)
         run_dir = cfg.run_dir
-        return ON_CONFIG[args.command](cfg, args) or 0
+        return command(cfg, args) or 0
     except BaseException as error:
         report = _errors.explain(error, run_dir=run_dir)
         if report is None:

@@ -3,14 +3,10 @@
 from prefect import flow
 
 from conf.run import RunConfig
-from flows._config import as_config, run_name
-from flows._logging import run_log
-from flows._stopping import Stopping
-from flows._terminal import Terminal
+from flows._config import as_config, at_work, run_name
 from tasks.coldstart import ColdStarted, cold_start
 from tasks.prepare import prepare_data, prepare_model
 from tlt_core.cluster.placement import check_cluster
-from tlt_core.machine import precision
 from tlt_core.run import preflight
 
 
@@ -20,8 +16,7 @@ def coldstart(config: RunConfig | str, overrides: list[str] | None = None) -> Co
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
     check_cluster(cfg.cluster)
-    with Stopping(), run_log(cfg.run_dir), Terminal() as show:
-        cfg = precision.settle(cfg)
+    with at_work(cfg) as (cfg, show):
         model_dir = prepare_model(cfg)
         dataset = prepare_data(cfg, model_dir)
         return cold_start(cfg, model_dir, dataset, show.stage)

@@ -6,16 +6,12 @@ from pathlib import Path
 from prefect import flow
 
 from conf.run import RunConfig
-from flows._config import as_config, as_policy, run_name
-from flows._logging import run_log
-from flows._stopping import Stopping
-from flows._terminal import Terminal
+from flows._config import as_config, as_policy, at_work, run_name
 from tasks.coldstart import cold_start
 from tasks.prepare import prepare_data, prepare_model
 from tasks.step import evaluate as validate
 from tlt_core.cluster.placement import check_cluster
 from tlt_core.items.store import write_atomically
-from tlt_core.machine import precision
 from tlt_core.run import preflight
 from tlt_core.run.session import Session
 
@@ -31,8 +27,7 @@ def evaluate(
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
     check_cluster(cfg.cluster, workers_per_engine=cfg.rollout.workers_per_engine)
-    with Stopping(), run_log(cfg.run_dir), Terminal() as show:
-        cfg = precision.settle(cfg)
+    with at_work(cfg) as (cfg, show):
         start = prepare_model(cfg)
         dataset = prepare_data(cfg, start)
         if policy is not None:

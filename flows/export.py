@@ -6,9 +6,7 @@ from prefect import flow
 
 from conf.load import ConfigError
 from conf.run import RunConfig
-from flows._config import as_config, as_policy, run_name
-from flows._logging import run_log
-from flows._stopping import Stopping
+from flows._config import as_config, as_policy, at_work, run_name
 from flows._terminal import Terminal
 from tasks.coldstart import cold_start
 from tasks.export_drafter import export_drafter
@@ -19,7 +17,6 @@ from tlt_core.export.folder import DRAFTER, POLICY
 from tlt_core.export.record import Source
 from tlt_core.items import checkpoint
 from tlt_core.items.store import Ref
-from tlt_core.machine import precision
 from tlt_core.run import preflight
 from tlt_core.run.session import Session
 from tlt_core.run.summary import last_step
@@ -53,8 +50,7 @@ def export(
     out_dir = Path(out or f"exports/{cfg.name}")
     if track:
         project_of(out_dir)
-    with Stopping(), run_log(cfg.run_dir), Terminal() as show:
-        cfg = precision.settle(cfg)
+    with at_work(cfg) as (cfg, show):
         start = prepare_model(cfg)
         dataset = prepare_data(cfg, start)
         if policy is not None:

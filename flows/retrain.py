@@ -18,9 +18,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.exceptions import PrefectException
 
 from conf.run import RunConfig
-from flows._config import as_config, run_name
-from flows._logging import run_log
-from flows._stopping import Stopping
+from flows._config import as_config, at_work, run_name
 from flows._terminal import Terminal
 from tasks.coldstart import cold_start
 from tasks.journal import Journal
@@ -40,7 +38,7 @@ from tlt_core.export.promotion import Decision, decide
 from tlt_core.export.record import weights_digest
 from tlt_core.items import checkpoint
 from tlt_core.items.store import Ref
-from tlt_core.machine import precision, provenance
+from tlt_core.machine import provenance
 from tlt_core.machine.file_lock import Locked, exclusive
 from tlt_core.run import preflight
 
@@ -57,14 +55,9 @@ def retrain(config: RunConfig | str, overrides: list[str] | None = None) -> Deci
     preflight.check_run(cfg)
     journal = Journal(cfg.run_dir / "retrain.jsonl")
     try:
-        with (
-            Stopping(),
-            exclusive(cfg.run_dir / "retrain" / "lock"),
-            run_log(cfg.run_dir),
-            Terminal() as show,
-        ):
+        with exclusive(cfg.run_dir / "retrain" / "lock"), at_work(cfg) as (settled, show):
             try:
-                decision = attempt(precision.settle(cfg), journal, show)
+                decision = attempt(settled, journal, show)
             except Exception as error:
                 journal.append({"outcome": "failed", "reason": f"{type(error).__name__}: {error}"})
                 raise

@@ -5,16 +5,12 @@ from pathlib import Path
 from prefect import flow
 
 from conf.run import RunConfig
-from flows._config import as_config, run_name
-from flows._logging import run_log
-from flows._stopping import Stopping
-from flows._terminal import Terminal
+from flows._config import as_config, at_work, run_name
 from tasks.coldstart import cold_start
 from tasks.prepare import prepare_data, prepare_model
 from tasks.register import register_drafter
 from tasks.warmup import warm_up_drafter
 from tlt_core.drafter.eagle3.model import default_taps
-from tlt_core.machine import precision
 from tlt_core.model.load import load_config
 from tlt_core.run import preflight
 
@@ -26,8 +22,7 @@ def warmup(
     """Folder of the drafter, and its metrics.  out: default `runs/NAME/drafter-eagle3`."""
     cfg = as_config(config, overrides)
     preflight.check_run(cfg)
-    with Stopping(), run_log(cfg.run_dir), Terminal() as show:
-        cfg = precision.settle(cfg)
+    with at_work(cfg) as (cfg, show):
         policy = prepare_model(cfg)
         default_taps(load_config(policy).num_layers)  # raises where there can be no drafter, before a cold start
         dataset = prepare_data(cfg, policy)

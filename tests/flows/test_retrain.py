@@ -19,7 +19,7 @@ from mlflow import MlflowClient
 
 from conf.load import load
 from conf.run import RunConfig
-from flows import _attempts
+from flows import _config
 from flows import retrain as flow_module
 from flows.check_drafter import check_drafter
 from flows.retrain import retrain
@@ -177,15 +177,13 @@ def test_without_a_registry_nothing_is_trained(folder: Path, plant: Callable[[ra
     assert lines(folder)[-1]["outcome"] == "failed"
 
 
-def test_a_run_without_a_policy_has_nothing_to_retrain_for(folder: Path) -> None:
-    assert retrain(config(folder, "name=fresh")).outcome == "nothing"
-
-
-def test_a_flow_run_that_was_started_too_often_gives_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_attempts, "MOST", 1)
+def test_a_run_without_a_policy_has_nothing_to_retrain_for_and_one_that_was_started_too_often_gives_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_config, "MOST_STARTS", 1)
     assert retrain(config(folder, "name=fresh")).outcome == "nothing", "the first start is allowed"
-    monkeypatch.setattr(_attempts, "MOST", 0)
-    with pytest.raises(_attempts.GaveUp, match="was started 1 times, 0 are allowed"):
+    monkeypatch.setattr(_config, "MOST_STARTS", 0)
+    with pytest.raises(_config.GaveUp, match="was started 1 times, 0 are allowed"):
         retrain(config(folder, "name=fresh"))
 
 
