@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from conf.rollout import SpeculationConfig, StrategyConfig
+from tests.tlt_core.drafter.eagle3.training_texts import lively_decoder
 from tests.tlt_core.rollout.playing import assert_same, play, requests
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import Eagle3Config, eagle3_from_target, random_eagle3, tap_scales
@@ -37,6 +38,11 @@ MENU = tuple(
         ("ngram", 8, 1, 8),
     )
 )
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_config):
+    return lively_decoder(tiny_config)
 
 
 @pytest.fixture(scope="module")
