@@ -56,10 +56,16 @@ def best_fixed(name: str, seed: int = SEED) -> float:
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_the_cost_model_finds_the_best_strategy(name: str) -> None:
-    """`tlt bench tuner` judges the median of three seeds.  Where nothing can be gained, hardly anything is lost."""
-    assert rate(name, "cost_model") >= 0.94 * best_fixed(name)
-    if name in HOSTILE + SHORT:
-        assert rate(name, "cost_model") >= 0.97 * rate(name, "off")
+    """The median of three seeds, as the benchmark judges it, and no seed far below."""
+    shares = sorted(rate(name, "cost_model", seed=seed) / best_fixed(name, seed) for seed in (1, 2, 3))
+    assert shares[1] >= 0.97
+    assert shares[0] >= 0.94
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("name", HOSTILE + SHORT)
+def test_the_cost_model_hardly_loses_where_nothing_can_be_gained(name: str, seed: int) -> None:
+    assert rate(name, "cost_model", seed=seed) >= (0.97 if name in SHORT else 0.98) * rate(name, "off", seed=seed)
 
 
 def test_the_other_policies_lose_where_they_must() -> None:
@@ -146,6 +152,16 @@ def test_a_drafter_that_is_measured_to_be_alike_is_no_news() -> None:
                 adaptive.notify_change("eagle3", change=change)
     assert engines[0.01].history == engines[None].history
     assert engines[float("inf")].history != engines[None].history
+
+
+def test_off_comes_back_when_drafting_becomes_dear() -> None:
+    engine = SimulatedWork(Hits(0.7), Hits(0.0), 1, 10**6).engine(seed=SEED)
+    adaptive = tuner()
+    engine.run(adaptive, 150)
+    assert engine.share(OFF, last=40) < 0.2
+    engine.rows.update({key: [100.0, 1e6, 0.0] for key in range(1000, 1031)})  # 31 requests join in mid-flight
+    engine.run(adaptive, 40)
+    assert engine.share(OFF, last=30) > 0.9
 
 
 @pytest.mark.parametrize("kind", ["cost_model", "beg_mab", "fixed", "off"])
