@@ -67,7 +67,7 @@ demo: $(STAMP)
 	$(BIN)/tlt train $(CONFIG)
 
 quick: $(STAMP)
-	$(PYTEST) $(SHARED) -m "not slow and not gpu" $(wildcard $(addprefix tests/,$(QUICK)))
+	$(PYTEST) $(SHARED) -m "not slow and not gpu" $(addprefix tests/,$(QUICK))
 
 test: $(STAMP)
 	$(PYTEST) $(SHARED) -m "not slow and not faults and not gpu and not vllm"
