@@ -109,4 +109,4 @@ def _own(
     return replica, None if engine.speculation is None else OwnDrafts(engine, engine.speculation)
 
 
-_START = {"own": _own, "vllm": _vllm}
+_START = {"auto": _own, "own": _own, "vllm": _vllm}

@@ -497,7 +497,7 @@ def test_a_group_without_advantages_is_not_streamed(begin: Callable[..., Session
     session = begin("update.groups_per_pack=1", scores={first: (1.0, 1.0), second: (3.0, 5.0)})
     _step(session, 1)
     group: Any = session.group
-    assert [int(offer.share.prompt_ids_S[0]) for offer in group.offered] == [second]
+    assert [int(share.prompt_ids_S[0]) for _, share in group.offered] == [second]
 
 
 def test_dynamic_sampling_streams_the_groups_that_it_keeps(begin: Callable[..., Session]) -> None:

@@ -71,7 +71,7 @@ def test_the_engine_accepts_what_was_predicted(decoder, drafters, name):
     params, model = SAMPLINGS[name], drafters[name]
     menu = [Strategy("eagle3", DEPTH, 1, DEPTH)]
     drafter = Eagle3Drafter(model, decoder, max_live=4, max_len=64)
-    tuner = make_tuner("fixed", menu, max_live=4, seed=0)
+    tuner = make_tuner("fixed", menu, seed=0)
     engine = RolloutEngine(decoder, max_live=4, max_len=64, speculation=Speculation({"eagle3": drafter}, tuner, menu))
     accepted: dict[int, list[int]] = {}  # of each round of a request
 
