@@ -11,7 +11,7 @@ from conf.system import ClusterConfig
 from tests.fake_cluster import fake_cluster
 from tlt_core.cluster.placement import ClusterError, require_room, reserve, start_ray
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]  # test_placement is its short form
 NODES = ("127.0.0.2", "127.0.0.3")
 
 
@@ -42,7 +42,6 @@ def test_every_worker_gets_a_gpu_of_its_own_and_neighbours_have_consecutive_rank
     assert Counter(gpu for _, gpu in seen) == Counter(dict.fromkeys(map(str, range(8)), nodes))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("gpus", "each"), [(0.5, 2), (0.4, 2), (0.3333, 3)])
 def test_workers_share_gpus_and_are_refused_where_one_more_would_be(gpus: float, each: int) -> None:
     """Four GPUs on two nodes.  Half a GPU of each would be Ray's choice for the fifth part of 0.4."""
