@@ -79,7 +79,7 @@ class BackgroundWriter:
         while (job := self._next()) is not None:
             try:
                 _write_durably(job.target, job._write)
-            except Exception as error:  # the thread must outlive it
+            except Exception as error:  # kept for the caller, who reports it; the thread writes what comes next
                 job.error = error
             job._write = _forget  # frees the snapshot
             with self._changed:
