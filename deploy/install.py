@@ -51,7 +51,9 @@ def main() -> int:
         return _failed()
     # Otherwise the first run would wait for both.  Where the kernels cannot be compiled, `tlt doctor` says why.
     first_use = "from kernels import native; native.library(); import flows._announcement, flows.train, reasoning_gym"
-    _run("4/4 the CPU's kernels and Python's own byte code are compiled", [sys.executable, "-c", first_use])
+    # Container images often forbid byte code, and every start would compile 6,000 files again.
+    writing = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    _run("4/4 the CPU's kernels and Python's own byte code are compiled", [sys.executable, "-c", first_use], writing)
     print(f"installed in {time.monotonic() - began_s:.0f} s", flush=True)
     return 0
 

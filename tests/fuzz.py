@@ -1,4 +1,4 @@
-"""Random cases: some where all tests run, thousands where slow tests run too.  The same cases every time."""
+"""Random cases: some in every run of the tests, thousands in the long ones.  The same cases every time."""
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, settings
 
 def cases(*, few: int, many: int) -> pytest.MarkDecorator:
     """Runs a test with the argument `count`, for `fuzz`."""
-    return pytest.mark.parametrize("count", [few, pytest.param(many, marks=pytest.mark.slow)])
+    return pytest.mark.parametrize("count", [few, pytest.param(many, marks=[pytest.mark.slow, pytest.mark.long])])
 
 
 def fuzz(count: int, **others: int) -> settings:

@@ -217,7 +217,9 @@ def stopped(root: Path, name: str, number: int, ready: Callable[[], bool], *, mo
     return code, (root / f"{name}.log").read_text()
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)]
+)
 def test_a_signal_ends_a_run_in_order_and_it_goes_on(root, number, code):
     name = f"stopped{number}"
     checkpoints = root / "runs" / name / "checkpoints"

@@ -1,4 +1,4 @@
-"""Speculation on a real model in fp32 gives plain decoding's tokens: 50 prompts (200 in the long form) at each of three
+"""Speculation on a real model in fp32 gives plain decoding's tokens: 20 prompts (200 in the long form) at each of three
 temperatures, every drafter, chains and trees, every tuner policy.  Where a token differs, it must be a proven near-tie:
 the two candidates' perturbed scores lie closer than two computations of the same logits do.  In bfloat16 on kernels
 whose results do not depend on the batch there are no near-ties: tokens and log-probabilities are equal to the bit."""
@@ -39,7 +39,7 @@ CASES = {
 
 
 @pytest.fixture(
-    scope="module", params=[50, pytest.param(200, marks=pytest.mark.long)], ids=lambda count: f"{count} prompts"
+    scope="module", params=[20, pytest.param(200, marks=pytest.mark.long)], ids=lambda count: f"{count} prompts"
 )
 def model(request, embedded_model, tmp_path_factory):
     questions = QUESTIONS[:: len(QUESTIONS) // request.param]
@@ -57,7 +57,7 @@ def trained_drafter(target):
     decoder, *_, stops = target
     params = SamplingParams(temperature=0.0, max_new_tokens=24, stop_token_ids=stops)
     plain, *_ = decode(target, SpeculationConfig(policy="off"), params)
-    taught = list(plain.values())[:: len(plain) // 40]
+    taught = list(plain.values())[:: max(1, len(plain) // 40)]
     ids = torch.cat([r.completion for r in taught]).unique().long()
     probe = eagle3_from_target(decoder, ids, scales=(1.0, 1.0, 1.0), seed=0)
     sequences = observe(
@@ -96,15 +96,15 @@ def gap_of_candidates(decoder, params, key, prefix, candidates):
     return float((scores[0] - scores[1]).abs())
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, pytest.param(0.7, marks=pytest.mark.long), 1.0])
 def test_speculation_changes_no_token(model, temperature):
     decoder, _, folder, stops = model
     params = SamplingParams(temperature=temperature, max_new_tokens=24, stop_token_ids=stops)
     plain, *_ = decode(model, SpeculationConfig(policy="off"), params)
-    assert len({tuple(r.completion.tolist()) for r in plain.values()}) > 30, "responses too alike to prove much"
+    assert len({tuple(r.completion.tolist()) for r in plain.values()}) > 12, "responses too alike to prove much"
     near_ties = []
     for case, menu in CASES.items():
-        cfg = SpeculationConfig(policy=case.split()[0], menu=menu, max_live=8, drafter_path=str(folder))
+        cfg = SpeculationConfig(policy=case.split()[0], menu=menu, drafter_path=str(folder))
         speculative, drafted, accepted = decode(model, cfg, params)
         if case.startswith("fixed"):  # the others may find that it does not pay
             assert 0.02 * drafted < accepted < drafted, f"{case}: {accepted} of {drafted} accepted, so little was tried"
@@ -117,7 +117,7 @@ def test_speculation_changes_no_token(model, temperature):
             gap = gap_of_candidates(decoder, params, key, rollout.tokens[:at], [ours[at], theirs[at]])
             near_ties.append((case, key.prompt_id, at, gap))
     assert all(gap < NEAR_TIE for *_, gap in near_ties), near_ties
-    assert len(near_ties) <= 4, f"too many to be chance: {near_ties}"
+    assert len(near_ties) <= len(plain) // 10, f"too many to be chance: {near_ties}"
     print("near-ties:", near_ties)
 
 
@@ -132,9 +132,9 @@ def test_bfloat16_changes_no_bit_where_kernels_do_not_depend_on_the_batch(model,
         return decode(half, cfg, params, max_live=max_live)
 
     plain, *_ = decoded(SpeculationConfig(policy="off"), 1)
-    assert len({tuple(r.completion.tolist()) for r in plain.values()}) > 30, "responses too alike to prove much"
+    assert len({tuple(r.completion.tolist()) for r in plain.values()}) > 12, "responses too alike to prove much"
     for case, menu in CASES.items():
-        cfg = SpeculationConfig(policy=case.split()[0], menu=menu, max_live=8, drafter_path=str(folder))
+        cfg = SpeculationConfig(policy=case.split()[0], menu=menu, drafter_path=str(folder))
         speculative, drafted, accepted = decoded(cfg, 16)
         if case.startswith("fixed"):
             assert 0.02 * drafted < accepted < drafted, f"{case}: {accepted} of {drafted} accepted, so little was tried"

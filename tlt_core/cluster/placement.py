@@ -195,6 +195,8 @@ def worker_environment(cluster: ClusterConfig, environment: Mapping[str, str] = 
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads),
         # Ray's default is niceness 15: any other process on the machine, even the driver, would starve the workers.
         "RAY_worker_niceness": "0",
+        # Its raylet ends itself when its agents, which import for 10 s, are not there after 30 s: a busy machine.
+        "RAY_agent_register_timeout_ms": "120000",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
 

@@ -49,12 +49,12 @@ def scores_at(model, tokens: list[int], candidates: list[int]) -> list[float]:
 
 
 @pytest.mark.slow
-def test_greedy_equals_transformers_on_50_prompts(tmp_path, embedded_model):
+def test_greedy_equals_transformers(tmp_path, embedded_model):
     model = AutoModelForCausalLM.from_pretrained(embedded_model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(embedded_model)
-    rows = run(tmp_path, QUESTIONS, temperature=0.0)
+    rows = run(tmp_path, QUESTIONS[::3], temperature=0.0)
     near_ties = []
-    for question, row in zip(QUESTIONS, rows, strict=True):
+    for question, row in zip(QUESTIONS[::3], rows, strict=True):
         messages = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         expected = model.generate(torch.tensor(prompt)[None], do_sample=False, max_new_tokens=24)[0, len(prompt) :]
@@ -64,17 +64,17 @@ def test_greedy_equals_transformers_on_50_prompts(tmp_path, embedded_model):
             gap = scores_at(model, prompt + theirs[:at], [ours[at], theirs[at]])
             near_ties.append((question, at, abs(gap[0] - gap[1])))
     assert all(gap < NEAR_TIE for _, _, gap in near_ties), near_ties
-    assert len(near_ties) <= 2, f"too many to be chance: {near_ties}"
+    assert len(near_ties) <= 1, f"too many to be chance: {near_ties}"
 
 
 @pytest.mark.slow
 def test_sampled_tokens_do_not_depend_on_batch_size_or_workers(tmp_path):
-    questions = QUESTIONS[:32]
+    questions = QUESTIONS[:16]
     reference = run(tmp_path, questions, temperature=1.0, batch_size=1)
     assert len({tuple(r["token_ids"]) for r in reference}) == len(reference)
     differing = {}
     fixed = SpeculationConfig(policy="fixed")
-    for case in ((7, 1, OFF), (32, 1, OFF), (7, 2, OFF), (7, 1, fixed), (7, 2, fixed)):
+    for case in ((16, 1, OFF), (5, 2, OFF), (5, 2, fixed)):
         batch_size, num_workers, speculation = case
         rows = run(
             tmp_path,

@@ -281,7 +281,8 @@ def _described(folder: Path, target: DecoderConfig) -> Eagle3Model:
     except KeyError as error:
         raise ModelError(f"drafter {folder}: config.json lacks the key {error}; export the drafter again") from None
     except (AttributeError, ArithmeticError, TypeError, ValueError, RuntimeError) as error:
-        raise ModelError(f"drafter {folder}: config.json has a malformed value ({error}); export it again") from None
+        reason = str(error).partition("\n")[0]  # torch appends its stack
+        raise ModelError(f"drafter {folder}: config.json has a malformed value ({reason}); export it again") from None
     return model
 
 
