@@ -51,7 +51,7 @@ _MEASURES = {  # by the word behind `tlt bench`
     "e2e": "Whole RL steps. `plain`: no speculation. `fixed`: one strategy in every round. `static`: the adaptive "
     "engine with its first drafter. `streamed`: no speculation, and idle workers compute parts of the policy update. "
     "`trained`: as `static`, and idle workers train the drafter. `tlt`: all of these.",
-    "spot": "A whole run with the drafter trained in idle time (`adaptive`), beside the same run with its first one "
+    "idle": "A whole run with the drafter trained in idle time (`adaptive`), beside the same run with its first one "
     "(`static`). Lengths are tokens a round on the responses of each block of steps; `error` is the standard error.",
     "engines": "Our engine beside others, on the same prompts and cores. `live` is the number of requests at a time, "
     "`over_plain` the speed over our plain decoding, `differing` the share of responses unlike those of `plain`.",
@@ -83,7 +83,7 @@ _CHOSEN: dict[str, tuple[str, ...]] = {  # of rows with more figures than a page
         "idle/streamed_share",
         "same_steps",
     ),
-    "spot": (
+    "idle": (
         "static_by_round",
         "static_by_round_error",
         "adaptive_by_round",

@@ -34,7 +34,7 @@ from tasks.coldstart import cold_start
 from tasks.prepare import prepare_data, prepare_model
 from tlt_core.data import dataset
 from tlt_core.data.prompt_order import PromptOrder
-from tlt_core.drafter.kinds import menu_of
+from tlt_core.drafter.kinds import strategies_of
 from tlt_core.items.types import GenerationRequest, NoiseKey, Prompt, SamplingParams
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
@@ -80,14 +80,14 @@ def bench_rollout(
 
 
 def configurations(base: SpeculationConfig) -> dict[str, SpeculationConfig]:
-    """Plain decoding, every adaptive policy, and each strategy of the menu by itself."""
-    menu = [StrategyConfig(**strategy._asdict()) for strategy in menu_of(base)]
+    """Plain decoding, every adaptive policy, and each strategy by itself."""
+    strategies = [StrategyConfig(**strategy._asdict()) for strategy in strategies_of(base)]
     adaptive = base.model_copy(update={"policy": "cost_model"})
     # These two are measured next to each other, because the claim is about their ratio.
     named = {"off": base.model_copy(update={"policy": "off"}), _KEPT: adaptive}
     named |= {"cost_model": adaptive, "beg_mab": base.model_copy(update={"policy": "beg_mab"})}
-    for arm, strategy in zip(menu_of(base), menu, strict=True):
-        named[f"fixed {arm}"] = base.model_copy(update={"policy": "fixed", "menu": (strategy,)})
+    for arm, strategy in zip(strategies_of(base), strategies, strict=True):
+        named[f"fixed {arm}"] = base.model_copy(update={"policy": "fixed", "strategies": (strategy,)})
     return named
 
 

@@ -58,14 +58,14 @@ def variants(cfg: RunConfig, drafter: Path) -> dict[str, RunConfig]:
     base = cfg.model_copy(update=common).with_drafter(drafter)
     adaptive = base.rollout.speculation
     off = adaptive.model_copy(update={"policy": "off", "drafter_path": None})
-    fixed = adaptive.model_copy(update={"policy": "fixed", "menu": (_FIXED,)})
+    fixed = adaptive.model_copy(update={"policy": "fixed", "strategies": (_FIXED,)})
 
     def run(name: str, speculation: SpeculationConfig, *, trains: bool = False, streams: bool = False) -> RunConfig:
-        spot = base.drafter.spot.model_copy(update={"enabled": trains})
+        idle_training = base.drafter.idle_training.model_copy(update={"enabled": trains})
         changes: dict[str, Any] = {
             "name": f"bench-{cfg.name}-{name}",
             "rollout": base.rollout.model_copy(update={"speculation": speculation}),
-            "drafter": base.drafter.model_copy(update={"spot": spot, "warmup": False}),
+            "drafter": base.drafter.model_copy(update={"idle_training": idle_training, "warmup": False}),
             "update": base.update if streams else base.update.model_copy(update={"streamed": "off"}),
         }
         return base.model_copy(update=changes)

@@ -7,7 +7,7 @@ from pydantic import Field
 from conf.section import MANY, MOST_LIVE, MOST_MB, MOST_STEPS, MOST_TOKENS, Section
 
 
-class SpotConfig(Section):
+class IdleTrainingConfig(Section):
     """Training of the drafter on workers that have finished their responses, while other workers still decode."""
 
     enabled: bool = True
@@ -66,7 +66,7 @@ class DrafterConfig(Section):
     warmup: bool = False
     """Let `tlt train` make the first drafter after the cold start.  Has no effect when
     `rollout.speculation.drafter_path` is set or speculation is off."""
-    spot: SpotConfig = SpotConfig()
+    idle_training: IdleTrainingConfig = IdleTrainingConfig()
     """Training in idle time."""
     vocab_size: int = Field(4096, ge=64, le=MANY)
     """Size of the drafter's vocabulary: the tokens that are most frequent in the policy's rollouts."""

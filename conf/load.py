@@ -46,10 +46,12 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
 _BASE = "base"  # a key of files, not of the configuration
 _GONE = {  # keys that earlier versions had: what to do instead
     "drafter.method": "drafters are trained as EAGLE-3; choose drafter.loss, soft_ce or tv, and leave method out",
-    "drafter.spot.max_slowdown": "update.streamed says what idle workers do first, drafter.spot.enabled=false that "
-    "they train no drafter",
-    "drafter.spot.gain_lasts_steps": "update.streamed says what idle workers do first",
+    "drafter.spot": "it is drafter.idle_training now",
+    "drafter.idle_training.max_slowdown": "update.streamed says what idle workers do first, "
+    "drafter.idle_training.enabled=false that they train no drafter",
+    "drafter.idle_training.gain_lasts_steps": "update.streamed says what idle workers do first",
     "rollout.speculation.max_live": "leave it out: policy=cost_model learns with how many requests drafting pays",
+    "rollout.speculation.menu": "it is rollout.speculation.strategies now",
     "rollout.vllm.max_probs_diff": "it is rollout.max_probs_diff now, of both engines",
 }
 

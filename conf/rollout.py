@@ -38,9 +38,9 @@ class SpeculationConfig(Section):
 
     policy: Literal["cost_model", "beg_mab", "fixed", "off"] = "cost_model"
     """How the strategy of a round is chosen.  cost_model: most expected tokens per second, from measured costs and the
-    acceptance of each live request; beg_mab: TLT's bucketed epsilon-greedy bandit; fixed: always the menu's first
-    strategy; off: plain decoding."""
-    menu: tuple[StrategyConfig, ...] | None = Field(None, min_length=1)
+    acceptance of each live request; beg_mab: TLT's bucketed epsilon-greedy bandit; fixed: always the first strategy;
+    off: plain decoding."""
+    strategies: tuple[StrategyConfig, ...] | None = Field(None, min_length=1)
     """Strategies to choose from, besides plain decoding.  None: a few for each available drafter."""
     drafter_path: str | None = None
     """Folder of an EAGLE-3 drafter for this policy, as `tlt warmup` writes it.  None: only the n-gram drafter."""
@@ -57,11 +57,11 @@ class SpeculationConfig(Section):
 
     @model_validator(mode="after")
     def _drafters_exist(self) -> "SpeculationConfig":
-        named = next((s.drafter for s in self.menu or () if s.drafter in _LEARNED), None)
+        named = next((s.drafter for s in self.strategies or () if s.drafter in _LEARNED), None)
         if named is not None and self.drafter_path is None:
             raise ValueError(
-                f"menu names the drafter {named}, but drafter_path is not set: make one with 'tlt warmup' and give its "
-                f"folder, or leave {named} out of the menu"
+                f"strategies name the drafter {named}, but drafter_path is not set: make one with 'tlt warmup' and "
+                f"give its folder, or leave {named} out"
             )
         return self
 
@@ -103,9 +103,9 @@ class RolloutConfig(Section):
     max_live_requests: int = Field(32, ge=1, le=MOST_LIVE)
     """Responses decoded at once on one worker.  Each takes a slot of the KV cache."""
     kv_memory_fraction: float = Field(0.9, gt=0, le=1)
-    """own: largest share of a GPU's free memory, after the model is loaded, for the KV cache; a run that needs more is
-    refused at the start.  vllm: largest share of a GPU's memory for weights, graphs and KV cache together; less where
-    the update and the drafter's training need more (`tlt doctor CONFIG --gpu 80` shows the plan)."""
+    """builtin: largest share of a GPU's free memory, after the model is loaded, for the KV cache; a run that needs more
+    is refused at the start.  vllm: largest share of a GPU's memory for weights, graphs and KV cache together; less
+    where the update and the drafter's training need more (`tlt doctor CONFIG --gpu 80` shows the plan)."""
     dispatch: Literal["pull", "static"] = "pull"
     """pull: a worker takes the next group when it has room; static: groups are assigned when the rollout begins."""
     dtype: Dtype = "auto"
@@ -114,20 +114,27 @@ class RolloutConfig(Section):
     keeps its type.  `tlt doctor` shows the choice."""
     speculation: SpeculationConfig = SpeculationConfig()
     """Speculative decoding."""
-    engine: Literal["auto", "own", "vllm"] = "auto"
-    """own: the engine of this package; vllm: vLLM with the plug-in `tlt_vllm`, for rollouts and validation; auto: vllm
-    where each worker has a GPU and vLLM is installed (make vllm-env), else own; a resumed run keeps its engine.
-    Responses are the same up to rounding.  vLLM drafts chains of one drafter."""
+    engine: Literal["auto", "builtin", "vllm"] = "auto"
+    """builtin: the engine of this package; vllm: vLLM with the plug-in `tlt_vllm`, for rollouts and validation; auto:
+    vllm where each worker has a GPU and vLLM is installed (make vllm-env), else builtin; a resumed run keeps its
+    engine.  Responses are the same up to rounding.  vLLM drafts chains of one drafter."""
     max_probs_diff: float = Field(0.05, gt=0, le=1)
     """The run ends when the probabilities of sampled tokens in the engine and in the update differ by more than this,
     as a mean over a step (`training/rollout_probs_diff_mean`)."""
     vllm: VllmConfig = VllmConfig()
     """Settings of engine vllm."""
 
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _has_a_new_name(cls, value: object) -> object:
+        if value == "own":
+            raise ValueError("own is called builtin now")
+        return value
+
     @property
     def workers_per_engine(self) -> int:
         """Workers that share a rollout engine."""
-        return 1 if self.engine == "own" else self.vllm.tensor_parallel
+        return 1 if self.engine == "builtin" else self.vllm.tensor_parallel
 
     @property
     def why_not_vllm(self) -> str:
@@ -139,10 +146,12 @@ class RolloutConfig(Section):
             )
         if self.speculation.policy == "off":
             return ""
-        menu = self.speculation.menu or ()
-        wide = next((strategy.width for strategy in menu if strategy.width > 1), None)
+        strategies = self.speculation.strategies or ()
+        wide = next((strategy.width for strategy in strategies if strategy.width > 1), None)
         if wide is not None:
-            return f"width={wide} in rollout.speculation.menu: vLLM drafts chains; set every width to 1"
-        if len({strategy.drafter for strategy in menu}) > 1:
-            return "eagle3 and ngram in rollout.speculation.menu: a vLLM engine has one drafter; keep strategies of one"
+            return f"width={wide} in rollout.speculation.strategies: vLLM drafts chains; set every width to 1"
+        if len({strategy.drafter for strategy in strategies}) > 1:
+            return (
+                "eagle3 and ngram in rollout.speculation.strategies: a vLLM engine has one drafter; keep those of one"
+            )
         return ""

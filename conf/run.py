@@ -104,8 +104,8 @@ class RunConfig(Section):
 
     def for_reading(self) -> "RunConfig":
         """The same run for a command that trains nothing; the training may go on beside it."""
-        spot = self.drafter.spot.model_copy(update={"enabled": False})
-        return self.model_copy(update={"drafter": self.drafter.model_copy(update={"spot": spot})})
+        idle_training = self.drafter.idle_training.model_copy(update={"enabled": False})
+        return self.model_copy(update={"drafter": self.drafter.model_copy(update={"idle_training": idle_training})})
 
     def with_engine(self, engine: str) -> "RunConfig":
         """The same run with this rollout engine."""
@@ -160,14 +160,14 @@ class RunConfig(Section):
         if chosen == "auto":
             divided = self.cluster.gpus_per_worker and self.rollout.vllm.tensor_parallel > 1
             can = self.cluster.gpus_per_worker and not self.why_not_vllm
-            chosen = "vllm" if divided else "auto" if can else "own"
+            chosen = "vllm" if divided else "auto" if can else "builtin"
             # The section is frozen for its readers; it is not born yet here.
             object.__setattr__(self, "rollout", self.rollout.model_copy(update={"engine": chosen}))
-        if chosen == "own":
+        if chosen == "builtin":
             if self.rollout.vllm.tensor_parallel > 1:
                 raise ValueError(
-                    f"rollout.vllm.tensor_parallel={self.rollout.vllm.tensor_parallel} with rollout.engine='own': our "
-                    "engine is not divided among workers; set rollout.engine to vllm, or tensor_parallel to 1"
+                    f"rollout.vllm.tensor_parallel={self.rollout.vllm.tensor_parallel} with rollout.engine='builtin': "
+                    "it is not divided among workers; set rollout.engine to vllm, or tensor_parallel to 1"
                 )
             return self
         if self.cluster.num_workers % self.rollout.vllm.tensor_parallel:
@@ -176,7 +176,7 @@ class RunConfig(Section):
                 f"{self.rollout.vllm.tensor_parallel}: engines share all workers evenly; set num_workers to a multiple"
             )
         if self.why_not_vllm:
-            raise ValueError(f"rollout.engine='vllm' with {self.why_not_vllm}, or rollout.engine to own")
+            raise ValueError(f"rollout.engine='vllm' with {self.why_not_vllm}, or rollout.engine to builtin")
         return self
 
     @model_validator(mode="after")

@@ -140,7 +140,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         choices=list(BENCHMARKS),
         help="step: the phases of a training step; e2e: whole steps without speculation, with a fixed drafter, and "
         "with all of TLT; rollout: decoding under every speculation policy; tuner: those policies on planted "
-        "workloads; spot: what the drafter gains by training in idle time, and what that costs; engines: "
+        "workloads; idle: what the drafter gains by training in idle time, and what that costs; engines: "
         "our engine beside transformers, vLLM and llama.cpp; peers: whole steps of ours beside TRL's; demo: "
         "what a whole run takes and brings, from its folder (trained first if need be); memory: the plan beside what "
         "workers took",

@@ -142,7 +142,7 @@ def inputs_of(cfg: RunConfig, policy: Path, dataset: Ref) -> dict[str, str]:
     decides = cfg.model_dump(
         mode="json",
         include={"seed", "rollout", "drafter", "retrain"},
-        exclude={"rollout": {"speculation"}, "drafter": {"spot", "warmup"}, "retrain": {"alert_below"}},
+        exclude={"rollout": {"speculation"}, "drafter": {"idle_training", "warmup"}, "retrain": {"alert_below"}},
     )
     decides["update"] = {"dtype": cfg.update.dtype}  # of the drafter's training
     return {

@@ -19,12 +19,12 @@ from tlt_core.run.savings import Part, Row, Savings, savings
 _NEWEST = 3  # timelines that are shown
 _IDLE = {  # use of idle time: in words, and the setting that governs it
     "update": ("gradients of the policy update", "update.streamed"),
-    "drafter": ("training of the drafter", "drafter.spot"),
-    "min_idle": ("too short to begin with training", "drafter.spot.min_idle_s"),
+    "drafter": ("training of the drafter", "drafter.idle_training"),
+    "min_idle": ("too short to begin with training", "drafter.idle_training.min_idle_s"),
     "no_data": ("nothing to train on yet", ""),
-    "disabled": ("the drafter is not trained", "drafter.spot.enabled"),
-    "interval": ("the drafter is not trained in this step", "drafter.spot.interval"),
-    "max_steps": ("the most micro-steps were reached", "drafter.spot.max_steps"),
+    "disabled": ("the drafter is not trained", "drafter.idle_training.enabled"),
+    "interval": ("the drafter is not trained in this step", "drafter.idle_training.interval"),
+    "max_steps": ("the most micro-steps were reached", "drafter.idle_training.max_steps"),
     "unknown": ("no reason was recorded", ""),
 }
 _STYLE = """

@@ -42,13 +42,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(pytest.mark.timeout(LONG_LIMIT_S if is_long else LIMIT_S))
 
 
-@pytest.fixture(params=["own", *native.narrower()])
+@pytest.fixture(params=["builtin", *native.narrower()])
 def cpu_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The CPU's kernels on all instructions that this processor has, then on fewer: one source for all widths."""
     if unfit := native._lacking() or not any(map(shutil.which, ("cc", "gcc", "clang"))):
         pytest.skip(f"the C kernels do not run on this machine: {unfit if unfit is not True else 'no compiler'}")
     native.load()  # a compiler's error is no reason to skip
-    if request.param == "own":
+    if request.param == "builtin":
         yield str(native.isa())
         return
     forget = native.library.cache_clear  # held: a test may put something else in the place of `library`

@@ -47,24 +47,24 @@ class Run(NamedTuple):
 
 def _zero(stage: int) -> list[str]:
     backend = f"{{kind: deepspeed, zero_stage: {stage}, offload_optimizer: true}}"
-    return ["rollout.engine=own", f"update.backend={backend}"]
+    return ["rollout.engine=builtin", f"update.backend={backend}"]
 
 
 LATER = {
     "deepspeed-2": Run(_zero(2), "ZeRO-2 with the optimizer in main memory", needs=("deepspeed",)),
     "deepspeed-3": Run(_zero(3), "ZeRO-3 likewise, its sharded checkpoint", needs=("deepspeed",)),
     "lora": Run(
-        ["rollout.engine=own", "update.lora={rank: 8}"], "adapters, merged when they are published", needs=("peft",)
+        ["rollout.engine=builtin", "update.lora={rank: 8}"], "adapters, merged when they are published", needs=("peft",)
     ),
     "vllm": Run(["rollout.engine=vllm"], "the plug-in in vLLM, hidden states out of it, new weights into it"),
     "two-gpus": Run(
-        ["rollout.engine=own", "update.backend={kind: deepspeed, zero_stage: 2}"],
+        ["rollout.engine=builtin", "update.backend={kind: deepspeed, zero_stage: 2}"],
         "NCCL between two workers, ZeRO-2",
         workers=2,
         needs=("deepspeed",),
     ),
 }
-RUNS = {"train": Run(["rollout.engine=own"], "captured rounds, torch's update, streamed update"), **LATER}
+RUNS = {"train": Run(["rollout.engine=builtin"], "captured rounds, torch's update, streamed update"), **LATER}
 
 
 def left_out(name: str, device: str) -> str:
@@ -80,7 +80,7 @@ def left_out(name: str, device: str) -> str:
         from conf.load import ConfigError, load
 
         try:
-            load("conf/smoke.yaml", ["cluster.gpus_per_worker=0.5", "rollout.engine=own"])
+            load("conf/smoke.yaml", ["cluster.gpus_per_worker=0.5", "rollout.engine=builtin"])
         except ConfigError:
             return "cluster.gpus_per_worker takes no share of a GPU"
     return ""
@@ -143,7 +143,7 @@ def _in_server(stage: Stage, names: Sequence[str], options: Sequence[str]) -> No
     if stage.device == "cuda":
         cfg = load("conf/longtail_gpu.yaml", [*own, *_weights(stage)])
     else:
-        cfg = load("conf/smoke.yaml", [*own, "rollout.engine=own"])
+        cfg = load("conf/smoke.yaml", [*own, "rollout.engine=builtin"])
     _commands._run(settle(cfg), "tests.gpu_steps:in_turn", stage=stage, names=names)
 
 

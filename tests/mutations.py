@@ -32,7 +32,7 @@ TARGETS = (
     "tlt_core/tuner",
     "tlt_core/model/sampling.py",
     "tlt_core/rollout",
-    "tlt_core/spot",
+    "tlt_core/idle_training",
     "tlt_core/grpo",
     "tlt_core/items/checkpoint.py",
     "tlt_core/run/session.py",

@@ -23,9 +23,9 @@ from tlt_vllm.settings import Settings
 _log = logging.getLogger("vllm.plugins.tlt")  # vLLM shows INFO of its own loggers only
 
 
-def strategies(menu: Sequence[int], drafter: str) -> dict[int, Strategy]:
+def strategies(draft_lengths: Sequence[int], drafter: str) -> dict[int, Strategy]:
     """The tuner's name of each draft length, 0 included."""
-    return {0: OFF} | {k: Strategy(drafter, depth=k, width=1, tokens=k) for k in menu}
+    return {0: OFF} | {k: Strategy(drafter, depth=k, width=1, tokens=k) for k in draft_lengths}
 
 
 class _Step(NamedTuple):
@@ -42,7 +42,7 @@ class DraftLengths:
     """One an engine.  `schedule` and `finish` are called for every step that computes something, in order."""
 
     def __init__(self, settings: Settings, drafter: str, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.by_length = strategies(settings.menu, drafter)
+        self.by_length = strategies(settings.draft_lengths, drafter)
         arms = [s for s in self.by_length.values() if not s.is_off]
         self.tuner: RecordedTuner = make_tuner(
             settings.policy,  # type: ignore[arg-type]  # one of POLICIES
@@ -50,7 +50,7 @@ class DraftLengths:
         )
         self.rounds: dict[str, list[float]] = {}  # by strategy: rounds, requests, drafted, accepted, seconds
         self.trace: list[dict[str, Any]] | None = None  # every round, for who wants it and empties it
-        self._longest = max(settings.menu, default=0)
+        self._longest = max(settings.draft_lengths, default=0)
         self._clock, self._log_every_s = clock, settings.log_every_s
         self._chosen = OFF  # in the latest step
         self._steps: deque[_Step] = deque()

@@ -110,7 +110,9 @@ def prepare(args: Any) -> None:
         setattr(args, name, ours)
     if speculative and "num_speculative_tokens_per_batch_size" not in speculative:
         most = args.max_num_seqs or 256
-        args.speculative_config = speculative | {"num_speculative_tokens_per_batch_size": table(settings.menu, most)}
+        args.speculative_config = speculative | {
+            "num_speculative_tokens_per_batch_size": table(settings.draft_lengths, most)
+        }
 
 
 def _choose_runner_v1() -> None:

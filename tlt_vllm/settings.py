@@ -11,9 +11,9 @@ LONGEST = 32  # draft tokens: far beyond what pays
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings.read({"tlt": {"exact": True}}, longest=5) == Settings(menu=(1, 2, 3, 5), exact=True)."""
+    """Settings.read({"tlt": {"exact": True}}, longest=5) == Settings(draft_lengths=(1, 2, 3, 5), exact=True)."""
 
-    menu: tuple[int, ...] = ()  # draft lengths to choose from; 0, plain decoding, is always one
+    draft_lengths: tuple[int, ...] = ()  # draft lengths to choose from; 0, plain decoding, is always one
     policy: str = "cost_model"  # how to choose (`conf/rollout`); fixed uses the longest
     exact: bool = True  # noise keyed by position; False: vLLM's own sampling
     policy_logprobs: bool = False  # processed log-probabilities are those before top-k and top-p, after temperature
@@ -34,7 +34,7 @@ class Settings:
         for name in given:
             if name not in known:
                 raise ValueError(f"tlt.{name} is not known: choose from {', '.join(known)}")
-        settings = cls(**{**given, "menu": _menu(given.get("menu"), longest)})
+        settings = cls(**{**given, "draft_lengths": _draft_lengths(given.get("draft_lengths"), longest)})
         settings._check()
         return settings
 
@@ -56,26 +56,26 @@ class Settings:
                 )
 
 
-def _menu(given: Any, longest: int) -> tuple[int, ...]:
+def _draft_lengths(given: Any, longest: int) -> tuple[int, ...]:
     """Draft lengths, ascending.  Not given: 1, 2, 3, 5, 7, ... up to the longest."""
     if given is None:
         return tuple(sorted({k for k in (1, 2, 3, 5, 7, 10, 15) if k < longest} | {longest})) if longest else ()
     whole = isinstance(given, Sequence) and all(isinstance(k, int) and not isinstance(k, bool) for k in given)
     if not whole or isinstance(given, str) or not given or min(given) < 1 or max(given) > LONGEST:
-        raise ValueError(f"tlt.menu={given!r}: list draft lengths from 1 to {LONGEST}, e.g. [1, 3, 5]")
+        raise ValueError(f"tlt.draft_lengths={given!r}: list draft lengths from 1 to {LONGEST}, e.g. [1, 3, 5]")
     if max(given) != longest:
         raise ValueError(
-            f"tlt.menu={given!r}, but num_speculative_tokens={longest} in the speculative config: the longest of the "
-            "menu must be that number"
+            f"tlt.draft_lengths={given!r}, but num_speculative_tokens={longest} in the speculative config: the "
+            "longest of draft_lengths must be that number"
         )
     return tuple(sorted(set(given)))
 
 
-def table(menu: Sequence[int], max_live: int) -> list[tuple[int, int, int]]:
-    """vLLM's `num_speculative_tokens_per_batch_size` with every draft length of the menu, the longest for the smallest
+def table(draft_lengths: Sequence[int], max_live: int) -> list[tuple[int, int, int]]:
+    """vLLM's `num_speculative_tokens_per_batch_size` with every draft length, the longest for the smallest
     batches: vLLM captures graphs for these lengths.  The scheduler does not choose by it.
 
     table((1, 3), 8) == [(1, 1, 3), (2, 2, 1), (3, 8, 0)]"""
-    lengths = [*sorted(menu, reverse=True), 0]
+    lengths = [*sorted(draft_lengths, reverse=True), 0]
     ends = [*range(1, min(len(lengths), max_live)), max_live]
     return [(start, end, k) for start, end, k in zip([1, *(e + 1 for e in ends)], ends, lengths, strict=False)]

@@ -49,7 +49,7 @@ _KV_CACHE_MB = 1024
 _LOOKUP_TOKENS = 10  # transformers' own example
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 _EAGLE3_TOKENS = (3, 5)  # fixed drafts, beside which the plug-in's choice is judged
-_TLT_MENU = [1, 2, 3, 5, 7]
+_DRAFT_LENGTHS = [1, 2, 3, 5, 7]
 _FILES = Path(__file__).with_name("processes")
 _PLUG_IN_BOUND = 0.97  # the plug-in over the best that vLLM does without it
 _BOUNDS = (
@@ -142,9 +142,9 @@ def engines(
     off = SpeculationConfig(policy="off").model_dump(mode="json")
     torchs = cfg.update.dtype  # a type that torch does not emulate here
     specs = [
-        own("plain", "own.py", speculation=off),
-        own("plain float32 torch", "own.py", kernels="0", dtype="float32", speculation=off),
-        own("adaptive", "own.py", speculation=_absolute(cfg.rollout.speculation).model_dump(mode="json")),
+        own("plain", "builtin.py", speculation=off),
+        own("plain float32 torch", "builtin.py", kernels="0", dtype="float32", speculation=off),
+        own("adaptive", "builtin.py", speculation=_absolute(cfg.rollout.speculation).model_dump(mode="json")),
         own("transformers", "hf.py", dtype=torchs, lookup_tokens=0),
         own("transformers lookup", "hf.py", most_live=1, dtype=torchs, lookup_tokens=_LOOKUP_TOKENS),
     ]
@@ -199,8 +199,8 @@ def _vllm_kinds(speculation: SpeculationConfig) -> dict[str, dict[str, Any]]:
         for tokens in _EAGLE3_TOKENS:
             chains = eagle3 | {"num_speculative_tokens": tokens}
             kinds[f"vllm eagle3 {tokens}"] = {"speculative": chains, "eager": False}
-        longest = eagle3 | {"num_speculative_tokens": max(_TLT_MENU)}
-        kinds["vllm tlt"] = {"speculative": longest, "eager": False, "tlt": {"menu": _TLT_MENU}}
+        longest = eagle3 | {"num_speculative_tokens": max(_DRAFT_LENGTHS)}
+        kinds["vllm tlt"] = {"speculative": longest, "eager": False, "tlt": {"strategies": _DRAFT_LENGTHS}}
     return kinds
 
 

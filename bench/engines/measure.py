@@ -28,7 +28,7 @@ OnProgress = Callable[[str, int, int], None]
 
 
 class EngineSpec(NamedTuple):
-    """How to start an engine.  EngineSpec("plain", Path("own.py"), Path("python"), {...}, {"model": ...})"""
+    """How to start an engine.  EngineSpec("plain", Path("builtin.py"), Path("python"), {...}, {"model": ...})"""
 
     name: str
     file: Path  # in processes/

@@ -99,8 +99,8 @@ class Bench:
         build.calibrate(engine)
         return engine
 
-    def _engine(self, drafter: Eagle3Drafter, menu: Sequence[Strategy]) -> RolloutEngine:
-        speculation = Speculation({"eagle3": drafter}, make_tuner("cost_model", menu), menu)
+    def _engine(self, drafter: Eagle3Drafter, strategies: Sequence[Strategy]) -> RolloutEngine:
+        speculation = Speculation({"eagle3": drafter}, make_tuner("cost_model", strategies), strategies)
         most = max(self.sizes.live)
         return RolloutEngine(self.decoder, max_live=most, max_len=self.max_len, speculation=speculation, static=True)
 

@@ -103,11 +103,11 @@ class PlantedDrafter(Eagle3Drafter):
         super().__init__(model, decoder, max_live=max_live, max_len=max_len, room=room)
         self._target, self._chance = decoder.config, chance
 
-    def static(self, inputs: Inputs, menu: Sequence[Strategy]) -> StaticDrafting:  # type: ignore[override]
+    def static(self, inputs: Inputs, strategies: Sequence[Strategy]) -> StaticDrafting:  # type: ignore[override]
         """See `static_shapes.HasStatic`.  Raises ValueError on a strategy that is not a chain."""
-        if any(strategy.width > 1 for strategy in menu):
-            raise ValueError(f"acceptance is planted in chains, not in {', '.join(map(str, menu))}: take width 1")
-        return _PlantedDrafting(super().static(inputs, menu), inputs, self._target, self._chance)
+        if any(strategy.width > 1 for strategy in strategies):
+            raise ValueError(f"acceptance is planted in chains, not in {', '.join(map(str, strategies))}: take width 1")
+        return _PlantedDrafting(super().static(inputs, strategies), inputs, self._target, self._chance)
 
 
 class _PlantedDrafting:
@@ -139,7 +139,7 @@ class _PlantedDrafting:
             token_B = successor(token_B, self._target)
             wrong_B = (token_B + 7) % self._target.vocab_size
             promised = math.log(self._chance) * (level + 1) if self._chance else -math.inf
-            used_B = known_B & (level + 1 < inputs.room_B[:rows]) & (inputs.log_floor <= promised)
+            used_B = known_B & (level + 1 < inputs.room_B[:rows]) & (inputs.log_min_prob <= promised)
             drafted_B = torch.where(hit_BL[:, level], token_B, wrong_B)
             tree.tokens_BU[:, level] = torch.where(used_B, drafted_B, -1)
             tree.parents_BU[:, level] = torch.where(used_B, level - 1, -1)

@@ -15,7 +15,7 @@ from bench.report import write_report
 from bench.tuner.workloads import POLICIES, SWAP_LIVE, WORKLOADS, best_fixed, earnings, recovery
 from bench.verdicts import summarise, verdict
 from conf.run import RunConfig
-from tlt_core.drafter.kinds import menu_of
+from tlt_core.drafter.kinds import strategies_of
 
 _OF_BEST = 0.97  # of the best single strategy's throughput, which a tuner does not know beforehand
 _MOST_ROUNDS = 100  # until a change of the drafter is followed: about a second on the simulated machine
@@ -27,16 +27,18 @@ def bench_tuner(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dic
     """Run all of it, judge, write the report; returns the report."""
     speculation = cfg.rollout.speculation
     # a simulated drafter needs no folder, only a name
-    menu = menu_of(speculation if speculation.menu else speculation.model_copy(update={"drafter_path": "simulated"}))
+    strategies = strategies_of(
+        speculation if speculation.strategies else speculation.model_copy(update={"drafter_path": "simulated"})
+    )
     seeds = range(cfg.seed + 1, cfg.seed + 1 + repeats)
     rows, verdicts = [], []
     for name, work in WORKLOADS.items():
-        played = [earnings(work, menu, seed=seed) for seed in seeds]
+        played = [earnings(work, strategies, seed=seed) for seed in seeds]
         rows += _earning_rows(name, played)
         verdicts.append(_earning_verdict(name, played))
     for live in SWAP_LIVE:
         for policy in POLICIES:
-            figures = [recovery(policy, menu, live=live, seed=seed) for seed in seeds]
+            figures = [recovery(policy, strategies, live=live, seed=seed) for seed in seeds]
             rows.append({"workload": f"swap, {live} live", "configuration": policy, **summarise(figures, list(_SWAPS))})
             if policy == "cost_model":
                 verdicts += _swap_verdicts(live, figures)

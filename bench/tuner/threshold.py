@@ -7,10 +7,10 @@ from tlt_core.tuner.policies import FixedTuner
 
 
 class ThresholdTuner(FixedTuner):
-    """The menu's first strategy while at most `max_live` requests live, plain decoding above."""
+    """The first strategy while at most `max_live` requests live, plain decoding above."""
 
-    def __init__(self, menu: Sequence[Strategy], *, max_live: int = 32) -> None:
-        super().__init__(menu)
+    def __init__(self, strategies: Sequence[Strategy], *, max_live: int = 32) -> None:
+        super().__init__(strategies)
         self._max_live = max_live
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:

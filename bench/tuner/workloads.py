@@ -63,21 +63,21 @@ SWAP_LIVE = (1, 2, 4, 8)  # live requests of the swaps
 _SWAPPED = SimulatedWork(Hits(0.85), Hits(0.1, cover=0.3), 1, _LONG)
 
 
-def tuner_of(kind: str, menu: Sequence[Strategy], *, seed: int) -> RecordedTuner:
+def tuner_of(kind: str, strategies: Sequence[Strategy], *, seed: int) -> RecordedTuner:
     """One of POLICIES as a worker makes it, calibrated on the simulated engine."""
-    made = ThresholdTuner(menu) if kind == "threshold" else make_tuner(cast(Kind, kind), menu, seed=seed)
+    made = ThresholdTuner(strategies) if kind == "threshold" else make_tuner(cast(Kind, kind), strategies, seed=seed)
     made.calibrate(pass_seconds, max_live=32, max_tokens=160, budget_s=1.0)
     return made
 
 
-def earnings(work: SimulatedWork, menu: Sequence[Strategy], *, seed: int) -> dict[str, float]:
+def earnings(work: SimulatedWork, strategies: Sequence[Strategy], *, seed: int) -> dict[str, float]:
     """Tokens a second of every policy and of each single strategy (`fixed STRATEGY`), on the same requests."""
     earned: dict[str, float] = {}
     for kind in POLICIES:
         engine = work.engine(seed=seed)
-        engine.run(tuner_of(kind, menu, seed=seed))
+        engine.run(tuner_of(kind, strategies, seed=seed))
         earned[kind] = engine.rate
-    for strategy in menu:
+    for strategy in strategies:
         engine = work.engine(seed=seed)
         engine.run(make_tuner("fixed", [strategy]))
         earned[f"fixed {strategy}"] = engine.rate
@@ -89,14 +89,14 @@ def best_fixed(earned: Mapping[str, float]) -> float:
     return max(rate for name, rate in earned.items() if name == "off" or name.startswith("fixed"))
 
 
-def recovery(kind: str, menu: Sequence[Strategy], *, live: int, seed: int) -> dict[str, float]:
+def recovery(kind: str, strategies: Sequence[Strategy], *, live: int, seed: int) -> dict[str, float]:
     """Rounds until a tuner does well again after its good drafter turned useless, and after it turned good again.
 
     The tuner is not told.  It has recovered at the first round from which on it reaches, over 32 rounds, at least 0.9
     of the throughput that the best strategy has in the same rounds.
     """
     work = SimulatedWork(_SWAPPED.eagle3, _SWAPPED.ngram, live, _LONG)
-    engine, adaptive = work.engine(seed=seed, compare=(OFF, *menu)), tuner_of(kind, menu, seed=seed)
+    engine, adaptive = work.engine(seed=seed, compare=(OFF, *strategies)), tuner_of(kind, strategies, seed=seed)
     engine.run(adaptive, _SETTLE)
     good = engine.hits["eagle3"]
     figures: dict[str, float] = {}

@@ -103,7 +103,7 @@ typedef struct {
     const int32_t *keys;      // [B, levels, 2] of the noise
     int64_t rows, levels, positions;
     float temperature, error_scale;
-    float token_floor, level_floor;  // drafting ends at a level that promises less, see `Floors`
+    float min_token_prob, min_level_sum;  // drafting ends at a level that promises less, see `MinDraftProbs`
 } Chain;
 
 // A chain of `levels` tokens a row.  y [B, D]: of each row's last position; columns, values [B, levels]: of the head's
@@ -132,9 +132,9 @@ EXPORT void tlt_eagle3_chain(const Shape *s, const Layer *layer, const bf16 *hid
             columns[b * width + level] = column[b];
             float sum = value[b] + (level ? values[b * width + level - 1] : 0.0f);
             values[b * width + level] = sum;
-            if (c->token_floor == 0.0f || sum >= logf(c->token_floor)) promised += expf(sum);
+            if (c->min_token_prob == 0.0f || sum >= logf(c->min_token_prob)) promised += expf(sum);
         }
-        if (*done == width || (c->token_floor != 0.0f && promised <= c->level_floor)) return;
+        if (*done == width || (c->min_token_prob != 0.0f && promised <= c->min_level_sum)) return;
         for (int64_t b = 0; b < rows; b++) {
             int64_t position = c->ends[b] + level < c->positions ? c->ends[b] + level : c->positions - 1;
             slot[b] = b;

@@ -21,8 +21,8 @@ def test_without_drafts_a_round_gives_a_token_to_each_request(workload: Workload
 
 
 def test_the_accepted_length_is_that_of_rounds_with_drafts(workload: Workload) -> None:
-    menu = [{"drafter": "ngram", "depth": 3, "tokens": 3}]
-    measured = run(workload, SpeculationConfig(policy="fixed", menu=menu), seed=0)
+    strategies = [{"drafter": "ngram", "depth": 3, "tokens": 3}]
+    measured = run(workload, SpeculationConfig(policy="fixed", strategies=strategies), seed=0)
     figures, requested = measured.figures, sum(len(r.completion) for r in measured.rollouts.values())
     assert figures["tokens"] == requested == 8 * 80
     assert figures["active_frac"] == 1.0

@@ -90,15 +90,18 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
         (["model={kind: random, hidden_size: 64, num_heads: 3}"], "must be a multiple of num_heads"),
         (["drafter.method=hass"], "drafter.method: .* choose drafter.loss, soft_ce or tv"),
         (["rollout.vllm.max_probs_diff=0.1"], r"rollout\.max_probs_diff now"),
-        (["drafter.spot.max_slowdown=0.1"], r"update\.streamed says"),
+        (["drafter.idle_training.max_slowdown=0.1"], r"update\.streamed says"),
         (["rollout.speculation.policy=threshold"], r"rollout\.speculation\.policy: .* set cost_model"),
         (["rollout.speculation.max_live=4"], r"rollout\.speculation\.max_live: .* leave it out"),
-        (["drafter.spot.loss=mixed"], "drafter.spot.loss: .*'soft_ce' or 'tv'"),
+        (["drafter.spot.enabled=false"], r"drafter\.spot: it is drafter\.idle_training now"),
+        (["rollout.speculation.menu=[{depth: 2, tokens: 2}]"], r"it is rollout\.speculation\.strategies now"),
+        (["rollout.engine=own"], r"rollout\.engine: .*own is called builtin now"),
+        (["drafter.idle_training.loss=mixed"], "drafter.idle_training.loss: .*'soft_ce' or 'tv'"),
         (
             [
                 "rollout.engine=vllm",
                 "rollout.speculation.policy=off",
-                "drafter.spot.enabled=false",
+                "drafter.idle_training.enabled=false",
                 "cluster.release_rollout_memory=true",
             ],
             "set cluster.release_rollout_memory to false",
@@ -111,14 +114,14 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
         ),
         (
             ["cluster.gpus_per_worker=0.5", "rollout.engine=vllm", "rollout.vllm.tensor_parallel=2"],
-            "set gpus_per_worker to 1, or rollout.engine to own",
+            "set gpus_per_worker to 1, or rollout.engine to builtin",
         ),
         (
             ["cluster.gpus_per_worker=0.5", "update.backend={kind: deepspeed}"],
             "set update.backend.kind to torch, or gpus_per_worker to 1",
         ),
         (
-            ["rollout.engine=own", "rollout.vllm.tensor_parallel=2"],
+            ["rollout.engine=builtin", "rollout.vllm.tensor_parallel=2"],
             "set rollout.engine to vllm, or tensor_parallel to 1",
         ),
         (
@@ -165,8 +168,8 @@ def _differences(left: dict[str, object], right: dict[str, object], at: str = ""
     ("stem", "changed"),
     [
         ("ablation_no_spec", {"rollout.speculation.policy": "off"}),
-        ("ablation_static_spec", {"rollout.speculation.policy": "fixed", "drafter.spot.enabled": False}),
-        ("ablation_no_spot", {"drafter.spot.enabled": False}),
+        ("ablation_static_spec", {"rollout.speculation.policy": "fixed", "drafter.idle_training.enabled": False}),
+        ("ablation_no_idle_training", {"drafter.idle_training.enabled": False}),
     ],
 )
 def test_an_ablation_is_the_demo_with_one_thing_taken_away(stem: str, changed: dict[str, object]) -> None:

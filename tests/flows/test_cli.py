@@ -271,7 +271,7 @@ def test_doctor_looks_for_vllm_in_its_own_environment(
     assert cli.main(["doctor", "conf/multi_gpu.yaml"]) == 0
     said = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert re.search(r"vllm not installed skipped", said)
-    assert re.search(r"rollout engine own used \S+python does not exist: run 'make vllm-env'", said)
+    assert re.search(r"rollout engine builtin used \S+python does not exist: run 'make vllm-env'", said)
     vllm_environment(tmp_path, "vllm", "0.32.0")
     assert cli.main(["doctor", "conf/multi_gpu.yaml"]) == 0
     said = re.sub(r"\s+", " ", capsys.readouterr().out)

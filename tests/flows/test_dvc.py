@@ -24,7 +24,7 @@ _DEPEND = {  # a changed value, and the stages that name it; others follow where
     "data.num_train=31": {"prepare"},
     "coldstart.num_examples=15": {"coldstart"},
     "drafter.num_steps=3": {"warmup"},
-    "drafter.spot.interval=2": {"train"},
+    "drafter.idle_training.interval=2": {"train"},
     "algorithm.clip_low=0.1": {"train"},
     "update.optimizer.learning_rate=0.001": {"train"},
     "reward.timeout_s=4.0": {"train", "evaluate"},
@@ -66,7 +66,7 @@ def test_the_stages_commands_exist_and_their_params_too() -> None:
             node = params
             for key in dotted.split("."):
                 node = node[key]
-    drafter = {f"drafter.{field}" for field in DrafterConfig.model_fields} - {"drafter.warmup", "drafter.spot"}
+    drafter = {f"drafter.{field}" for field in DrafterConfig.model_fields} - {"drafter.warmup", "drafter.idle_training"}
     assert drafter <= set(pipeline["stages"]["warmup"]["params"]), "the warm-up depends on all of its section"
 
 
@@ -127,7 +127,7 @@ def project(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> C
     pipeline = clone.folder / "dvc.yaml"
     pipeline.write_text(pipeline.read_text().replace("--repeats 3", "--repeats 1"))
     small = ["rollout.max_new_tokens=8", "rollout.num_prompts=2", "rollout.num_samples=2"]
-    small.append("rollout.speculation.menu=[{depth: 2, tokens: 2}]")  # fewer configurations in the benchmark
+    small.append("rollout.speculation.strategies=[{depth: 2, tokens: 2}]")  # fewer configurations in the benchmark
     clone(sys.executable, "-m", "flows.cli", "params", "conf/smoke.yaml", *small)
     assert clone.repro() == _STAGES
     clone("git", "add", "dvc.lock", "dvc.yaml", "params.yaml", "pipeline")

@@ -38,7 +38,7 @@ def _settings(folder: Path, *more: str) -> list[str]:
         "cluster.num_workers=1",
         "evaluation.every_steps=0",
         "drafter.warmup=true",
-        "drafter.spot.rows_per_step=32",
+        "drafter.idle_training.rows_per_step=32",
         'reward.functions=[{kind: python, path: "tests.flows.length_reward:very_slow_length_reward"}]',
         "reward.num_processes=1",
         "update.optimizer.learning_rate=1e-3",
@@ -49,7 +49,7 @@ def _settings(folder: Path, *more: str) -> list[str]:
 def _train(folder: Path, here: Offers, *more: str) -> RunConfig:
     cfg = load("conf/smoke.yaml", _settings(folder, *more))
     with pytest.MonkeyPatch.context() as machine:
-        machine.setattr(precision, "offers", lambda device, own_engine=True: here)
+        machine.setattr(precision, "offers", lambda device, builtin_engine=True: here)
         train(cfg)
     return load(cfg.run_dir / "config.yaml")
 

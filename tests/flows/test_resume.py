@@ -148,7 +148,7 @@ def test_a_killed_worker_takes_nothing_of_the_drafters_training_along(root):
         "cluster.num_workers=2",
         "evaluation.every_steps=0",
         "drafter.warmup=true",
-        "drafter.spot.rows_per_step=32",
+        "drafter.idle_training.rows_per_step=32",
         "checkpoint.keep_last=9",
         'reward.functions=[{kind: python, path: "tests.flows.length_reward:very_slow_length_reward"}]',
     ]

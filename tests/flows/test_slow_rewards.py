@@ -24,7 +24,7 @@ def _rows(home: Path, name: str, *settings: str) -> list[dict[str, float]]:
             "cluster.num_workers=1",
             "evaluation.every_steps=0",
             "drafter.warmup=true",
-            "drafter.spot.rows_per_step=32",
+            "drafter.idle_training.rows_per_step=32",
             'reward.functions=[{kind: python, path: "tests.flows.length_reward:slow_length_reward"}]',
             "reward.num_processes=2",
             *settings,
@@ -40,8 +40,8 @@ def test_one_worker_trains_while_rewards_are_waited_for(
     (tmp_path / "artifacts" / "models").mkdir(parents=True)
     (tmp_path / "artifacts" / "models" / embedded_model.name).symlink_to(embedded_model)
     monkeypatch.setenv("TLT_HOME", str(tmp_path / "artifacts"))
-    rows = _rows(tmp_path, "waits", "drafter.spot.keep_published=1")
-    without = _rows(tmp_path, "idle", "drafter.spot.enabled=false")
+    rows = _rows(tmp_path, "waits", "drafter.idle_training.keep_published=1")
+    without = _rows(tmp_path, "idle", "drafter.idle_training.enabled=false")
     for row in rows:
         assert row["timing_s/reward"] > 0.5  # 8 responses, 0.4 s each, two at a time
         assert row["drafter/trained_tokens"] > 0

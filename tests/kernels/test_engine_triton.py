@@ -5,7 +5,7 @@ import torch
 
 from kernels import dispatch
 from tests.tlt_core.rollout.playing import Knows
-from tlt_core.items.speculation import NO_FLOORS, Strategy
+from tlt_core.items.speculation import NO_MIN_DRAFT_PROBS, Strategy
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.model import sampling
 from tlt_core.rollout import spec_round
@@ -19,7 +19,7 @@ LENGTHS = (5, 1, 9)
 class Always:
     """A tuner that takes the tree."""
 
-    floors = NO_FLOORS
+    min_draft_probs = NO_MIN_DRAFT_PROBS
 
     def choose(self, rows, context):
         return TREE
@@ -33,7 +33,7 @@ def generate(decoder, drafter: Knows | None = None) -> tuple[dict[NoiseKey, Roll
     generator = torch.Generator().manual_seed(1)
     prompts = [torch.randint(3, 64, (n,), generator=generator).to(torch.int32) for n in LENGTHS]
     waiting = [GenerationRequest(NoiseKey(0, 1, index, 0), prompt) for index, prompt in enumerate(prompts)]
-    speculation = None if drafter is None else Speculation({"knows": drafter}, Always(), menu=(TREE,))
+    speculation = None if drafter is None else Speculation({"knows": drafter}, Always(), strategies=(TREE,))
     engine = RolloutEngine(decoder, max_live=3, max_len=40, speculation=speculation)
     finished, rounds = {}, []
 

@@ -25,9 +25,9 @@ SMALL = [
     "rollout.num_samples=3",
     "rollout.max_new_tokens=16",
     "rollout.max_live_requests=4",
-    "drafter.spot.min_idle_s=0.0",
-    "drafter.spot.after_rollout_s=0.3",
-    "drafter.spot.rows_per_step=16",
+    "drafter.idle_training.min_idle_s=0.0",
+    "drafter.idle_training.after_rollout_s=0.3",
+    "drafter.idle_training.rows_per_step=16",
     "evaluation.every_steps=2",
     "evaluation.num_samples=1",
 ]

@@ -57,10 +57,10 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {  # option: name of a value: s
     "policy": {name: (f"rollout.speculation.policy={name}",) for name in ("cost_model", "beg_mab", "fixed", "off")},
     "drafter": {
         "ngram": (),
-        "untrained": ("rollout.speculation.drafter_path=DRAFTER", "drafter.spot.enabled=false"),
+        "untrained": ("rollout.speculation.drafter_path=DRAFTER", "drafter.idle_training.enabled=false"),
         "eagle3": ("rollout.speculation.drafter_path=DRAFTER",),
     },
-    "engine": {"own": ("rollout.engine=own",), "vllm": ("rollout.engine=vllm",)},
+    "engine": {"builtin": ("rollout.engine=builtin",), "vllm": ("rollout.engine=vllm",)},
 }
 
 
@@ -105,7 +105,7 @@ def write() -> None:
         for pair in refused
     ]
     runs: list[Run] = []
-    for engine, strength in (("own", 2), ("vllm", 1)):
+    for engine, strength in (("builtin", 2), ("vllm", 1)):
         factors = {o: list(values) if o != "engine" else [engine] for o, values in OPTIONS.items()}
         makes = [covertable.make(factors, constraints=none_of, strength=strength, salt=str(n)) for n in range(4)]
         runs += min(makes, key=len)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from conf.drafter import DrafterConfig, SpotConfig
+from conf.drafter import DrafterConfig, IdleTrainingConfig
 from conf.load import load
 from conf.optimizer import AdamWConfig
 from conf.rollout import SpeculationConfig
@@ -35,14 +35,14 @@ from tlt_core.drafter.eagle3.weights import flat
 from tlt_core.grpo.batch import TrainBatch, make_train_batches
 from tlt_core.items.types import FinishReason, NoiseKey, Rollout, ScoredBatch
 from tlt_core.machine.driver import driver_device
-from tlt_core.model.ends import PolicyEnds
+from tlt_core.model.edge_weights import EdgeWeights
 from tlt_core.model.load import load_decoder, save_hf
 from tlt_core.rollout.vllm.drafts import VllmDrafts
 from tlt_core.run import drafter_warmup
 
 GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-SPOT = SpotConfig(micro_step_s=1e6, rows_per_step=32, window_rows=16, canary_tokens=60)
+SPOT = IdleTrainingConfig(micro_step_s=1e6, rows_per_step=32, window_rows=16, canary_tokens=60)
 
 
 @pytest.fixture(scope="module")
@@ -78,41 +78,43 @@ def published(device: torch.device, folder: Path, kept: Path, sequences) -> list
         return {"answer": {}}
 
     speculation = SpeculationConfig(drafter_path=str(folder / "drafter"))
-    ends = PolicyEnds.load(folder / "policy", dtype=torch.float32, device=device)
+    edge_weights = EdgeWeights.load(folder / "policy", dtype=torch.float32, device=device)
     kept.mkdir()
-    drafting = Drafting(VllmDrafts(ask, speculation, ends, folder=kept), rank=0, hosts=(0,))
+    drafting = Drafting(VllmDrafts(ask, speculation, edge_weights, folder=kept), rank=0, hosts=(0,))
     for resume in (False, True):  # the second time from its own files
         drafting.train_in_idle_time(
-            DrafterConfig(spot=SPOT),
+            DrafterConfig(idle_training=SPOT),
             speculation,
             temperature=1.0,
             compute_dtype=torch.float32,
             folder=kept,
             resume=resume,
         )
-        spot = drafting.spot
-        assert spot is not None
-        spot.begin(1 + resume, 0)
+        idle_training = drafting.idle_training
+        assert idle_training is not None
+        idle_training.begin(1 + resume, 0)
         for sequence in sequences:
-            spot.collect(dataclasses.replace(sequence, key=sequence.key._replace(step=1 + resume)))
+            idle_training.collect(dataclasses.replace(sequence, key=sequence.key._replace(step=1 + resume)))
         for _ in range(200):
-            if spot.result().steps >= 4:
-                spot.candidate._trained_s = 1e9  # the next candidate is due, whatever the clock says
-            if spot.result().trial is not None:
+            if idle_training.result().steps >= 4:
+                idle_training.candidate._trained_s = 1e9  # the next candidate is due, whatever the clock says
+            if idle_training.result().trial is not None:
                 break
-            spot.micro_step()
-        assert spot.result().trial is not None
-        while not any(name.startswith("grad.") for name in spot._trainer.state_dict()):
-            spot.micro_step()  # a gradient that is not applied yet is saved, too
-        assert {head.device for head in spot._heads.values()} == {device}, "the teacher's products take place there"
-        spot.end()
-        spot.save()
+            idle_training.micro_step()
+        assert idle_training.result().trial is not None
+        while not any(name.startswith("grad.") for name in idle_training._trainer.state_dict()):
+            idle_training.micro_step()  # a gradient that is not applied yet is saved, too
+        assert {head.device for head in idle_training._heads.values()} == {device}, (
+            "the teacher's products take place there"
+        )
+        idle_training.end()
+        idle_training.save()
         drafting.close()
         assert (kept / "worker_0" / "training.safetensors").is_file(), "a failed save is only a warning"
-        sent.append(spot.candidate.contribution(1.0).clone())
-    assert drafting.publish([1.0], measured=spot.result().trial).accepted
+        sent.append(idle_training.candidate.contribution(1.0).clone())
+    assert drafting.publish([1.0], measured=idle_training.result().trial).accepted
     drafting.export(kept / "export", dtype=torch.float32)
-    return [flat(spot.candidate.used), *sent]
+    return [flat(idle_training.candidate.used), *sent]
 
 
 def test_idle_time_training_beside_vllm(folder, sequences, tmp_path) -> None:

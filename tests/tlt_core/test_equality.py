@@ -27,7 +27,7 @@ SHAPES = {
     "narrow tree": (5, 2, 9),
     "wide tree": (3, 4, 14),
 }
-MENU = tuple(
+STRATEGIES = tuple(
     StrategyConfig(drafter=drafter, depth=depth, width=width, tokens=tokens)
     for drafter, depth, width, tokens in (
         ("eagle3", 2, 1, 2),
@@ -92,8 +92,8 @@ CASES = [  # each drafter in each shape, each shape at each temperature, each dr
 def test_every_drafter_in_every_shape(decoder, drafters, plain, drafter, shape, temperature):
     depth, width, tokens = SHAPES[shape]
     name = "ngram" if drafter == "ngram" else "eagle3"
-    menu = (StrategyConfig(drafter=name, depth=depth, width=width, tokens=tokens),)
-    cfg = SpeculationConfig(policy="fixed", menu=menu, drafter_path=drafters.get(drafter))
+    strategies = (StrategyConfig(drafter=name, depth=depth, width=width, tokens=tokens),)
+    cfg = SpeculationConfig(policy="fixed", strategies=strategies, drafter_path=drafters.get(drafter))
     finished, accepted = decode(decoder, cfg, temperature)
     assert accepted > (100 if drafter == "trained" else 10)  # drafts were accepted: their keys and values were kept
     assert_same(plain[temperature], finished)
@@ -101,6 +101,6 @@ def test_every_drafter_in_every_shape(decoder, drafters, plain, drafter, shape, 
 
 @pytest.mark.parametrize("max_live", [5, 201])
 @pytest.mark.parametrize(("policy", "temperature"), [("cost_model", 0.0), ("cost_model", 0.7), ("beg_mab", 1.0)])
-def test_every_policy_with_the_whole_menu_and_every_batch_size(decoder, drafters, plain, policy, temperature, max_live):
-    cfg = SpeculationConfig(policy=policy, menu=MENU, drafter_path=drafters["trained"])
+def test_every_policy_with_all_strategies_and_every_batch_size(decoder, drafters, plain, policy, temperature, max_live):
+    cfg = SpeculationConfig(policy=policy, strategies=STRATEGIES, drafter_path=drafters["trained"])
     assert_same(plain[temperature], decode(decoder, cfg, temperature, max_live=max_live)[0])

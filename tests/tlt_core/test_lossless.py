@@ -103,8 +103,8 @@ def test_speculation_changes_no_token(model, temperature):
     plain, *_ = decode(model, SpeculationConfig(policy="off"), params)
     assert len({tuple(r.completion.tolist()) for r in plain.values()}) > 12, "responses too alike to prove much"
     near_ties = []
-    for case, menu in CASES.items():
-        cfg = SpeculationConfig(policy=case.split()[0], menu=menu, drafter_path=str(folder))
+    for case, strategies in CASES.items():
+        cfg = SpeculationConfig(policy=case.split()[0], strategies=strategies, drafter_path=str(folder))
         speculative, drafted, accepted = decode(model, cfg, params)
         if case.startswith("fixed"):  # the others may find that it does not pay
             assert 0.02 * drafted < accepted < drafted, f"{case}: {accepted} of {drafted} accepted, so little was tried"
@@ -133,8 +133,8 @@ def test_bfloat16_changes_no_bit_where_kernels_do_not_depend_on_the_batch(model,
 
     plain, *_ = decoded(SpeculationConfig(policy="off"), 1)
     assert len({tuple(r.completion.tolist()) for r in plain.values()}) > 12, "responses too alike to prove much"
-    for case, menu in CASES.items():
-        cfg = SpeculationConfig(policy=case.split()[0], menu=menu, drafter_path=str(folder))
+    for case, strategies in CASES.items():
+        cfg = SpeculationConfig(policy=case.split()[0], strategies=strategies, drafter_path=str(folder))
         speculative, drafted, accepted = decoded(cfg, 16)
         if case.startswith("fixed"):
             assert 0.02 * drafted < accepted < drafted, f"{case}: {accepted} of {drafted} accepted, so little was tried"

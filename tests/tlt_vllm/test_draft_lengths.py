@@ -45,8 +45,10 @@ class Engine:
 
 
 def settings(**changes: object) -> Settings:
-    given = {"menu": [2, 4, 7], "log_every_s": 0} | changes
-    found = Settings.read({"tlt": given}, longest=7 if "menu" not in changes else max(changes["menu"]))
+    given = {"draft_lengths": [2, 4, 7], "log_every_s": 0} | changes
+    found = Settings.read(
+        {"tlt": given}, longest=7 if "draft_lengths" not in changes else max(changes["draft_lengths"])
+    )
     assert found is not None
     return found
 
@@ -72,7 +74,7 @@ def test_a_good_drafter_is_used_and_a_useless_one_is_not(measured: bool) -> None
 
 
 def test_a_round_is_a_draft_and_the_pass_that_verifies_it() -> None:
-    engine = Engine(settings(policy="fixed", menu=[3]))
+    engine = Engine(settings(policy="fixed", draft_lengths=[3]))
     engine.lengths.trace = []
     engine.survives = 2
     engine.step(["a"], prefills=True)
@@ -98,7 +100,7 @@ def test_without_drafts_a_round_still_pays_for_the_drafters_keys() -> None:
 
 def test_work_that_earlier_steps_put_off_belongs_to_no_round() -> None:
     """Or the first draft after a long rest would look dear."""
-    engine = Engine(settings(policy="fixed", menu=[3]))
+    engine = Engine(settings(policy="fixed", draft_lengths=[3]))
     engine.lengths.trace = []
     engine.step(["a"], prefills=True)
     engine.late_s = 0.5
@@ -110,7 +112,7 @@ def test_work_that_earlier_steps_put_off_belongs_to_no_round() -> None:
 
 def test_two_steps_under_way_are_told_apart() -> None:
     """Asynchronous scheduling: the next step is scheduled before this one has ended."""
-    engine = Engine(settings(policy="fixed", menu=[3]))
+    engine = Engine(settings(policy="fixed", draft_lengths=[3]))
     lengths = engine.lengths
     lengths.trace = []
     lengths.schedule({}, next_up={"a": 5}, context=0, prefills=True, began_s=0.0)

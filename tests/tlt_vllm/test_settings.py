@@ -7,7 +7,7 @@ from tlt_vllm.settings import Settings, table
 
 def test_defaults() -> None:
     settings = Settings.read({"tlt": {}}, longest=5)
-    assert settings == Settings(menu=(1, 2, 3, 5), policy="cost_model", exact=True)
+    assert settings == Settings(draft_lengths=(1, 2, 3, 5), policy="cost_model", exact=True)
     assert Settings.read({"other": 1}, longest=5) is None
     assert Settings.read({"tlt": {}}, longest=0) == Settings(), "no speculation: nothing to choose from"
 
@@ -16,11 +16,11 @@ def test_defaults() -> None:
     ("given", "message"),
     [
         ({"tlt": 3}, "give an object"),
-        ({"tlt": {"k": 1}}, "tlt.k is not known: choose from menu, policy"),
-        ({"tlt": {"menu": [1, 4]}}, "num_speculative_tokens=5 in the speculative config"),
-        ({"tlt": {"menu": [0, 5]}}, "list draft lengths from 1 to 32"),
-        ({"tlt": {"menu": [5, True]}}, "list draft lengths"),
-        ({"tlt": {"menu": "5"}}, "list draft lengths"),
+        ({"tlt": {"k": 1}}, "tlt.k is not known: choose from draft_lengths, policy"),
+        ({"tlt": {"draft_lengths": [1, 4]}}, "num_speculative_tokens=5 in the speculative config"),
+        ({"tlt": {"draft_lengths": [0, 5]}}, "list draft lengths from 1 to 32"),
+        ({"tlt": {"draft_lengths": [5, True]}}, "list draft lengths"),
+        ({"tlt": {"draft_lengths": "5"}}, "list draft lengths"),
         ({"tlt": {"policy": "best"}}, "choose one of cost_model"),
         ({"tlt": {"exact": "yes"}}, "say true or false"),
         ({"tlt": {"capture_mb": -1}}, "tlt.capture_mb=-1: give a number from 0 up"),

@@ -18,7 +18,7 @@ from tests.vllm.test_rollout_engine import chains_of, completions
 from tlt_core.drafter.eagle3.observe import observe
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
-from tlt_core.model.ends import PolicyEnds
+from tlt_core.model.edge_weights import EdgeWeights
 from tlt_core.model.load import load_decoder
 from tlt_core.rollout import build
 from tlt_core.rollout.engine import RoundTrace
@@ -85,7 +85,7 @@ class Engines:
         self.count = 0
 
     def start(
-        self, speculation: SpeculationConfig, *, ends: PolicyEnds | None = None, kv_cache_mb: int | None = None
+        self, speculation: SpeculationConfig, *, edge_weights: EdgeWeights | None = None, kv_cache_mb: int | None = None
     ) -> VllmRollout:
         self.count += 1
         longest = max(CROSSING, *(len(p) for p in self.target.prompts))
@@ -104,7 +104,7 @@ class Engines:
             rank=0,
             seed=0,
             policy_version=0,
-            ends=ends,
+            edge_weights=edge_weights,
         )
 
 
@@ -128,8 +128,8 @@ def plain(engines, prompts) -> Run:
 
 
 def adaptive_speculation(drafter: Path) -> SpeculationConfig:
-    menu = [{"drafter": "eagle3", "depth": k, "tokens": k} for k in (1, 3, 7)]
-    return SpeculationConfig(policy="cost_model", menu=menu, drafter_path=str(drafter))
+    draft_lengths = [{"drafter": "eagle3", "depth": k, "tokens": k} for k in (1, 3, 7)]
+    return SpeculationConfig(policy="cost_model", draft_lengths=draft_lengths, drafter_path=str(drafter))
 
 
 class Adaptive(NamedTuple):
@@ -143,10 +143,10 @@ class Adaptive(NamedTuple):
 @pytest.fixture(scope="module")
 def adaptive(engines, target, drafter) -> Iterator[Adaptive]:
     speculation = adaptive_speculation(drafter)
-    ends = PolicyEnds.load(target.folder, dtype=torch.float32)
-    engine = engines.start(speculation, ends=ends)
+    edge_weights = EdgeWeights.load(target.folder, dtype=torch.float32)
+    engine = engines.start(speculation, edge_weights=edge_weights)
     try:
-        drafts = VllmDrafts(engine.ask, speculation, ends, folder=engine.folder)
+        drafts = VllmDrafts(engine.ask, speculation, edge_weights, folder=engine.folder)
         yield Adaptive(engine, drafts, load_file(drafter / "model.safetensors"))
     finally:
         engine.close()
@@ -171,8 +171,8 @@ def share_of_drafting(rounds) -> float:
 
 @pytest.mark.parametrize("length", [2, 7])
 def test_fixed_chains_change_no_token(engines, prompts, drafter, plain, length):
-    menu = [{"drafter": "eagle3", "depth": length, "tokens": length}]
-    engine = engines.start(SpeculationConfig(policy="fixed", menu=menu, drafter_path=str(drafter)))
+    draft_lengths = [{"drafter": "eagle3", "depth": length, "tokens": length}]
+    engine = engines.start(SpeculationConfig(policy="fixed", draft_lengths=draft_lengths, drafter_path=str(drafter)))
     try:
         found = decode_all(engine.decode, prompts)
         counted = chains_of(engine)
@@ -261,8 +261,8 @@ def test_preempted_requests_keep_their_tokens_and_states(engines, target, prompt
     long = [[*p, *prompts[0] * 3][:CROSSING] for p in prompts]
     expected = decode_all(adaptive.engine.decode, long)
     adaptive.engine.report()
-    ends = PolicyEnds.load(target.folder, dtype=torch.float32)
-    engine = engines.start(adaptive_speculation(drafter), ends=ends, kv_cache_mb=50)
+    edge_weights = EdgeWeights.load(target.folder, dtype=torch.float32)
+    engine = engines.start(adaptive_speculation(drafter), edge_weights=edge_weights, kv_cache_mb=50)
     try:
         found = decode_all(engine.decode, long, capture=True)
         preempted = engine.counters()["preempted"]

@@ -16,12 +16,12 @@ from typing import NamedTuple
 import psutil
 import pytest
 import torch
+from tests.vllm.builtin_engine import DEPTH, chain_counters, decode
 
 from conf.rollout import RolloutConfig, SpeculationConfig
 from conf.system import ClusterConfig
 from conf.update import AlgorithmConfig, UpdateConfig
 from tests.vllm.counters import SpecCounters
-from tests.vllm.own_engine import DEPTH, chain_counters, decode
 from tests.vllm.servers import MAX_TOKENS
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.messages import TrainerSpec, WorkerSpec
@@ -127,7 +127,7 @@ def seen(vllm_python, target, drafter, other_policy, tmp_path_factory, request) 
         max_live_requests=16,
         speculation=SpeculationConfig(
             policy="fixed",
-            menu=[{"drafter": "eagle3", "depth": DEPTH, "tokens": DEPTH}],
+            draft_lengths=[{"drafter": "eagle3", "depth": DEPTH, "tokens": DEPTH}],
             drafter_path=str(drafter),
         ),
     )
@@ -286,7 +286,11 @@ def train(vllm_python, tmp_path, *more: str) -> subprocess.Popen:
     """The command, with a reward that a random model can earn."""
     arguments = [
         *("model={kind: random, hidden_size: 128}", "coldstart.enabled=false", f"output_dir={tmp_path}/runs"),
-        *(f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", "cluster.num_workers=1", "drafter.spot.enabled=false"),
+        *(
+            f"tracking.uri=sqlite:///{tmp_path}/mlflow.db",
+            "cluster.num_workers=1",
+            "drafter.idle_training.enabled=false",
+        ),
         *("rollout.engine=vllm", "rollout.vllm.kv_cache_mb=64"),
         'reward.functions=[{kind: python, path: "tests.flows.length_reward:length_reward"}]',
     ]

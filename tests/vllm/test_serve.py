@@ -67,7 +67,7 @@ def speculating(vllm_python, target, drafter, tmp_path_factory) -> tuple[Answers
         target.folder,
         log=log,
         speculative=speculative,
-        options=with_tlt(menu=[2, 5]),
+        options=with_tlt(draft_lengths=[2, 5]),
         variables={"VLLM_SERVER_DEV_MODE": "1"},
     )
     with server:
@@ -126,9 +126,9 @@ def test_the_other_runner_is_refused(vllm_python, target, tmp_path):
 
 
 def test_a_wrong_setting_ends_the_start_with_its_name(vllm_python, target, tmp_path):
-    options = with_tlt(menus=[2])
+    options = with_tlt(lengths=[2])
     with (
-        pytest.raises(ServerError, match=r"tlt\.menus is not known: choose from menu, policy"),
+        pytest.raises(ServerError, match=r"tlt\.lengths is not known: choose from draft_lengths, policy"),
         VllmServer(vllm_python, target.folder, log=tmp_path / "vllm.log", options=options),
     ):
         pass

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tests.vllm.builtin_engine import decode as decode_own
 from torch import Tensor
 
 from conf.rollout import RolloutConfig, SpeculationConfig
-from tests.vllm.own_engine import decode as decode_own
 from tests.vllm.test_rollout_engine import ROUNDING, requests
 from tlt_core.drafter.eagle3.files import export_weights, save_eagle3
 from tlt_core.drafter.eagle3.model import Eagle3Model, eagle3_from_target
@@ -21,7 +21,7 @@ from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import Rollout, SamplingParams
 from tlt_core.model.config import DecoderConfig
 from tlt_core.model.decoder import Decoder
-from tlt_core.model.ends import PolicyEnds
+from tlt_core.model.edge_weights import EdgeWeights
 from tlt_core.model.load import load_decoder, random_decoder, save_hf
 from tlt_core.rollout.vllm import client
 from tlt_core.rollout.vllm.client import VllmError, VllmRollout
@@ -80,7 +80,7 @@ def start(python: Path, small: Small, folder: Path, *, parts: int) -> tuple[Vllm
     """parts: processes that share the model."""
     speculation = SpeculationConfig(
         policy="fixed",  # so that counts do not depend on time
-        menu=[{"drafter": "eagle3", "depth": 3, "tokens": 3}],
+        draft_lengths=[{"drafter": "eagle3", "depth": 3, "tokens": 3}],
         drafter_path=str(small.drafter),
     )
     cfg = RolloutConfig(
@@ -90,7 +90,7 @@ def start(python: Path, small: Small, folder: Path, *, parts: int) -> tuple[Vllm
         vllm={"tensor_parallel": parts, "kv_cache_mb": 64},
         speculation=speculation,
     )
-    ends = PolicyEnds.load(small.folder, dtype=torch.float32)
+    edge_weights = EdgeWeights.load(small.folder, dtype=torch.float32)
     engine = start_vllm(
         VllmSpec(python, folder),
         cfg,
@@ -100,9 +100,9 @@ def start(python: Path, small: Small, folder: Path, *, parts: int) -> tuple[Vllm
         rank=0,
         seed=0,
         policy_version=0,
-        ends=ends,
+        edge_weights=edge_weights,
     )
-    return engine, VllmDrafts(engine.ask, speculation, ends, folder=engine.folder)
+    return engine, VllmDrafts(engine.ask, speculation, edge_weights, folder=engine.folder)
 
 
 class Said(NamedTuple):

@@ -26,7 +26,11 @@ def test_trl_trains_on_rollouts_of_a_server_with_the_plug_in(vllm_python, target
         target.folder,
         log=tmp_path / "vllm.log",
         speculative={"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 3},
-        options=("--enforce-eager", "--additional-config", json.dumps({"tlt": {"menu": [1, 3], "policy": "fixed"}})),
+        options=(
+            "--enforce-eager",
+            "--additional-config",
+            json.dumps({"tlt": {"draft_lengths": [1, 3], "policy": "fixed"}}),
+        ),
         variables={"VLLM_SERVER_DEV_MODE": "1"},
         name=str(target.folder),
     )

@@ -4,7 +4,8 @@
     driver  <--drain()-----------------------
 
 consumes: groups of requests, finished rollouts, what idle workers report.  waits: never.  produces: requests, finished
-rollouts, orders for idle workers (compute a pass of the update, train the drafter, wait, stop: `spot/coordinator`).
+rollouts, orders for idle workers (compute a pass of the update, train the drafter, wait,
+stop: `idle_training/coordinator`).
 
 `pull`: one queue.  No worker gets more than a fair share of the outstanding requests, so they go to free workers.
 `static`: whole groups are dealt up front, as in classic data parallelism.
@@ -19,22 +20,22 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from tlt_core.cluster.engines import Engines
-from tlt_core.cluster.pulse import Beat, Sign, Signs
+from tlt_core.cluster.heartbeat import Beat, Sign, Signs
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.passes import Key
-from tlt_core.items.types import GenerationRequest, Rollout
-from tlt_core.spot.coordinator import (
+from tlt_core.idle_training.coordinator import (
     Action,
     Coordinator,
+    IdleTrainingSettings,
     Order,
     PassesOffered,
     PhaseBegan,
     PhaseReport,
     Progress,
     RolloutOver,
-    SpotSettings,
     WorkerIdle,
 )
+from tlt_core.items.types import GenerationRequest, Rollout
 
 OfferedPass = tuple[Key, TrainBatch]
 """A pass of the policy update that a worker without requests may compute."""
@@ -80,15 +81,16 @@ class Dispatcher:
         engines: Engines,
         dispatch: Literal["pull", "static"],
         step: int = 0,
-        spot: SpotSettings = SpotSettings(enabled=False),  # noqa: B008 (immutable)
+        idle_training: IdleTrainingSettings = IdleTrainingSettings(enabled=False),  # noqa: B008 (immutable)
     ) -> None:
         """Start a phase of RL step `step`.
 
-        groups: the requests of each prompt; none: a phase of waiting, which lasts until `end`.  spot: who may train
+        groups: the requests of each prompt; none: a phase of waiting, which lasts until `end`.  idle_training: who
+        may train
         when.
         """
         num_workers, hosts = engines.num_workers, engines.hosts
-        self._coordinator = Coordinator(num_workers, spot)
+        self._coordinator = Coordinator(num_workers, idle_training)
         self._coordinator.handle(PhaseBegan(step, time.time()))
         self._ended_s = 0.0
         self._offered: deque[OfferedPass] = deque()

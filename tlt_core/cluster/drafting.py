@@ -17,11 +17,11 @@ from torch import Tensor
 from conf.drafter import DrafterConfig
 from conf.rollout import SpeculationConfig
 from tlt_core.drafter.eagle3.files import export_weights, load_eagle3, save_eagle3
+from tlt_core.idle_training.comparison import Comparison
+from tlt_core.idle_training.training import IdleTraining
 from tlt_core.items.speculation import RoundReport
 from tlt_core.machine.doctor import machine
 from tlt_core.rollout.drafts import Drafts
-from tlt_core.spot.comparison import Comparison
-from tlt_core.spot.training import SpotTraining
 from tlt_core.tuner.collapse import CollapseCheck
 
 _DRAFTER_DIR = "drafter-eagle3"  # of a checkpoint: the drafter in use
@@ -62,7 +62,7 @@ class Drafting:
         group: of those; None: all workers."""
         self._drafts, self._rank, self._hosts, self._group = drafts, rank, tuple(hosts), group
         self._tuner = None if drafts is None else drafts.tuner
-        self.spot: SpotTraining | None = None
+        self.idle_training: IdleTraining | None = None
         self._trial_errors = 0.0
         self._check = CollapseCheck(() if drafts is None else drafts.learned)
 
@@ -95,21 +95,23 @@ class Drafting:
         compute_dtype: of the training; the engine drafts in its own.  folder: each worker has a subfolder."""
         if speculation.drafter_path is None or self._drafts is None or not self._drafts.learned:
             return
-        ends = self._drafts.ends
-        assert ends is not None, "whoever starts an engine of which a drafter learns keeps them"
-        self.spot = SpotTraining(
-            cfg.spot,
-            model=load_eagle3(Path(speculation.drafter_path), ends.config, device=ends.head_weight.device),
-            target=ends,
+        edge_weights = self._drafts.edge_weights
+        assert edge_weights is not None, "training a drafter needs the target's embedding, norm and head"
+        self.idle_training = IdleTraining(
+            cfg.idle_training,
+            model=load_eagle3(
+                Path(speculation.drafter_path), edge_weights.config, device=edge_weights.head_weight.device
+            ),
+            target=edge_weights,
             depth=cfg.depth,
             temperature=temperature,
             compute_dtype=compute_dtype,
             folder=folder / _FOLDER.format(self._rank),
             resume=resume,
             peers=[folder / _FOLDER.format(rank) for rank in _followers(self._rank, self._hosts)],
-            loss=cfg.spot.loss,
+            loss=cfg.idle_training.loss,
         )
-        self._trial_errors = cfg.spot.canary_errors
+        self._trial_errors = cfg.idle_training.canary_errors
 
     def observe(self, report: RoundReport) -> None:
         """A round of a training rollout was made."""
@@ -129,7 +131,7 @@ class Drafting:
         the sum.  None: nobody has tried it, so all of them try it first, and it is refused when it drafts worse than
         the drafter in use.
         """
-        spot, parameters_N = self._spot(), self._weighted(shares)
+        idle_training, parameters_N = self._idle_training(), self._weighted(shares)
         trial = self._tried(parameters_N) if measured is None else measured
         accepted = measured is not None or not trial.is_worse(errors=self._trial_errors)
         if accepted:
@@ -142,16 +144,16 @@ class Drafting:
                 if was_suspended:
                     self._tuner.resume(trained)
         else:
-            spot.reject()
-        return DrafterPublished(accepted, trial if measured is None else None, spot.candidate.checksum)
+            idle_training.reject()
+        return DrafterPublished(accepted, trial if measured is None else None, idle_training.candidate.checksum)
 
     def refuse(self) -> None:
         """No candidate of this phase is published."""
-        self._spot().reject()
+        self._idle_training().reject()
 
     def export(self, out_dir: Path, *, dtype: torch.dtype) -> None:
         """Write the drafter in use as a folder that vLLM and SGLang load."""
-        save_eagle3(self._spot().candidate.used, out_dir, dtype=dtype)
+        save_eagle3(self._idle_training().candidate.used, out_dir, dtype=dtype)
 
     def save(self, folder: Path, *, dtype: torch.dtype) -> None:
         """This worker's part of a checkpoint.  The drafter's training state follows in the background."""
@@ -159,33 +161,33 @@ class Drafting:
             state: dict[str, Any] = {**self._tuner.state_dict(), "of": self._tuner_of()}
             state["check"] = self._check.state_dict()
             (folder / _STATE_FILE.format(self._rank)).write_text(json.dumps(state))
-        if self.spot is not None:
-            self.spot.save()
+        if self.idle_training is not None:
+            self.idle_training.save()
             if self._rank == 0:
                 self.export(folder / _DRAFTER_DIR, dtype=dtype)
 
     def close(self) -> None:
         """Wait for what is being written."""
-        if self.spot is not None:
-            self.spot.close()
+        if self.idle_training is not None:
+            self.idle_training.close()
 
     def _tuner_of(self) -> dict[str, Any]:
         """What a tuner's knowledge holds for: another policy knows other things, another machine has other costs."""
         assert self._drafts is not None, "there is a tuner"
         own = {name: value for name, value in machine().items() if name in _COSTS_DEPEND_ON}
-        return own | {"policy": self._drafts.policy, "arms": [str(strategy) for strategy in self._drafts.menu]}
+        return own | {"policy": self._drafts.policy, "arms": [str(strategy) for strategy in self._drafts.strategies]}
 
-    def _spot(self) -> SpotTraining:
-        assert self.spot is not None, "only a worker that trains a drafter is asked"
-        return self.spot
+    def _idle_training(self) -> IdleTraining:
+        assert self.idle_training is not None, "only a worker that trains a drafter is asked"
+        return self.idle_training
 
     def _swap(self, parameters_N: Tensor, *, is_mine: bool) -> None:
         assert self._drafts is not None, "there is training, so something is drafted"
-        self._drafts.load_drafter(export_weights(self._spot().adopt(parameters_N, is_mine=is_mine)))
+        self._drafts.load_drafter(export_weights(self._idle_training().adopt(parameters_N, is_mine=is_mine)))
 
     def _weighted(self, shares: Sequence[float]) -> Tensor:
         """The candidates' parameters, each times its share; where it is one worker's alone, that one's."""
-        candidate, share = self._spot().candidate, self._share(shares)
+        candidate, share = self._idle_training().candidate, self._share(shares)
         if 1.0 not in shares:
             parameters_N = candidate.contribution(share)
             self._sum(parameters_N)
@@ -199,7 +201,7 @@ class Drafting:
         return shares[self._hosts.index(self._rank)]
 
     def _tried(self, parameters_N: Tensor) -> Comparison:
-        sums = torch.tensor(self._spot().candidate.compare(parameters_N), dtype=torch.float64)
+        sums = torch.tensor(self._idle_training().candidate.compare(parameters_N), dtype=torch.float64)
         self._sum(sums)
         return Comparison(*sums.tolist())
 

@@ -7,9 +7,9 @@ from typing import Any
 import ray
 
 from tlt_core.cluster.dispatcher import OfferedPass
+from tlt_core.idle_training.coordinator import Order, Progress, WorkerIdle
 from tlt_core.items.types import GenerationRequest, Rollout
 from tlt_core.machine.getting_on import got_on
-from tlt_core.spot.coordinator import Order, Progress, WorkerIdle
 
 _REPORT_S = 0.5  # how often a busy worker reports its token count
 

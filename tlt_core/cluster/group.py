@@ -31,11 +31,11 @@ from tlt_core.cluster.watch import Watch
 from tlt_core.cluster.weight_digest import outliers
 from tlt_core.cluster.worker import Worker
 from tlt_core.grpo.batch import TrainBatch
+from tlt_core.idle_training.comparison import Comparison
+from tlt_core.idle_training.coordinator import IdleTrainingSettings, PhaseReport
+from tlt_core.idle_training.training import IdleTrainingResult
 from tlt_core.items.types import GenerationRequest, SamplingParams
 from tlt_core.machine.precision import as_torch
-from tlt_core.spot.comparison import Comparison
-from tlt_core.spot.coordinator import PhaseReport, SpotSettings
-from tlt_core.spot.training import SpotResult
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Generated(NamedTuple):
 class Waited(NamedTuple):
     """What the workers did while the driver waited."""
 
-    results: list[SpotResult]  # of their training, by rank; a worker that trains none is missing
+    results: list[IdleTrainingResult]  # of their training, by rank; a worker that trains none is missing
     phase: PhaseReport
 
 
@@ -98,7 +98,7 @@ class WorkerGroup:
         dispatcher = ray.remote(num_cpus=0)(Dispatcher)
         self._dispatcher: Any = dispatcher.options(scheduling_strategy=self._placement.beside_driver()).remote()
         self._watch = Watch(cluster, self._placement, self._ask_dispatcher, shared=shared)
-        self._watch.begin_pulses(self._workers, self._dispatcher)
+        self._watch.begin_heartbeats(self._workers, self._dispatcher)
         if not self._placement.is_local:
             self._require_shared_folders(spec, shared)
         if self.num_workers > 1 or (spec.trainer is not None and spec.trainer.update.backend.kind == "deepspeed"):
@@ -151,13 +151,15 @@ class WorkerGroup:
         on_progress: Callable[[Drained], None],
         step: int = 0,
         is_training: bool = False,
-        spot: SpotSettings = SpotSettings(enabled=False),  # noqa: B008 (immutable)
+        idle_training: IdleTrainingSettings = IdleTrainingSettings(enabled=False),  # noqa: B008 (immutable)
     ) -> Generated:
         """Sample every request; `on_progress` gets what finished since its last call, several times a second.
 
-        is_training: these are the rollouts of RL step `step`.  spot: when idle workers train the drafter.
+        is_training: these are the rollouts of RL step `step`.  idle_training: when idle workers train the drafter.
         """
-        self._ask_dispatcher("begin", groups, engines=self.engines, dispatch=dispatch, step=step, spot=spot)
+        self._ask_dispatcher(
+            "begin", groups, engines=self.engines, dispatch=dispatch, step=step, idle_training=idle_training
+        )
         calls = [w.serve_requests.remote(self._dispatcher, params, step, is_training) for w in self._workers]
         reports = self._gather(calls, "rollout", lambda: on_progress(self._ask_dispatcher("drain")), every_s=_GATHER_S)
         return Generated(reports, self._ask_dispatcher("phase"))
@@ -166,14 +168,14 @@ class WorkerGroup:
         """Passes of the update that workers may compute when they are idle; only while `run_phase` runs."""
         self._ask_dispatcher("offer", passes)
 
-    def train_while(self, waiting: Callable[[], bool], *, step: int, spot: SpotSettings) -> Waited:
+    def train_while(self, waiting: Callable[[], bool], *, step: int, idle_training: IdleTrainingSettings) -> Waited:
         """Have all workers train the drafter, as idle ones do during a rollout, until `waiting` is false."""
 
         def end_when_there() -> None:
             if not waiting():
                 self._ask_dispatcher("end")
 
-        self._ask_dispatcher("begin", [], engines=self.engines, dispatch="pull", step=step, spot=spot)
+        self._ask_dispatcher("begin", [], engines=self.engines, dispatch="pull", step=step, idle_training=idle_training)
         calls = [w.train_while_waiting.remote(self._dispatcher) for w in self._workers]
         results = self._gather(calls, "waiting for scores", end_when_there, every_s=_POLL_S, may_idle=True)
         return Waited([result for result in results if result is not None], self._ask_dispatcher("phase"))

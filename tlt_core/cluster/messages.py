@@ -7,10 +7,10 @@ from conf.drafter import DrafterConfig
 from conf.rollout import RolloutConfig
 from conf.update import AlgorithmConfig, UpdateConfig
 from tlt_core.grpo.passes import Key
+from tlt_core.idle_training.training import IdleTrainingResult
 from tlt_core.items.types import WorkerSpan
 from tlt_core.rollout.engine import RoundTrace
 from tlt_core.rollout.vllm.replica import VllmSpec
-from tlt_core.spot.training import SpotResult
 
 
 class TrainerSpec(NamedTuple):
@@ -34,7 +34,9 @@ class WorkerSpec(NamedTuple):
     device: str
     seed: int = 0  # of the tuner's explorations
     drafter: DrafterConfig = DrafterConfig()
-    spot_dir: Path | None = None  # where hidden states and the drafter's training state are kept; None: no training
+    idle_training_dir: Path | None = (
+        None  # where hidden states and the drafter's training state are kept; None: no training
+    )
     vllm: VllmSpec | None = None  # needed where `rollout.engine` is vllm
     release_memory: bool = False  # of the rollout, while the policy is trained
     gpu_bytes: int = 0  # most that a worker takes of its GPU, as planned
@@ -48,7 +50,7 @@ class GenerateReport(NamedTuple):
     rounds: tuple[RoundTrace, ...]  # this, tuner and drafter_failures: see `DecodeReport`
     tuner: dict[str, Any]
     drafter_failures: int
-    spot: SpotResult | None = None  # None: this worker trains no drafter
+    idle_training: IdleTrainingResult | None = None  # None: this worker trains no drafter
     suspended: tuple[str, ...] = ()  # drafters that have collapsed
     streamed: tuple[Key, ...] = ()  # passes of the update whose gradient this worker has
 

@@ -11,12 +11,12 @@ from tlt_core.cluster.drafting import Drafting, newest_drafter
 from tlt_core.cluster.engines import Engines
 from tlt_core.cluster.messages import WorkerSpec
 from tlt_core.machine.precision import as_torch
-from tlt_core.model.ends import PolicyEnds
+from tlt_core.model.edge_weights import EdgeWeights
 from tlt_core.model.load import load_decoder
 from tlt_core.rollout import build
-from tlt_core.rollout.drafts import Drafts, OwnDrafts
+from tlt_core.rollout.builtin import BuiltinReplica
+from tlt_core.rollout.drafts import BuiltinDrafts, Drafts
 from tlt_core.rollout.no_replica import NoReplica
-from tlt_core.rollout.own import OwnReplica
 from tlt_core.rollout.replica import Replica
 from tlt_core.rollout.vllm.drafts import VllmDrafts
 from tlt_core.rollout.vllm.replica import start_vllm
@@ -51,13 +51,13 @@ def start_replica(
     replica, drafts = start(spec, speculation, policy_version=policy_version, rank=rank, gpus=gpus)
     drafting = Drafting(drafts, rank=rank, hosts=engines.hosts, group=together)
     drafting.prepare(checkpoint)
-    if spec.spot_dir is not None:
+    if spec.idle_training_dir is not None:
         drafting.train_in_idle_time(
             spec.drafter,
             speculation,
             temperature=spec.rollout.temperature,
             compute_dtype=as_torch(spec.rollout.dtype if spec.trainer is None else spec.trainer.update.dtype),
-            folder=spec.spot_dir,
+            folder=spec.idle_training_dir,
             resume=checkpoint is not None,
         )
     return Started(replica, drafting)
@@ -72,13 +72,13 @@ def _vllm(
     spec: WorkerSpec, speculation: SpeculationConfig, *, policy_version: int, rank: int, gpus: Sequence[str]
 ) -> tuple[Replica, Drafts | None]:
     assert spec.vllm is not None, "the driver names vLLM's environment where the configuration asks for vLLM"
-    ends = None
-    if spec.spot_dir is not None:
-        ends = PolicyEnds.load(spec.model_dir, dtype=as_torch(spec.rollout.dtype), device=spec.device)
+    edge_weights = None
+    if spec.idle_training_dir is not None:
+        edge_weights = EdgeWeights.load(spec.model_dir, dtype=as_torch(spec.rollout.dtype), device=spec.device)
     replica = start_vllm(
         spec.vllm,
         spec.rollout.model_copy(update={"speculation": speculation}),
-        ends=ends,
+        edge_weights=edge_weights,
         model_dir=spec.model_dir,
         max_len=spec.max_len,
         threads=spec.threads,
@@ -90,7 +90,7 @@ def _vllm(
     )
     if speculation.policy == "off":
         return replica, None
-    return replica, VllmDrafts(replica.ask, speculation, ends, folder=replica.folder)
+    return replica, VllmDrafts(replica.ask, speculation, edge_weights, folder=replica.folder)
 
 
 def _own(
@@ -102,11 +102,11 @@ def _own(
         max_live=spec.rollout.max_live_requests,
         max_len=spec.max_len,
         seed=spec.seed + rank,
-        capture=spec.spot_dir is not None,
+        capture=spec.idle_training_dir is not None,
         kv_memory_fraction=spec.rollout.kv_memory_fraction,
     )
-    replica = OwnReplica(engine, policy_version=policy_version)
-    return replica, None if engine.speculation is None else OwnDrafts(engine, engine.speculation)
+    replica = BuiltinReplica(engine, policy_version=policy_version)
+    return replica, None if engine.speculation is None else BuiltinDrafts(engine, engine.speculation)
 
 
-_START = {"auto": _own, "own": _own, "vllm": _vllm}
+_START = {"auto": _own, "builtin": _own, "vllm": _vllm}

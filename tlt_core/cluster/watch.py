@@ -1,6 +1,6 @@
 """The driver's watch over its workers while it waits for them.
 
-    silent    a worker has no pulse: its process was stopped, its machine is lost or far too busy
+    silent    a worker has no heartbeat: its process was stopped, its machine is lost or far too busy
     stuck     all awaited workers are alive, and none makes progress
     no Ray    a server of the driver's own Ray has ended: the run is given up at once
 
@@ -19,9 +19,9 @@ from typing import Any
 import psutil
 
 from conf.system import ClusterConfig
+from tlt_core.cluster.heartbeat import Sign
 from tlt_core.cluster.own_ray import OwnRay
 from tlt_core.cluster.placement import Placement
-from tlt_core.cluster.pulse import Sign
 from tlt_core.machine.getting_on import STACKS_WANTED
 
 log = logging.getLogger(__name__)
@@ -45,10 +45,10 @@ class Watch:
         self._last: Mapping[int, Sign] = {}
         self._said_stuck = False
 
-    def begin_pulses(self, workers: Sequence[Any], dispatcher: Any) -> None:
+    def begin_heartbeats(self, workers: Sequence[Any], dispatcher: Any) -> None:
         """Have the workers give signs of life.  workers, dispatcher: handles of the Ray actors."""
         for rank, worker in enumerate(workers):
-            worker.begin_pulse.remote(dispatcher, self._stacks and self._stacks / f"worker-{rank}.txt")
+            worker.begin_heartbeat.remote(dispatcher, self._stacks and self._stacks / f"worker-{rank}.txt")
 
     def begin(self, what: str) -> None:
         """The driver begins to wait for `what`."""

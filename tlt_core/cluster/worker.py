@@ -26,23 +26,23 @@ from torch import Tensor
 from tlt_core.cluster.drafting import Drafting
 from tlt_core.cluster.engines import Engines
 from tlt_core.cluster.feed import RequestFeed
+from tlt_core.cluster.heartbeat import Heartbeat
 from tlt_core.cluster.messages import GenerateReport, UpdateReport, WorkerSpec
 from tlt_core.cluster.policy_shard import PolicyShard
-from tlt_core.cluster.pulse import Pulse
 from tlt_core.cluster.rendezvous import host_store, join_group
 from tlt_core.cluster.shared_folders import unseen
 from tlt_core.cluster.start_replica import Started, start_replica
 from tlt_core.cluster.weight_digest import WeightDigest
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.passes import Key
+from tlt_core.idle_training.coordinator import Action, Progress, WorkerIdle
+from tlt_core.idle_training.training import IdleTraining, IdleTrainingResult
 from tlt_core.items.types import SamplingParams
 from tlt_core.machine.getting_on import got_on
 from tlt_core.machine.host_memory import keep_freed_memory
 from tlt_core.machine.memory import peak_bytes, require_gpu
 from tlt_core.machine.precision import as_torch
 from tlt_core.rollout.replica import Replica
-from tlt_core.spot.coordinator import Action, Progress, WorkerIdle
-from tlt_core.spot.training import SpotResult, SpotTraining
 
 _POLL_S = 0.02  # how often an idle worker asks whether rollout has ended
 
@@ -67,9 +67,9 @@ class Worker:
         """Which of the driver's files this node does not see."""
         return unseen(files)
 
-    def begin_pulse(self, dispatcher: Any, stacks: Path | None) -> None:
+    def begin_heartbeat(self, dispatcher: Any, stacks: Path | None) -> None:
         """Give signs of life from now on.  stacks: file for this process's stacks, should they be asked for."""
-        Pulse(dispatcher, self._rank, stacks=stacks)
+        Heartbeat(dispatcher, self._rank, stacks=stacks)
 
     def host_group(self, address: str) -> str:
         """Worker 0 alone: open the group's meeting point on its own node, and return it."""
@@ -143,10 +143,10 @@ class Worker:
         is_training: these are the step's rollouts, from which the drafter learns and on which it is judged.
         """
         feed, drafting = RequestFeed(dispatcher, self._rank), self._drafting
-        spot = drafting.spot if is_training else None
+        idle_training = drafting.idle_training if is_training else None
         streamed: list[Key] = []
-        if spot is not None:
-            spot.begin(step, self._policy_version)
+        if idle_training is not None:
+            idle_training.begin(step, self._policy_version)
         while not feed.exhausted:  # a fair share may be empty for a moment while others hold more than theirs
             self._replica.decode(
                 feed.pull,
@@ -154,33 +154,33 @@ class Worker:
                 params,
                 on_tokens=feed.count,
                 on_round=drafting.observe if is_training else None,
-                on_captured=None if spot is None else spot.collect,
+                on_captured=None if idle_training is None else idle_training.collect,
                 worker=self._rank,
             )
-        idle = WorkerIdle(self._rank, time.time(), _has_data(spot))
+        idle = WorkerIdle(self._rank, time.time(), _has_data(idle_training))
         feed.flush()
-        self._use_idle_time(idle, feed, spot, streamed)
-        if spot is not None:
-            self._train_after_rollout(spot)
-            spot.end()
+        self._use_idle_time(idle, feed, idle_training, streamed)
+        if idle_training is not None:
+            self._train_after_rollout(idle_training)
+            idle_training.end()
         return GenerateReport(
             **self._replica.report()._asdict(),
-            spot=None if spot is None else spot.result(),
+            idle_training=None if idle_training is None else idle_training.result(),
             suspended=drafting.suspended,
             streamed=tuple(streamed),
         )
 
-    def train_while_waiting(self, dispatcher: Any) -> SpotResult | None:
+    def train_while_waiting(self, dispatcher: Any) -> IdleTrainingResult | None:
         """Train the drafter, as in the idle time of a rollout, until the dispatcher ends the phase of waiting.
 
         None: of a worker that trains none."""
-        feed, spot = RequestFeed(dispatcher, self._rank), self._drafting.spot
-        idle = WorkerIdle(self._rank, time.time(), _has_data(spot))
-        self._use_idle_time(idle, feed, spot, [])
-        return None if spot is None else spot.result()
+        feed, idle_training = RequestFeed(dispatcher, self._rank), self._drafting.idle_training
+        idle = WorkerIdle(self._rank, time.time(), _has_data(idle_training))
+        self._use_idle_time(idle, feed, idle_training, [])
+        return None if idle_training is None else idle_training.result()
 
     def _use_idle_time(
-        self, idle: WorkerIdle, feed: RequestFeed, spot: SpotTraining | None, streamed: list[Key]
+        self, idle: WorkerIdle, feed: RequestFeed, idle_training: IdleTraining | None, streamed: list[Key]
     ) -> None:
         """Compute passes of the update or train the drafter, piece by piece, when told to, else wait, until the order
         to stop.  A piece that has begun is finished.  streamed: gets the passes that were computed."""
@@ -190,19 +190,19 @@ class Worker:
                 key, share = feed.take()
                 self._policy.stream(share)
                 streamed.append(key)
-            elif spot is not None and order.action is Action.TRAIN:  # ordered only where there is data
-                spot.micro_step()
+            elif idle_training is not None and order.action is Action.TRAIN:  # ordered only where there is data
+                idle_training.micro_step()
                 done += 1
                 got_on()
             else:
                 time.sleep(_POLL_S)
-            order = feed.ask(Progress(self._rank, done, time.time(), _has_data(spot)))
+            order = feed.ask(Progress(self._rank, done, time.time(), _has_data(idle_training)))
 
-    def _train_after_rollout(self, spot: SpotTraining) -> None:
+    def _train_after_rollout(self, idle_training: IdleTraining) -> None:
         """Train for the configured time after rollout has ended."""
-        until_s = time.monotonic() + self._spec.drafter.spot.after_rollout_s
-        while spot.has_data and time.monotonic() < until_s:
-            spot.micro_step()
+        until_s = time.monotonic() + self._spec.drafter.idle_training.after_rollout_s
+        while idle_training.has_data and time.monotonic() < until_s:
+            idle_training.micro_step()
 
     def call_drafting(self, method: str, *arguments: Any, **options: Any) -> Any:
         """Call a method of this worker's `Drafting`."""
@@ -268,5 +268,5 @@ class Worker:
         return self._policy_shard
 
 
-def _has_data(spot: SpotTraining | None) -> bool:
-    return spot is not None and spot.has_data
+def _has_data(idle_training: IdleTraining | None) -> bool:
+    return idle_training is not None and idle_training.has_data

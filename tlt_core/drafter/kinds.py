@@ -33,11 +33,11 @@ class Wanted(NamedTuple):
 
 
 class DrafterKind(NamedTuple):
-    """Few strategies: each is tried before it is trusted, and the tuner's floors shorten deep drafts (`Floors`)."""
+    """Few strategies: each is tried before it is trusted, and `MinDraftProbs` shortens deep drafts."""
 
     learned: bool
-    menu: tuple[Strategy, ...]  # where the configuration names none
-    gpu_menu: tuple[Strategy, ...]  # besides, on a GPU
+    strategies: tuple[Strategy, ...]  # where the configuration names none
+    gpu_strategies: tuple[Strategy, ...]  # besides, on a GPU
     make: Callable[[Wanted], Drafter]
     for_vllm: Callable[[SpeculationConfig], dict[str, Any]]  # in vLLM's speculative_config
 
@@ -68,38 +68,38 @@ def _ngram_for_vllm(cfg: SpeculationConfig) -> dict[str, Any]:
 KINDS = {
     Eagle3Drafter.name: DrafterKind(
         learned=True,
-        menu=(
+        strategies=(
             Strategy(Eagle3Drafter.name, 2, 1, 2),  # a cheap probe: it finds a drafter that is good again
             Strategy(Eagle3Drafter.name, 4, 1, 4),
             Strategy(Eagle3Drafter.name, 7, 1, 7),
         ),
         # On a CPU every verified token costs time: no tree has paid there, and trying one costs time.
-        gpu_menu=(Strategy(Eagle3Drafter.name, 5, 2, 8),),
+        gpu_strategies=(Strategy(Eagle3Drafter.name, 5, 2, 8),),
         make=_eagle3,
         for_vllm=_eagle3_for_vllm,
     ),
     NgramDrafter.name: DrafterKind(
         learned=False,
-        menu=(
+        strategies=(
             Strategy(NgramDrafter.name, 2, 1, 2),
             Strategy(NgramDrafter.name, 4, 1, 4),
             Strategy(NgramDrafter.name, 8, 1, 8),
         ),
-        gpu_menu=(),
+        gpu_strategies=(),
         make=_ngram,
         for_vllm=_ngram_for_vllm,
     ),
 }
 
 
-def menu_of(cfg: SpeculationConfig, *, on_gpu: bool = False) -> tuple[Strategy, ...]:
+def strategies_of(cfg: SpeculationConfig, *, on_gpu: bool = False) -> tuple[Strategy, ...]:
     """The configured strategies, or a few for each drafter at hand, learned ones first."""
-    if cfg.menu is not None:
-        return tuple(Strategy(s.drafter, s.depth, s.width, s.tokens) for s in cfg.menu)
+    if cfg.strategies is not None:
+        return tuple(Strategy(s.drafter, s.depth, s.width, s.tokens) for s in cfg.strategies)
     at_hand = [kind for kind in KINDS.values() if cfg.drafter_path is not None or not kind.learned]
-    return tuple(s for kind in at_hand for s in (*kind.menu, *(kind.gpu_menu if on_gpu else ())))
+    return tuple(s for kind in at_hand for s in (*kind.strategies, *(kind.gpu_strategies if on_gpu else ())))
 
 
-def learned_in(menu: Sequence[Strategy]) -> list[str]:
+def learned_in(strategies: Sequence[Strategy]) -> list[str]:
     """Names of the learned drafters that these strategies use."""
-    return [name for name, kind in KINDS.items() if kind.learned and any(s.drafter == name for s in menu)]
+    return [name for name, kind in KINDS.items() if kind.learned and any(s.drafter == name for s in strategies)]

@@ -124,8 +124,8 @@ def _workload(cfg: RunConfig, policy: Path, data_dir: Path, *, dtype: torch.dtyp
 
 def _chain(cfg: RunConfig, folder: Path) -> SpeculationConfig:
     depth = cfg.drafter.depth
-    menu = (StrategyConfig(drafter=Eagle3Drafter.name, depth=depth, width=1, tokens=depth),)
-    return SpeculationConfig(policy="fixed", menu=menu, drafter_path=str(folder))
+    strategies = (StrategyConfig(drafter=Eagle3Drafter.name, depth=depth, width=1, tokens=depth),)
+    return SpeculationConfig(policy="fixed", strategies=strategies, drafter_path=str(folder))
 
 
 def _differences(

@@ -84,9 +84,9 @@ class DepthRange(NamedTuple):
 class _ChainSweep(RecordedTuner):
     """Chains of each length in turn, and plain rounds."""
 
-    def __init__(self, menu: Sequence[Strategy]) -> None:
-        super().__init__(menu)
-        self._arms, self._round = (OFF, *menu), 0
+    def __init__(self, strategies: Sequence[Strategy]) -> None:
+        super().__init__(strategies)
+        self._arms, self._round = (OFF, *strategies), 0
 
     def begin(self) -> None:
         """Another batch begins."""

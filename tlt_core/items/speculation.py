@@ -65,14 +65,14 @@ class DraftTree(NamedTuple):
         return cls.of_lists([], [], [], [])
 
 
-class Floors(NamedTuple):
+class MinDraftProbs(NamedTuple):
     """What drafting must promise to be worth its time; 0: draft and verify all that the strategy allows."""
 
     token: float = 0.0  # a draft token with a smaller estimated chance of acceptance is not verified
     level: float = 0.0  # a level of the tree, of all rows together, that promises fewer accepted tokens is not drafted
 
 
-NO_FLOORS = Floors()
+NO_MIN_DRAFT_PROBS = MinDraftProbs()
 
 
 class LiveView(NamedTuple):
@@ -84,7 +84,7 @@ class LiveView(NamedTuple):
     room: Sequence[int]  # tokens that each row may still emit, at least 1
     streams_B: Tensor  # [B] int64, base of each row's noise (`sampling.row_keys`)
     params: SamplingParams
-    floors: Floors = NO_FLOORS
+    min_draft_probs: MinDraftProbs = NO_MIN_DRAFT_PROBS
 
 
 class Drafter(Protocol):
@@ -134,7 +134,7 @@ class RoundReport(NamedTuple):
 class Tuner(Protocol):
     """Chooses the strategy of the next round from what it has measured."""
 
-    floors: Floors  # of the latest choice
+    min_draft_probs: MinDraftProbs  # of the latest choice
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
         """rows: a number for each live request that stays the same for its life, unlike its row of the batch; context
@@ -152,4 +152,4 @@ class Tuner(Protocol):
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with what `state_dict` returned; entries that no longer fit the menu are dropped."""
+        """Go on with what `state_dict` returned; entries that no longer fit the strategies are dropped."""

@@ -31,7 +31,7 @@ class Inputs(NamedTuple):
     lengths_B: Tensor  # int64, tokens known; 1 in padding
     room_B: Tensor  # int64, tokens that a row may still emit; 1 in padding
     streams_B: Tensor  # int64
-    log_floor: Tensor  # [] float32, of `speculation.Floors.token`; -inf: none
+    log_min_prob: Tensor  # [] float32, of `speculation.MinDraftProbs.token`; -inf: none
     max_len: int  # of a row
 
 
@@ -117,6 +117,6 @@ class StaticDrafting(Protocol):
 class HasStatic(Protocol):
     """A drafter (`speculation.Drafter`) that can draft in fixed shapes."""
 
-    def static(self, inputs: Inputs, menu: Sequence[Strategy]) -> StaticDrafting:
-        """menu: the strategies of this drafter.  Raises ValueError when its buffers are too small for them."""
+    def static(self, inputs: Inputs, strategies: Sequence[Strategy]) -> StaticDrafting:
+        """strategies: of this drafter.  Raises ValueError when its buffers are too small for them."""
         ...

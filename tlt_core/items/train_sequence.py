@@ -1,6 +1,6 @@
 """What the drafter learns from: one finished response, as the policy saw it.
 
-    rollout/capture --TrainSequence--> spot/buffer (memory, then files) --windows of it--> drafter/eagle3/train
+    rollout/capture --TrainSequence--> idle_training/buffer (memory, then files) --windows of it--> drafter/eagle3/train
 
 The policy's distribution after position t is softmax(W h_t) with the LM head W.  It is not stored: the hidden state h_t
 and the log-normaliser of its logits restore the probability of any token, without a product over the whole vocabulary:

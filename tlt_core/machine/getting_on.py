@@ -1,6 +1,6 @@
 """How far this process has got: a number that grows with each decoding round, training pass or piece of training.
 
-Whoever watches the process reads it from another thread (`cluster/pulse`).
+Whoever watches the process reads it from another thread (`cluster/heartbeat`).
 """
 
 from pathlib import Path

@@ -73,11 +73,11 @@ def bf16_instructions(cpuinfo: Path = Path("/proc/cpuinfo")) -> tuple[str, ...]:
     return tuple(f for f in _CPU_FLAGS if f in flags)
 
 
-def offers(device: str, *, own_engine: bool = True) -> Offers:
-    """What this machine offers.  device: cpu or cuda.  own_engine: False with vLLM, which has no C kernels."""
+def offers(device: str, *, builtin_engine: bool = True) -> Offers:
+    """What this machine offers.  device: cpu or cuda.  builtin_engine: False with vLLM, which has no C kernels."""
     lacks = _gpu_lacks() if device == "cuda" else _torch_lacks()
     torchs = "" if lacks else "GPU" if device == "cuda" else f"torch ({', '.join(bf16_instructions())})"
-    isa = kernels_isa() if device == "cpu" and own_engine else None
+    isa = kernels_isa() if device == "cpu" and builtin_engine else None
     return Offers(torchs if isa is None else f"C kernels ({isa})", torchs, lacks)
 
 
@@ -191,7 +191,7 @@ def as_torch(dtype: str) -> torch.dtype:
 
 
 def _offers_to(cfg: RunConfig) -> Offers:
-    return offers(cfg.cluster.device, own_engine=cfg.rollout.engine == "own")
+    return offers(cfg.cluster.device, builtin_engine=cfg.rollout.engine == "builtin")
 
 
 def _made_by_stage() -> str:

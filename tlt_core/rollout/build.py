@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tlt_core.drafter.kinds import KINDS, Wanted, menu_of
+from tlt_core.drafter.kinds import KINDS, Wanted, strategies_of
 from tlt_core.items.speculation import Drafter
 from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.engine import RolloutEngine, Speculation
@@ -39,17 +39,17 @@ def make_engine(
         return RolloutEngine(
             decoder, max_live=max_live, max_len=max_len, static=static, kv_memory_fraction=kv_memory_fraction
         )
-    menu = menu_of(cfg, on_gpu=decoder.head_weight.is_cuda)
+    strategies = strategies_of(cfg, on_gpu=decoder.head_weight.is_cuda)
     drafters: dict[str, Drafter] = {}
-    for name in dict.fromkeys(strategy.drafter for strategy in menu):
-        own = [strategy for strategy in menu if strategy.drafter == name]
+    for name in dict.fromkeys(strategy.drafter for strategy in strategies):
+        own = [strategy for strategy in strategies if strategy.drafter == name]
         drafters[name] = KINDS[name].make(Wanted(cfg, decoder, own, max_live, max_len))
-    tuner = make_tuner(cfg.policy, menu, seed=seed)
+    tuner = make_tuner(cfg.policy, strategies, seed=seed)
     return RolloutEngine(
         decoder,
         max_live=max_live,
         max_len=max_len,
-        speculation=Speculation(drafters, tuner, menu),
+        speculation=Speculation(drafters, tuner, strategies),
         capture_taps=next((d.taps for d in drafters.values() if capture and d.taps), ()),
         static=static,
         kv_memory_fraction=kv_memory_fraction,
@@ -60,7 +60,7 @@ def calibrate(engine: RolloutEngine) -> None:
     """Time a few passes of the engine's decoder for a tuner that uses their costs.  No request may be live."""
     if engine.speculation is None or not isinstance(engine.speculation.tuner, RecordedTuner):
         return
-    largest = max(s.tokens for s in engine.speculation.menu)
+    largest = max(s.tokens for s in engine.speculation.strategies)
 
     def measure(live: int, tokens: int, context: int) -> float:
         tokens = min(tokens, live * (1 + largest))

@@ -1,4 +1,4 @@
-"""What an engine speculates with, as a worker's `cluster/drafting` sees it: ours (`OwnDrafts`) or vLLM's
+"""What an engine speculates with, as a worker's `cluster/drafting` sees it: ours (`BuiltinDrafts`) or vLLM's
 (`vllm/drafts.VllmDrafts`)."""
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
 from tlt_core.items.speculation import Strategy
 from tlt_core.model.decoder import Decoder
-from tlt_core.model.ends import PolicyEnds
+from tlt_core.model.edge_weights import EdgeWeights
 from tlt_core.rollout import build
 from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.tuner.policies import UNKNOWN, RecordedTuner
@@ -40,7 +40,7 @@ class Drafts(Protocol):
     """See the module docstring."""
 
     policy: str  # of the tuner
-    menu: Sequence[Strategy]
+    strategies: Sequence[Strategy]
     learned: Sequence[str]  # drafters that learn from the policy's hidden states
 
     @property
@@ -48,7 +48,7 @@ class Drafts(Protocol):
         """None where nothing is to be tuned."""
 
     @property
-    def ends(self) -> Decoder | PolicyEnds | None:
+    def edge_weights(self) -> Decoder | EdgeWeights | None:
         """Embedding and head of the policy in the engine; None where no drafter is trained."""
 
     def calibrate(self) -> None:
@@ -58,16 +58,16 @@ class Drafts(Protocol):
         """Draft with these weights of the learned drafter from now on; names as in an exported file."""
 
 
-class OwnDrafts:
+class BuiltinDrafts:
     """Those of our engine."""
 
     def __init__(self, engine: RolloutEngine, speculation: Speculation) -> None:
         self._engine, self._drafters = engine, speculation.drafters
-        self.menu: Sequence[Strategy] = speculation.menu
+        self.strategies: Sequence[Strategy] = speculation.strategies
         self.policy = type(speculation.tuner).__name__
         self.tuner = speculation.tuner if isinstance(speculation.tuner, RecordedTuner) else None
         self.learned: Sequence[str] = [name for name, drafter in speculation.drafters.items() if drafter.taps]
-        self.ends = engine.decoder
+        self.edge_weights = engine.decoder
 
     def calibrate(self) -> None:
         """As `Drafts.calibrate`."""
@@ -77,7 +77,7 @@ class OwnDrafts:
         """As `Drafts.load_drafter`, in place.  Raises RuntimeError if that has changed the policy."""
         drafter = self._drafters[self.learned[0]]
         assert isinstance(drafter, Eagle3Drafter), "the one kind that idle workers train"
-        shared = _distinct((self.ends.head_weight, self.ends.embed_tokens.weight))
+        shared = _distinct((self.edge_weights.head_weight, self.edge_weights.embed_tokens.weight))
         before = [_checksum(weight) for weight in shared]
         drafter.load_weights(dict(weights))
         if [_checksum(weight) for weight in shared] != before:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tlt_core.items.hidden_states import HiddenStates, PathStates
-from tlt_core.items.speculation import NO_FLOORS, OFF, Drafter, DraftTree, RoundReport, Strategy, Tuner
+from tlt_core.items.speculation import NO_MIN_DRAFT_PROBS, OFF, Drafter, DraftTree, RoundReport, Strategy, Tuner
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.machine.huge_pages import use_huge_pages
@@ -57,7 +57,7 @@ class Speculation(NamedTuple):
 
     drafters: Mapping[str, Drafter]  # by name
     tuner: Tuner
-    menu: Sequence[Strategy]  # what the tuner may choose from: fixes the room that drafts need
+    strategies: Sequence[Strategy]  # what the tuner may choose from: fixes the room that drafts need
 
 
 class RolloutEngine:
@@ -84,10 +84,10 @@ class RolloutEngine:
         self.decoder, self.max_live, self.speculation = decoder, max_live, speculation
         # Pre-arranged weights make a step on a CPU faster; logits stay the same to the bit.
         self._packed = pack_linears(decoder) if can_pack(decoder) else None
-        menu: Sequence[Strategy] = () if speculation is None else speculation.menu
+        strategies: Sequence[Strategy] = () if speculation is None else speculation.strategies
         drafters: Mapping[str, Drafter] = {} if speculation is None else speculation.drafters
-        depth = max((s.depth for s in menu), default=0)
-        drafted = widest(menu) - 1 if static else max((s.tokens for s in menu), default=0)
+        depth = max((s.depth for s in strategies), default=0)
+        drafted = widest(strategies) - 1 if static else max((s.tokens for s in strategies), default=0)
         check_on_device(
             config,
             device,
@@ -116,7 +116,7 @@ class RolloutEngine:
         kind = StaticBatch if static else LiveBatch
         self._batch = kind(max_live=max_live, max_len=max_len, device=device, max_emitted=1 + depth)
         self._prefill = Prefill(decoder, self._cache, self._batch, self._hidden)
-        self._rounds = self._make_rounds(menu)
+        self._rounds = self._make_rounds(strategies)
         if self._packed is not None:
             use_huge_pages()  # for the weights, and for keys and values, whose memory is reserved by now
 
@@ -230,23 +230,25 @@ class RolloutEngine:
             self._batch.remove(row)
         return seconds
 
-    def _make_rounds(self, menu: Sequence[Strategy]) -> Rounds:
+    def _make_rounds(self, strategies: Sequence[Strategy]) -> Rounds:
         """Of fixed shape, if the live batch is."""
         decoder, cache, batch, taps = self.decoder, self._cache, self._batch, self._hidden.taps
         drafting, record = self._drafting, self._record
         if isinstance(batch, StaticBatch):
-            return StaticRounds(decoder, cache, batch, drafting=drafting, menu=menu, taps=taps, record=record)
+            return StaticRounds(
+                decoder, cache, batch, drafting=drafting, strategies=strategies, taps=taps, record=record
+            )
         return DynamicRounds(decoder, cache, batch, drafting=drafting, taps=taps, record=record)
 
     def _round(self, params: SamplingParams, on_round: Callable[[RoundTrace], None]) -> list[Finished]:
         """One round of the live batch: choose, draft, verify, commit, learn."""
         batch, speculation, started_s = self._batch, self.speculation, time.perf_counter()
         context, numbers = sum(batch.lengths), batch.numbers
-        strategy, floors = OFF, NO_FLOORS
+        strategy, min_draft_probs = OFF, NO_MIN_DRAFT_PROBS
         if speculation is not None:
             strategy = speculation.tuner.choose(numbers, context)
-            floors = speculation.tuner.floors
-        finished, report = self._rounds.run(strategy, floors, params)
+            min_draft_probs = speculation.tuner.min_draft_probs
+        finished, report = self._rounds.run(strategy, min_draft_probs, params)
         end_s = time.perf_counter()
         if speculation is not None:
             speculation.tuner.observe(numbers, report)

@@ -20,7 +20,7 @@ class EngineKind(NamedTuple):
 
 
 ENGINES = {
-    "own": EngineKind(
+    "builtin": EngineKind(
         words="on our engine",
         own_process=False,
         check_install=lambda device: None,
@@ -30,7 +30,7 @@ ENGINES = {
         words="in vLLM",
         own_process=True,
         check_install=lambda device: require_vllm(vllm_python(), device),
-        other_code="rollout.engine=own",
+        other_code="rollout.engine=builtin",
     ),
 }
-ENGINES["auto"] = ENGINES["own"]  # where nobody has asked `run/engine_choice`
+ENGINES["auto"] = ENGINES["builtin"]  # where nobody has asked `run/engine_choice`

@@ -1,4 +1,4 @@
-"""What a worker needs of a rollout engine.  Our engine (`own.OwnReplica`) and vLLM (`vllm.client.VllmRollout`) have it.
+"""What a worker needs of a rollout engine.  Our engine (`BuiltinReplica`) and vLLM (`vllm.client.VllmRollout`) have it.
 
 A replica is a worker's copy of the policy that samples responses:
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.sampling.spec_verify import AcceptedPath, accepted_path
 from kernels.tree.tree_layout import tree_layout
 from tlt_core.items.hidden_states import PathStates
-from tlt_core.items.speculation import DraftTree, Floors, RoundReport, Strategy
+from tlt_core.items.speculation import DraftTree, MinDraftProbs, RoundReport, Strategy
 from tlt_core.items.types import SamplingParams
 from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.batch import Finished, LiveBatch
@@ -50,7 +50,7 @@ class Rounds(Protocol):
         """Give back the memory of what was captured; `prepare` captures it again.  To be called, too, by whoever moves
         weights or buffers."""
 
-    def run(self, strategy: Strategy, floors: Floors, params: SamplingParams) -> Outcome:
+    def run(self, strategy: Strategy, min_draft_probs: MinDraftProbs, params: SamplingParams) -> Outcome:
         """One round: draft, verify, commit."""
         ...
 
@@ -84,12 +84,12 @@ class DynamicRounds:
     def release(self) -> None:
         """See `Rounds`."""
 
-    def run(self, strategy: Strategy, floors: Floors, params: SamplingParams) -> Outcome:
+    def run(self, strategy: Strategy, min_draft_probs: MinDraftProbs, params: SamplingParams) -> Outcome:
         """See `Rounds`."""
         batch, live, context = self._batch, len(self._batch), sum(self._batch.lengths)
         started_s, tree, backlog_s = time.perf_counter(), DraftTree.empty(), 0.0
         if not strategy.is_off:
-            tree = self._drafting.propose(batch.view(params)._replace(floors=floors), strategy)
+            tree = self._drafting.propose(batch.view(params)._replace(min_draft_probs=min_draft_probs), strategy)
             backlog_s = self._drafting.drafters[strategy.drafter].backlog_s if len(tree.tokens_N) else 0.0
         drafted_s = time.perf_counter()
         result = self._verify(tree, params)

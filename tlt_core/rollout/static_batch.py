@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from tlt_core.items.speculation import Floors, LiveView
+from tlt_core.items.speculation import LiveView, MinDraftProbs
 from tlt_core.items.static_shapes import Inputs
 from tlt_core.items.types import GenerationRequest, SamplingParams
 from tlt_core.model.sampling import stream_key
@@ -36,8 +36,8 @@ class StaticBatch(LiveBatch):
         self._numbers_2B = torch.ones(2, max_live, dtype=torch.int64, device=device)
         self._numbers_host_2B = torch.ones(2, max_live, dtype=torch.int64, pin_memory=pinned)
         self.lengths_B = self._numbers_2B[0]
-        self._log_floor = torch.full((), -torch.inf, device=device)
-        self._log_floor_host = torch.full((), -torch.inf, pin_memory=pinned)
+        self._log_min_prob = torch.full((), -torch.inf, device=device)
+        self._log_min_prob_host = torch.full((), -torch.inf, pin_memory=pinned)
         self._tokens_host_BC = torch.zeros(self.tokens_BC.shape, dtype=torch.int64)
         self._tokens_numpy_BC = self._tokens_host_BC.numpy()  # the same memory: a row is written in a tenth of the time
         self._streams_host_B = torch.zeros(max_live, dtype=torch.int64)
@@ -47,7 +47,7 @@ class StaticBatch(LiveBatch):
             self.lengths_B,
             self._numbers_2B[1],
             self.streams_B,
-            self._log_floor,
+            self._log_min_prob,
             max_len,
         )
         # a row: tokens, then how many of them are meant, how many were drafted, depth of the deepest
@@ -81,15 +81,15 @@ class StaticBatch(LiveBatch):
         """The same in the device's memory."""
         return super().view(params)
 
-    def upload(self, floors: Floors) -> None:
+    def upload(self, min_draft_probs: MinDraftProbs) -> None:
         """Tell the device where each row stands."""
         live = len(self)
         self._numbers_host_2B.fill_(1)
         rooms = [row.limit - length for row, length in zip(self._rows, self.lengths, strict=True)]
         self._numbers_host_2B[:, :live] = torch.tensor([self.lengths, rooms])
         self._numbers_2B.copy_(self._numbers_host_2B, non_blocking=True)
-        self._log_floor_host.fill_(floors.token).log_()  # no floor is 0, whose logarithm is -inf
-        self._log_floor.copy_(self._log_floor_host, non_blocking=True)
+        self._log_min_prob_host.fill_(min_draft_probs.token).log_()  # no least is 0, whose logarithm is -inf
+        self._log_min_prob.copy_(self._log_min_prob_host, non_blocking=True)
 
     def fetch(self) -> list[RowReport]:
         """What the round emitted in the live rows.  Waits for the device: the round's only host sync."""

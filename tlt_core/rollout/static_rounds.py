@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tlt_core.items.hidden_states import PathStates
-from tlt_core.items.speculation import DraftTree, Floors, RoundReport, Strategy
+from tlt_core.items.speculation import DraftTree, MinDraftProbs, RoundReport, Strategy
 from tlt_core.items.static_shapes import (
     HasStatic,
     PaddedTree,
@@ -48,29 +48,31 @@ class StaticRounds:
         batch: StaticBatch,
         *,
         drafting: GuardedDrafting,
-        menu: Sequence[Strategy],
+        strategies: Sequence[Strategy],
         taps: tuple[int, ...],
         record: Record,
     ) -> None:
         """record: gets what the target computed for each round's tokens, if there are taps."""
         device, self._most = decoder.head_weight.device, len(batch.lengths_B)
         self._batch, self._drafting, self._record = batch, drafting, record
-        self._depth = max((s.depth for s in menu), default=0)
-        self._widest = widest(menu)
+        self._depth = max((s.depth for s in strategies), default=0)
+        self._widest = widest(strategies)
         tree = PaddedTree.empty(self._most, self._widest, device=device)
         size = sum(x.numel() for x in tree)
         self._staged = torch.zeros(size, dtype=torch.int64, device=device)
         self._staged_host = torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda")
         states = _state_buffers(decoder, self._most * (1 + self._depth), taps) if taps else None
         self._target = StaticTarget(decoder, cache, batch.inputs, tree, batch.report_BP, states, taps)
-        self._menu = [s for s in menu if not s.is_off]
+        self._strategies = [s for s in strategies if not s.is_off]
         self._static: dict[str, StaticDrafting] = {
-            name: drafter.static(batch.inputs, [s for s in self._menu if s.drafter == name])
+            name: drafter.static(batch.inputs, [s for s in self._strategies if s.drafter == name])
             for name, drafter in drafting.drafters.items()
             if isinstance(drafter, HasStatic)
         }
-        host = max((s.tokens for s in self._menu if s.drafter not in self._static), default=0)
-        widths = {width_bucket(s.tokens) for s in self._menu if s.drafter in self._static} | set(width_buckets(host))
+        host = max((s.tokens for s in self._strategies if s.drafter not in self._static), default=0)
+        widths = {width_bucket(s.tokens) for s in self._strategies if s.drafter in self._static} | set(
+            width_buckets(host)
+        )
         self._widths = (1, *sorted(widths))  # of the target's passes
         self.pool: EagerPool | GraphPool = make_pool(device)
         self._captured: set[Sampling] = set()
@@ -82,7 +84,7 @@ class StaticRounds:
         if sampling in self._captured:
             return
         assert not len(self._batch), "graphs are captured before the first request"
-        self._batch.upload(Floors())
+        self._batch.upload(MinDraftProbs())
         works = dict(self._works(params))
         if self._captured:
             works = {key: work for key, work in works.items() if key.sampling is not None}
@@ -94,11 +96,11 @@ class StaticRounds:
         self.pool.release()
         self._captured.clear()
 
-    def run(self, strategy: Strategy, floors: Floors, params: SamplingParams) -> Outcome:
+    def run(self, strategy: Strategy, min_draft_probs: MinDraftProbs, params: SamplingParams) -> Outcome:
         """See `Rounds`."""
         batch, live, context = self._batch, len(self._batch), sum(self._batch.lengths)
         rows = row_bucket(live, self._most)
-        batch.upload(floors)
+        batch.upload(min_draft_probs)
         drafting = None if strategy.is_off else self._static.get(strategy.drafter)
         self._timer.mark("start")
         if drafting is not None:
@@ -107,7 +109,7 @@ class StaticRounds:
         if strategy.is_off:
             width = 1
         elif drafting is None:
-            view = batch.view(params)._replace(floors=floors)
+            view = batch.view(params)._replace(min_draft_probs=min_draft_probs)
             width = self._place(self._drafting.propose(view, strategy), rows)
         else:
             width = width_bucket(strategy.tokens)
@@ -137,7 +139,7 @@ class StaticRounds:
     def rehearse(self, tree: DraftTree, params: SamplingParams) -> float:
         """See `Rounds`."""
         rows = row_bucket(len(self._batch), self._most)
-        self._batch.upload(Floors())
+        self._batch.upload(MinDraftProbs())
         width = self._place(tree, rows)
         self._timer.mark("drafted")
         self._verify(0, rows, width, params)
@@ -177,16 +179,16 @@ class StaticRounds:
                 yield GraphKey(kind, rows, width, sampling), work
             for name, drafting in self._static.items():
                 yield GraphKey("extend", rows, 1 + self._depth), partial(drafting.catch_up, rows)
-                for strategy in (s for s in self._menu if s.drafter == name):
+                for strategy in (s for s in self._strategies if s.drafter == name):
                     width = width_bucket(strategy.tokens)
                     tree = self._target.tree.part(rows, width)
                     work = partial(drafting.draft, rows, strategy, params, tree)
                     yield GraphKey("draft", rows, width, sampling, strategy), work
 
 
-def widest(menu: Sequence[Strategy]) -> int:
-    """W of the widest pass that the menu needs."""
-    return width_bucket(max((s.tokens for s in menu), default=0))
+def widest(strategies: Sequence[Strategy]) -> int:
+    """W of the widest pass that the strategies need."""
+    return width_bucket(max((s.tokens for s in strategies), default=0))
 
 
 def _state_buffers(decoder: Decoder, count: int, taps: tuple[int, ...]) -> PathStates:

@@ -1,7 +1,7 @@
 """Which drafter the engines draft with: publishes what idle workers have trained, unless it drafts worse.
 
 rollout phase --observe--> DrafterPublisher --publish--> all workers       (the rule: `drafter_release.decide`)
-      ^--- spot_settings: when idle workers train
+      ^--- idle_training_settings: when idle workers train
 """
 
 import json
@@ -13,21 +13,21 @@ from typing import Any
 from conf.run import RunConfig
 from tlt_core.cluster.drafting import DrafterPublished
 from tlt_core.cluster.group import WorkerGroup
-from tlt_core.drafter.kinds import learned_in, menu_of
+from tlt_core.drafter.kinds import learned_in, strategies_of
+from tlt_core.idle_training.coordinator import IdleTrainingSettings
+from tlt_core.idle_training.training import IdleTrainingResult
 from tlt_core.items.checkpoint import DriverState
 from tlt_core.items.store import write_atomically
 from tlt_core.run.drafter_release import (
     Decision,
     decide,
+    idle_training_metrics,
     origin_of,
     published_dir,
-    spot_metrics,
     why_refused,
 )
 from tlt_core.run.progress import Reporter
 from tlt_core.run.step_metrics import StepMetrics
-from tlt_core.spot.coordinator import SpotSettings
-from tlt_core.spot.training import SpotResult
 
 log = logging.getLogger(__name__)
 
@@ -36,27 +36,27 @@ def trains_drafter(cfg: RunConfig) -> bool:
     """Do idle workers train a drafter in this run?"""
     speculation = cfg.rollout.speculation
     has_one = speculation.policy != "off" and speculation.drafter_path is not None
-    return cfg.drafter.spot.enabled and has_one and bool(learned_in(menu_of(speculation)))
+    return cfg.drafter.idle_training.enabled and has_one and bool(learned_in(strategies_of(speculation)))
 
 
 class DrafterPublisher:
     """Owns the drafter's version."""
 
     def __init__(self, cfg: RunConfig, group: WorkerGroup, *, metrics: StepMetrics, reporter: Reporter) -> None:
-        self._cfg, self._spot = cfg, cfg.drafter.spot
+        self._cfg, self._idle_training = cfg, cfg.drafter.idle_training
         self._group, self._metrics, self._reporter = group, metrics, reporter
         self._version = self._policy_version = 0  # of the drafter in use, and of the policy that it has learnt from
-        self._results: list[SpotResult] = []  # what the workers have trained in the latest rollout phase
+        self._results: list[IdleTrainingResult] = []  # what the workers have trained in the latest rollout phase
 
     @property
-    def spot_settings(self) -> SpotSettings:
+    def idle_training_settings(self) -> IdleTrainingSettings:
         """What idle workers do."""
-        return SpotSettings(
+        return IdleTrainingSettings(
             enabled=trains_drafter(self._cfg),
             stream_first=self._cfg.update.streamed != "last",
-            min_idle_s=self._spot.min_idle_s,
-            max_steps=self._spot.max_steps,
-            interval=self._spot.interval,
+            min_idle_s=self._idle_training.min_idle_s,
+            max_steps=self._idle_training.max_steps,
+            interval=self._idle_training.interval,
         )
 
     @property
@@ -64,7 +64,7 @@ class DrafterPublisher:
         """Have workers trained a drafter in this step?"""
         return bool(self._results)
 
-    def observe(self, results: list[SpotResult]) -> None:
+    def observe(self, results: list[IdleTrainingResult]) -> None:
         """The workers have trained, in a rollout or while rewards were outstanding.  results: by worker."""
         self._results = results
 
@@ -75,14 +75,16 @@ class DrafterPublisher:
             return "no drafter is trained"
         self._reporter.phase("publish the drafter")
         with self._metrics.timed("publish_drafter"):
-            decision = decide(results, errors=self._spot.canary_errors)
+            decision = decide(results, errors=self._idle_training.canary_errors)
             published = self._carry_out(decision, step)
         refused = decision.refused or any(not p.accepted for p in published)
         verified = published[0].trial if published and refused else None
         reason = decision.reason if verified is None else why_refused(verified)
         log.log(logging.INFO if refused else logging.DEBUG, "drafter: %s", reason)
         lag = step - 1 - self._policy_version
-        self._metrics.log(spot_metrics(results, decision=decision, published=published, version=self._version, lag=lag))
+        self._metrics.log(
+            idle_training_metrics(results, decision=decision, published=published, version=self._version, lag=lag)
+        )
         return reason
 
     def export(self, out_dir: Path, *, steps: int) -> Path | None:
@@ -126,7 +128,7 @@ class DrafterPublisher:
         return published
 
     def _keep(self, step: int) -> None:
-        keep = self._spot.keep_published
+        keep = self._idle_training.keep_published
         if keep:
             folder = published_dir(self._cfg.run_dir, step)
             self._group.export_drafter(folder.resolve())

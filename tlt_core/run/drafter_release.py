@@ -1,6 +1,7 @@
 """Driver's side of drafter training: which of the workers' candidates is published, and what is reported of it.
 
-Workers train apart, from the weights in use.  Each tries its candidate on its own held-back responses (`spot/trial`).
+Workers train apart, from the weights in use.  Each tries its candidate on its own held-back responses
+(`idle_training/trial`).
 
     no trial                 nothing happens
     one, not worse           it is published as it is
@@ -8,7 +9,8 @@ Workers train apart, from the weights in use.  Each tries its candidate on its o
     worse than in use        refused, with the reason
 
 A candidate is worse when it gets fewer tokens accepted on held-back responses, by more than chance explains
-(`spot/comparison`).  Wrong refusals cost more than wrong releases, because a drafter that is not replaced goes stale.
+(`idle_training/comparison`).  Wrong refusals cost more than wrong releases, because a drafter that is not replaced goes
+stale.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,11 +19,11 @@ from typing import Any, NamedTuple
 
 from tlt_core.cluster.drafting import DrafterPublished
 from tlt_core.cluster.messages import GenerateReport
+from tlt_core.idle_training.bubble import bubble
+from tlt_core.idle_training.comparison import Comparison
+from tlt_core.idle_training.coordinator import PhaseReport
+from tlt_core.idle_training.training import IdleTrainingResult
 from tlt_core.items.store import read_json
-from tlt_core.spot.bubble import bubble
-from tlt_core.spot.comparison import Comparison
-from tlt_core.spot.coordinator import PhaseReport
-from tlt_core.spot.training import SpotResult
 
 
 class Decision(NamedTuple):
@@ -33,7 +35,7 @@ class Decision(NamedTuple):
     reason: str
 
 
-def decide(results: Sequence[SpotResult], *, errors: float) -> Decision:
+def decide(results: Sequence[IdleTrainingResult], *, errors: float) -> Decision:
     """results: of all workers, by rank.  errors: see `Comparison.is_worse`."""
     nothing = (0.0,) * len(results)
     trials = [r.trial for r in results if r.trial is not None]
@@ -55,7 +57,7 @@ def decide(results: Sequence[SpotResult], *, errors: float) -> Decision:
 
 
 def published_dir(run_dir: Path, step: int) -> Path:
-    """Folder of the drafter that was published in a step, where `drafter.spot.keep_published` keeps it."""
+    """Folder of the drafter that was published in a step, where `drafter.idle_training.keep_published` keeps it."""
     return run_dir / "drafters" / f"{step:06d}-eagle3"
 
 
@@ -68,8 +70,13 @@ def why_refused(trial: Comparison) -> str:
     )
 
 
-def spot_metrics(
-    results: Sequence[SpotResult], *, decision: Decision, published: Sequence[DrafterPublished], version: int, lag: int
+def idle_training_metrics(
+    results: Sequence[IdleTrainingResult],
+    *,
+    decision: Decision,
+    published: Sequence[DrafterPublished],
+    version: int,
+    lag: int,
 ) -> dict[str, float]:
     """`drafter/*` of one step.  published: empty when nothing was.  lag: `drafter/policy_version_lag`."""
     rows = sum(r.rows for r in results)
@@ -125,9 +132,9 @@ def merge(parts: Sequence[Mapping[str, float]], worker_s: float) -> dict[str, fl
     return totals | {"idle/idle_ratio": totals["idle/idle_s"] / max(worker_s, 1e-9)}
 
 
-def results_of(reports: Sequence[GenerateReport]) -> list[SpotResult]:
+def results_of(reports: Sequence[GenerateReport]) -> list[IdleTrainingResult]:
     """The workers' training, by rank; empty when none trains a drafter."""
-    return [report.spot for report in reports if report.spot is not None]
+    return [report.idle_training for report in reports if report.idle_training is not None]
 
 
 def origin_of(first: Path, *, run: str, steps: int) -> dict[str, Any]:

@@ -38,11 +38,11 @@ def choose(cfg: RunConfig) -> Choice:
     if recorded:
         return Choice(recorded, "the run began with it")
     problem = why_not(vllm_python(), "cuda")
-    return Choice("own", problem) if problem else Choice("vllm", "workers have GPUs, and vLLM is installed")
+    return Choice("builtin", problem) if problem else Choice("vllm", "workers have GPUs, and vLLM is installed")
 
 
 def _why_settled(cfg: RunConfig) -> str:
-    if cfg.rollout.engine == "own" and not cfg.cluster.gpus_per_worker:
+    if cfg.rollout.engine == "builtin" and not cfg.cluster.gpus_per_worker:
         return "workers have no GPU"
-    only_ours = cfg.why_not_vllm if cfg.rollout.engine == "own" else ""
+    only_ours = cfg.why_not_vllm if cfg.rollout.engine == "builtin" else ""
     return only_ours or f"the configuration says rollout.engine={cfg.rollout.engine}"

@@ -177,7 +177,7 @@ def _remedies_of(owner: str, cfg: RunConfig) -> list[str]:
             found.append(f"update.tokens_per_micro_batch below {update.tokens_per_micro_batch}")
     if owner in ("keys and values", "hidden states"):
         found.append(f"rollout.max_live_requests below {cfg.rollout.max_live_requests}")
-        if cfg.rollout.engine == "own" and cfg.cluster.device == "cuda" and not cfg.why_not_vllm:
+        if cfg.rollout.engine == "builtin" and cfg.cluster.device == "cuda" and not cfg.why_not_vllm:
             found.append("rollout.engine=vllm, which takes what is left ('make vllm-env')")
     if owner in ("rollout weights", "vLLM at least") and not cfg.cluster.release_rollout_memory:
         found.append("cluster.release_rollout_memory=true")
@@ -287,7 +287,7 @@ def _has_drafter(cfg: RunConfig) -> bool:
 
 
 def _trains(cfg: RunConfig) -> bool:
-    return cfg.drafter.spot.enabled and _has_drafter(cfg)
+    return cfg.drafter.idle_training.enabled and _has_drafter(cfg)
 
 
 def _drafter_parameters(cfg: RunConfig, model: DecoderConfig) -> int:
@@ -301,7 +301,7 @@ def _drafter_training(cfg: RunConfig, model: DecoderConfig, sizes: _Sizes) -> Ow
     if not _trains(cfg):
         return {}
     context = _DRAFTER_ROWS * 4 * sizes.positions * model.hidden_size
-    logits = 3 * 4 * cfg.drafter.depth * cfg.drafter.spot.rows_per_step * cfg.drafter.vocab_size
+    logits = 3 * 4 * cfg.drafter.depth * cfg.drafter.idle_training.rows_per_step * cfg.drafter.vocab_size
     size = _DRAFTER_COPIES * _drafter_parameters(cfg, model) + context + logits
     if ENGINES[cfg.rollout.engine].own_process:
         ends = 1 if model.tie_word_embeddings else 2

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from tlt_core.cluster.dispatcher import Drained
 from tlt_core.cluster.group import Generated, WorkerGroup
+from tlt_core.idle_training.coordinator import IdleTrainingSettings, PhaseReport
 from tlt_core.items.types import GenerationRequest, NoiseKey, Prompt, Rollout, RolloutBatch, SamplingParams
 from tlt_core.rollout.engine import RoundTrace
 from tlt_core.run.drafter_publisher import DrafterPublisher
@@ -18,7 +19,6 @@ from tlt_core.run.scoring import Scoring
 from tlt_core.run.spec_metrics import spec_metrics
 from tlt_core.run.step_metrics import StepMetrics, rollout_metrics
 from tlt_core.run.streamed_update import StreamedUpdate
-from tlt_core.spot.coordinator import PhaseReport, SpotSettings
 
 _PATIENCE_S = 0.1  # no drafter training when the rewards arrive within this time
 
@@ -60,7 +60,12 @@ class RolloutPhase:
         started_s = time.perf_counter()
         with self._metrics.timed("gen"):
             finished, done = self._generate(
-                groups, params, phase=phase, step=step, spot=self._drafter.spot_settings, stream=stream
+                groups,
+                params,
+                phase=phase,
+                step=step,
+                idle_training=self._drafter.idle_training_settings,
+                stream=stream,
             )
             for report in done.reports:
                 stream.computed(report.streamed)
@@ -80,7 +85,7 @@ class RolloutPhase:
         self, groups: Sequence[Sequence[GenerationRequest]], params: SamplingParams, *, phase: str, step: int
     ) -> RolloutBatch:
         """Responses that nothing is trained on; they leave no metrics."""
-        return RolloutBatch.pack(self._generate(groups, params, phase=phase, step=step, spot=None)[0])
+        return RolloutBatch.pack(self._generate(groups, params, phase=phase, step=step, idle_training=None)[0])
 
     def train_until_scored(self, rollouts: RolloutBatch, *, step: int) -> None:
         """While rewards are outstanding, every worker is idle and trains the drafter."""
@@ -89,7 +94,7 @@ class RolloutPhase:
         waited = self._group.train_while(
             lambda: not self._scoring.is_ready(rollouts),
             step=step,
-            spot=self._drafter.spot_settings,
+            idle_training=self._drafter.idle_training_settings,
         )
         self._drafter.observe(waited.results)
         self._add(waited.phase)
@@ -101,10 +106,10 @@ class RolloutPhase:
         *,
         phase: str,
         step: int,
-        spot: SpotSettings | None,
+        idle_training: IdleTrainingSettings | None,
         stream: StreamedUpdate | None = None,
     ) -> tuple[list[Rollout], Generated]:
-        """Decode on the worker group.  spot, stream: None for responses that are not trained on."""
+        """Decode on the worker group.  idle_training, stream: None for responses that are not trained on."""
         finished: list[Rollout] = []
         total, started_s = sum(len(g) for g in groups), time.perf_counter()
 
@@ -131,8 +136,8 @@ class RolloutPhase:
             dispatch=self._dispatch,
             on_progress=on_progress,
             step=step,
-            is_training=spot is not None,
-            spot=SpotSettings(enabled=False) if spot is None else spot,
+            is_training=idle_training is not None,
+            idle_training=IdleTrainingSettings(enabled=False) if idle_training is None else idle_training,
         )
         return finished, done
 

@@ -175,7 +175,7 @@ def _why_no_idle_time(total: _Totals, cfg: RunConfig) -> tuple[str, str] | None:
 
 
 def _drafter(total: _Totals, cfg: RunConfig) -> Part:
-    speculation, off = cfg.rollout.speculation, "drafter.spot.enabled=false"
+    speculation, off = cfg.rollout.speculation, "drafter.idle_training.enabled=false"
     has_drafter = speculation.policy != "off" and (speculation.drafter_path is not None or cfg.drafter.warmup)
     how = (
         "Seconds are part of speculation's. It helped if the new drafters, on held-back responses, gained more tokens "
@@ -183,9 +183,9 @@ def _drafter(total: _Totals, cfg: RunConfig) -> Part:
     )
     if not total.rows:
         return _part(DRAFTER, "not measured", "No step was recorded.")
-    if not (cfg.drafter.spot.enabled and has_drafter):
+    if not (cfg.drafter.idle_training.enabled and has_drafter):
         text = "No drafter was trained in idle time."
-        return _part(DRAFTER, "off", text, change="drafter.spot.enabled=true" if has_drafter else "")
+        return _part(DRAFTER, "off", text, change="drafter.idle_training.enabled=true" if has_drafter else "")
     if total.trained_s == 0:
         nothing = _why_no_idle_time(total, cfg)
         text, change = nothing or ("All idle time that could be used went to the update.", "")

@@ -33,7 +33,7 @@ def worker_spec(cfg: RunConfig, start_model: Path, *, longest_prompt: int) -> Wo
         device=cfg.cluster.device,
         seed=cfg.seed,
         drafter=cfg.drafter,
-        spot_dir=(cfg.run_dir / "spot").resolve() if trains_drafter(cfg) else None,
+        idle_training_dir=(cfg.run_dir / "idle_training").resolve() if trains_drafter(cfg) else None,
         vllm=VllmSpec(vllm_python(), (cfg.run_dir / "vllm").resolve(), leave),
         release_memory=cfg.cluster.release_rollout_memory,
         gpu_bytes=0 if plan is None else plan.peak[1],

@@ -90,16 +90,18 @@ class _Request:
 
 
 class Acceptance:
-    """Estimates for a menu of strategies (without OFF)."""
+    """Estimates for strategies (without OFF)."""
 
-    def __init__(self, menu: Sequence[Strategy]) -> None:
-        self._menu = tuple(menu)
+    def __init__(self, strategies: Sequence[Strategy]) -> None:
+        self._strategies = tuple(strategies)
         self._shares: dict[str, list[_Share]] = {}  # by shape, then position
-        for s in self._menu:
+        for s in self._strategies:
             shares = self._shares.setdefault(shape_of(s), [])
             shares += [_Share(_FIRST_GUESS) for _ in range(_depth(s) - len(shares))]
-        self._filled = {s: _Share(1.0) for s in self._menu}  # drafted tokens over those asked for
-        self._requests: dict[str, dict[int, _Request]] = {s.drafter: {} for s in self._menu}  # by drafter, then row
+        self._filled = {s: _Share(1.0) for s in self._strategies}  # drafted tokens over those asked for
+        self._requests: dict[str, dict[int, _Request]] = {
+            s.drafter: {} for s in self._strategies
+        }  # by drafter, then row
         self._round = 0
 
     def known(self, strategy: Strategy) -> bool:
@@ -109,13 +111,13 @@ class Acceptance:
     def expected(self, rows: Sequence[int], *, optimistic: bool = False) -> dict[Strategy, Expected]:
         """What each strategy would do in a round of these requests."""
         survivors: dict[str, list[float]] = {}
-        for strategy in self._menu:
+        for strategy in self._strategies:
             shape = shape_of(strategy)
             if shape not in survivors:
                 means = self._means(self._shares[shape], optimistic)
                 survivors[shape] = self._survivors(means, strategy.drafter, rows)
         result = {}
-        for s in self._menu:
+        for s in self._strategies:
             filled = self._filled[s]
             share = self._hoped(filled.mean, filled) if optimistic else filled.mean
             accepted = sum(survivors[shape_of(s)][: _depth(s)])
@@ -179,7 +181,7 @@ class Acceptance:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Shapes and drafters that are not on the menu are dropped."""
+        """Shapes and drafters that are not among the strategies are dropped."""
         self._round = state["round"]
         for shape, shares in self._shares.items():
             for share, saved in zip(shares, state["shares"].get(shape, ()), strict=False):

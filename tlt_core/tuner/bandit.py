@@ -3,7 +3,7 @@
     bucket = largest threshold <= live requests;   reward = tokens emitted / seconds of the round
     with probability epsilon any strategy, else the one with the largest median reward in its window; untried ones first
 
-It differs from TLT's released code in three ways.  Every bucket holds the whole menu and plain decoding (there: one
+It differs from TLT's released code in three ways.  Every bucket holds all strategies and plain decoding (there: one
 strategy, so nothing is explored).  A strategy starts without rewards (there: with rewards of 0).  The random generator
 is the bandit's own.
 """
@@ -47,7 +47,7 @@ class BucketedGreedy:
 
     def __init__(
         self,
-        menu: Sequence[Strategy],
+        strategies: Sequence[Strategy],
         *,
         seed: int,
         epsilon: float = EPSILON,
@@ -57,14 +57,14 @@ class BucketedGreedy:
         """thresholds: ascending, the first one 1."""
         if list(thresholds) != sorted(set(thresholds)) or not thresholds or thresholds[0] != 1:
             raise ValueError(f"thresholds {tuple(thresholds)} must ascend from 1")
-        self._menu = (OFF, *menu)
+        self._strategies = (OFF, *strategies)
         self._thresholds, self._epsilon, self._size = tuple(thresholds), epsilon, window
         self._random = random.Random(seed)
-        self._windows = [{strategy: _Window(window) for strategy in self._menu} for _ in thresholds]
+        self._windows = [{strategy: _Window(window) for strategy in self._strategies} for _ in thresholds]
 
     def pick(self, live: int, *, without: Collection[str] = ()) -> Strategy:
         """A strategy for a batch of `live` requests that uses none of the drafters in `without`."""
-        allowed = [strategy for strategy in self._menu if strategy.drafter not in without]
+        allowed = [strategy for strategy in self._strategies if strategy.drafter not in without]
         if self._random.random() < self._epsilon:
             return self._random.choice(allowed)
         windows = self._windows[self._bucket(live)]

@@ -240,7 +240,7 @@ class CostModel:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Drafters that are not on the menu are dropped."""
+        """Drafters of no strategy are dropped."""
         self._pass.restore(state["pass"])
         self._round, self._used_at = state["round"], dict(state["used_at"])
         self._level_s = dict(state["level_s"])

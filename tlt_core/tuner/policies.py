@@ -10,7 +10,7 @@ Each keeps the same ledger and cost model, so that their metrics compare.
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from tlt_core.items.speculation import NO_FLOORS, OFF, Floors, RoundReport, Strategy
+from tlt_core.items.speculation import NO_MIN_DRAFT_PROBS, OFF, MinDraftProbs, RoundReport, Strategy
 from tlt_core.tuner.acceptance import Acceptance
 from tlt_core.tuner.bandit import EPSILON, BucketedGreedy
 from tlt_core.tuner.cost_model import CostModel, Measure
@@ -23,18 +23,18 @@ UNKNOWN = float("inf")  # change of a drafter that was not measured
 _NOTABLE = 0.05  # change of the acceptance length that is worth a probe; a smaller one loses less than a probe costs
 _TIE_BREAK = 0.97  # drafts' rates are discounted: the best of several noisy estimates is too high on average
 _LONGEST_STALL = 1.2  # times the expected pass: longer ones are stalls of the machine, not a cost of the strategy
-_LOWEST_FLOOR = 0.02  # below, hardly a token would be cut, but a GPU would wait for the comparison at each level
-_HIGHEST_FLOOR = 0.8  # a cost that is overestimated must not end all drafting: nothing would be learnt
+_LEAST_MIN_PROB = 0.02  # below, hardly a token would be cut, but a GPU would wait for the comparison at each level
+_MOST_MIN_PROB = 0.8  # a cost that is overestimated must not end all drafting: nothing would be learnt
 _UNDERESTIMATE = 0.1  # drafters understate low chances of acceptance by about this much
 
 
 class RecordedTuner:
     """What the policies share: the ledger, and the cost of plain decoding to compare with."""
 
-    floors = NO_FLOORS
+    min_draft_probs = NO_MIN_DRAFT_PROBS
 
-    def __init__(self, menu: Sequence[Strategy]) -> None:
-        self.cost = CostModel(dict.fromkeys(s.drafter for s in menu))
+    def __init__(self, strategies: Sequence[Strategy]) -> None:
+        self.cost = CostModel(dict.fromkeys(s.drafter for s in strategies))
         self.ledger = Ledger()
         self._suspended: set[str] = set()
 
@@ -92,17 +92,17 @@ class RecordedTuner:
 class CostModelTuner(RecordedTuner):
     """The default: measured acceptance and cost make estimates, and the rule chooses by them."""
 
-    def __init__(self, menu: Sequence[Strategy]) -> None:
-        super().__init__(menu)
-        self._acceptance = Acceptance(menu)
-        self._rule = Rule(menu)
+    def __init__(self, strategies: Sequence[Strategy]) -> None:
+        super().__init__(strategies)
+        self._acceptance = Acceptance(strategies)
+        self._rule = Rule(strategies)
         self._seen: tuple[int, ...] = ()  # rows at the latest estimate
         self._idle = False  # the round under way is plain, and was chosen without an estimate
         self._plain_s = 0.0  # seconds of a plain round, at the latest estimate
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
         """See `Tuner`."""
-        self.floors = NO_FLOORS
+        self.min_draft_probs = NO_MIN_DRAFT_PROBS
         self._idle = tuple(rows) == self._seen and self._rule.skip_look()
         if self._idle:
             return OFF
@@ -118,7 +118,7 @@ class CostModelTuner(RecordedTuner):
         )
         if not chosen.is_off:
             best = max(estimate.rate for estimate in estimates.values())
-            self.floors = self._floors_of(chosen, len(rows), context, best)
+            self.min_draft_probs = self._min_draft_probs_of(chosen, len(rows), context, best)
         return chosen
 
     def observe(self, rows: Sequence[int], report: RoundReport) -> None:
@@ -182,19 +182,19 @@ class CostModelTuner(RecordedTuner):
         self._rule.load_state_dict(state["rule"])
         super().load_state_dict(state)
 
-    def _floors_of(self, strategy: Strategy, live: int, context: int, best: float) -> Floors:
+    def _min_draft_probs_of(self, strategy: Strategy, live: int, context: int, best: float) -> MinDraftProbs:
         """A draft token, or a level, must promise the tokens that the best strategy emits while it is computed."""
         token = best * self.cost.token_seconds(live, strategy.tokens, context) - _UNDERESTIMATE
-        if token < _LOWEST_FLOOR:
-            return NO_FLOORS
-        return Floors(min(token, _HIGHEST_FLOOR), best * self.cost.level_seconds(strategy.drafter))
+        if token < _LEAST_MIN_PROB:
+            return NO_MIN_DRAFT_PROBS
+        return MinDraftProbs(min(token, _MOST_MIN_PROB), best * self.cost.level_seconds(strategy.drafter))
 
 
 class BanditTuner(RecordedTuner):
     """`beg_mab`."""
 
-    def __init__(self, menu: Sequence[Strategy], bandit: BucketedGreedy) -> None:
-        super().__init__(menu)
+    def __init__(self, strategies: Sequence[Strategy], bandit: BucketedGreedy) -> None:
+        super().__init__(strategies)
         self._bandit = bandit
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
@@ -223,34 +223,36 @@ class BanditTuner(RecordedTuner):
 
 
 class FixedTuner(RecordedTuner):
-    """The menu's first strategy whose drafter is not suspended; with an empty menu, plain decoding."""
+    """The first strategy whose drafter is not suspended; without any, plain decoding."""
 
-    def __init__(self, menu: Sequence[Strategy]) -> None:
-        super().__init__(menu)
-        self._menu = tuple(menu)
+    def __init__(self, strategies: Sequence[Strategy]) -> None:
+        super().__init__(strategies)
+        self._strategies = tuple(strategies)
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
         """See `Tuner`."""
-        return next((strategy for strategy in self._menu if strategy.drafter not in self._suspended), OFF)
+        return next((strategy for strategy in self._strategies if strategy.drafter not in self._suspended), OFF)
 
 
-def make_tuner(kind: Kind, menu: Sequence[Strategy] = (), *, epsilon: float = EPSILON, seed: int = 0) -> RecordedTuner:
-    """A tuner over OFF and the menu.
+def make_tuner(
+    kind: Kind, strategies: Sequence[Strategy] = (), *, epsilon: float = EPSILON, seed: int = 0
+) -> RecordedTuner:
+    """A tuner over OFF and the strategies.
 
-    epsilon, seed: of `beg_mab`.  Raises ValueError when the menu names a strategy twice, when the kind is unknown, and
-    when `fixed` has an empty menu.
+    epsilon, seed: of `beg_mab`.  Raises ValueError when a strategy is named twice, when the kind is unknown, and
+    when `fixed` has no strategy.
     """
-    menu = [s for s in menu if not s.is_off]
-    if len(set(menu)) < len(menu):
-        raise ValueError(f"the menu {', '.join(map(str, menu))} names a strategy twice: remove one of them")
+    strategies = [s for s in strategies if not s.is_off]
+    if len(set(strategies)) < len(strategies):
+        raise ValueError(f"the strategies {', '.join(map(str, strategies))} name a strategy twice: remove one of them")
     if kind == "cost_model":
-        return CostModelTuner(menu)
+        return CostModelTuner(strategies)
     if kind == "beg_mab":
-        return BanditTuner(menu, BucketedGreedy(menu, epsilon=epsilon, seed=seed))
+        return BanditTuner(strategies, BucketedGreedy(strategies, epsilon=epsilon, seed=seed))
     if kind == "off":
         return FixedTuner([])
     if kind != "fixed":
         raise ValueError(f"unknown tuner {kind}: choose cost_model, beg_mab, fixed or off")
-    if not menu:
-        raise ValueError(f"the tuner {kind} has no strategy: give it a menu")
-    return FixedTuner(menu)
+    if not strategies:
+        raise ValueError(f"the tuner {kind} has no strategy: name one")
+    return FixedTuner(strategies)

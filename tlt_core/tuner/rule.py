@@ -46,13 +46,13 @@ class _Probe(NamedTuple):
 class Rule:
     """Holds the current strategy.  Call `choose` before each round and `account` after it."""
 
-    def __init__(self, menu: Sequence[Strategy]) -> None:
+    def __init__(self, strategies: Sequence[Strategy]) -> None:
         self.current = OFF
         self.lost_s = 0.0  # to probes
         self.total_s = 0.0
         self._granted_s = 0.0
         self._single_s = 0.0  # a plain round of one request
-        self._strategies = (OFF, *menu)
+        self._strategies = (OFF, *strategies)
         self._round = 0
         self._look_at = 2  # plain rounds come first: they show what has to be beaten
         self._probe: _Probe | None = None
@@ -129,7 +129,7 @@ class Rule:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Strategies that are not on the menu are dropped; if one was the current one, OFF takes its place."""
+        """Strategies that no longer exist are dropped; if one was the current one, OFF takes its place."""
         by_name = {str(s): s for s in self._strategies}
         self.current = by_name.get(state["current"], OFF)
         self.lost_s, self.total_s, self._granted_s, self._single_s = state["seconds"]

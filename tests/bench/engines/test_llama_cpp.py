@@ -123,7 +123,9 @@ def test_llama_cpp_decodes_the_same(folder_of, tiny_config, tmp_path, family):
             raise
         pytest.skip(str(error))
     settings = {**common, "speculation": {"policy": "off"}}
-    own = EngineSpec("plain", peer.file.with_name("own.py"), Path(sys.executable), own_environment(threads=1), settings)
+    own = EngineSpec(
+        "plain", peer.file.with_name("builtin.py"), Path(sys.executable), own_environment(threads=1), settings
+    )
     prompts = [[1, 9, 4, 17, 30], [1, 12, 8], [1, 40, 41, 42, 43, 44, 45]]
     case = Case(3, 0.0)
     contest = compete([own, peer], [case], prompts, new_tokens=12, repeats=1, seed=0, log_dir=tmp_path)

@@ -97,10 +97,10 @@ def test_our_engine_and_transformers_decode_the_same(tiny_folder, tmp_path):
     folder = Path(__file__).parents[3] / "bench/engines/processes"
     own, hf = (
         EngineSpec(name, folder / f"{name}.py", Path(sys.executable), own_environment(threads=1), common | more)
-        for name in ("own", "hf")
+        for name in ("builtin", "hf")
     )
     prompts, case = [[1, 9, 4, 17, 30], [1, 12, 8]], Case(2, 0.0)
     contest = compete([own, hf], [case], prompts, new_tokens=9, repeats=1, seed=0, log_dir=tmp_path)
-    ours, theirs = contest.measured["own", case][0], contest.measured["hf", case][0]
+    ours, theirs = contest.measured["builtin", case][0], contest.measured["hf", case][0]
     assert ours.tokens == theirs.tokens
     assert [len(row) for row in ours.tokens] == [9, 9]

@@ -19,10 +19,10 @@ def test_rows_and_verdicts(prefect_engine: None, tmp_path: Path, monkeypatch: py
     }
     monkeypatch.setattr(benchmark_tuner, "WORKLOADS", works)
     monkeypatch.setattr(benchmark_tuner, "SWAP_LIVE", (2,))
-    menu = "rollout.speculation.menu=[{drafter: ngram, depth: 3, tokens: 3}]"
+    strategies = "rollout.speculation.strategies=[{drafter: ngram, depth: 3, tokens: 3}]"
     with pytest.raises(ValueError, match="drafter_path"):
-        load("conf/smoke.yaml", ["rollout.speculation.menu=[{drafter: eagle3, depth: 3, tokens: 3}]"])
-    for overrides, arms in (([menu], 1), ([], 6)):
+        load("conf/smoke.yaml", ["rollout.speculation.strategies=[{drafter: eagle3, depth: 3, tokens: 3}]"])
+    for overrides, arms in (([strategies], 1), ([], 6)):
         report = bench_tuner(load("conf/smoke.yaml", overrides), repeats=2, out=tmp_path / "t.json", command="by hand")
         rows = {(row["workload"], row["configuration"]): row for row in report["rows"]}
         assert len(rows) == len(report["rows"]) == 2 * (4 + arms) + 4

@@ -7,16 +7,16 @@ from bench.tuner.workloads import NEVER, POLICIES, SimulatedWork, best_fixed, ea
 from tlt_core.items.speculation import OFF, Strategy
 from tlt_core.tuner.policies import make_tuner
 
-MENU = (Strategy("eagle3", 4, 1, 4), Strategy("ngram", 4, 1, 4))
+STRATEGIES = (Strategy("eagle3", 4, 1, 4), Strategy("ngram", 4, 1, 4))
 
 
 def test_every_policy_and_every_strategy_is_played_on_the_same_requests():
     work = SimulatedWork(Hits(0.8), Hits(0.0), 2, 100)
-    earned = earnings(work, MENU, seed=1)
+    earned = earnings(work, STRATEGIES, seed=1)
     assert list(earned) == [*POLICIES, "fixed eagle3:4x1/4", "fixed ngram:4x1/4"]
     assert best_fixed(earned) == earned["fixed eagle3:4x1/4"] == earned["threshold"]
-    assert earned == earnings(work, MENU, seed=1)
-    assert earned != earnings(work, MENU, seed=2)
+    assert earned == earnings(work, STRATEGIES, seed=1)
+    assert earned != earnings(work, STRATEGIES, seed=2)
 
 
 def test_rates_by_hand():
@@ -28,16 +28,16 @@ def test_rates_by_hand():
 
 def test_the_best_rate_is_that_of_the_best_strategy_now():
     """A drafter that is always right: 1 + .98 + .98^2 .. tokens a round (rates are held below 1)."""
-    engine = SimulatedWork(Hits(1.0, fall=1.0), Hits(0.0), 1, 1000).engine(seed=0, compare=(OFF, *MENU))
+    engine = SimulatedWork(Hits(1.0, fall=1.0), Hits(0.0), 1, 1000).engine(seed=0, compare=(OFF, *STRATEGIES))
     engine.run(make_tuner("off"), 1)
-    seconds = pass_seconds(1, 5, 100) + draft_seconds(MENU[0], 1)
+    seconds = pass_seconds(1, 5, 100) + draft_seconds(STRATEGIES[0], 1)
     assert engine.history[0].best_rate == pytest.approx(sum(0.98**i for i in range(5)) / seconds)
 
 
 def test_recovery_is_quick_for_the_cost_model_and_never_comes_to_a_fixed_rule():
     for live in (1, 4):
-        figures = recovery("cost_model", MENU, live=live, seed=1)
+        figures = recovery("cost_model", STRATEGIES, live=live, seed=1)
         assert 0 < figures["rounds_bad"] <= 100
         assert figures["rounds_back"] <= 200
-    assert recovery("threshold", MENU, live=2, seed=1) == {"rounds_bad": NEVER, "rounds_back": 0}
-    assert recovery("off", MENU, live=2, seed=1) == {"rounds_bad": 0, "rounds_back": NEVER}
+    assert recovery("threshold", STRATEGIES, live=2, seed=1) == {"rounds_bad": NEVER, "rounds_back": 0}
+    assert recovery("off", STRATEGIES, live=2, seed=1) == {"rounds_bad": 0, "rounds_back": NEVER}

@@ -7,8 +7,8 @@ import torch
 
 from tlt_core.cluster.dispatcher import Dispatcher
 from tlt_core.cluster.engines import Engines
+from tlt_core.idle_training.coordinator import Action, Progress, WorkerIdle
 from tlt_core.items.types import FinishReason, GenerationRequest, NoiseKey, Rollout
-from tlt_core.spot.coordinator import Action, Progress, WorkerIdle
 
 
 def groups(num_groups: int, size: int) -> list[list[GenerationRequest]]:

@@ -18,8 +18,8 @@ from tests.fuzz import cases, fuzz
 from tests.tlt_core.cluster.test_dispatcher import finish, groups
 from tlt_core.cluster.dispatcher import Dispatcher
 from tlt_core.cluster.engines import Engines
+from tlt_core.idle_training.coordinator import Action, IdleTrainingSettings, Progress, WorkerIdle
 from tlt_core.items.types import GenerationRequest, NoiseKey
-from tlt_core.spot.coordinator import Action, Progress, SpotSettings, WorkerIdle
 
 workers = st.integers(0, 3)
 
@@ -33,10 +33,10 @@ class AnyPhase(RuleBasedStateMachine):
         dispatch=st.sampled_from(["pull", "static"]), trains=st.booleans(), stream_first=st.booleans(),
     )  # fmt: skip
     def begin(self, sizes: list[int], engines: Engines, dispatch: Any, trains: bool, stream_first: bool) -> None:
-        spot = SpotSettings(enabled=trains, min_idle_s=0.0, stream_first=stream_first)
+        idle_training = IdleTrainingSettings(enabled=trains, min_idle_s=0.0, stream_first=stream_first)
         asked = [groups(len(sizes), size)[number] for number, size in enumerate(sizes)]
         self.dispatcher = Dispatcher()
-        self.dispatcher.begin(asked, engines=engines, dispatch=dispatch, spot=spot)
+        self.dispatcher.begin(asked, engines=engines, dispatch=dispatch, idle_training=idle_training)
         self.engines = engines
         self.wanted = {request.key for group in asked for request in group}
         self.static = dispatch == "static"

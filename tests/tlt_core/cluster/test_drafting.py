@@ -6,7 +6,7 @@ import pytest
 import ray
 import torch
 
-from conf.drafter import DrafterConfig, SpotConfig
+from conf.drafter import DrafterConfig, IdleTrainingConfig
 from conf.rollout import RolloutConfig, SpeculationConfig
 from tests.tlt_core.drafter.eagle3.training_texts import lively_decoder
 from tlt_core.cluster import drafting
@@ -18,12 +18,12 @@ from tlt_core.cluster.start_replica import Started
 from tlt_core.cluster.worker import Worker
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import eagle3_from_target
+from tlt_core.idle_training.comparison import Comparison, Group
+from tlt_core.idle_training.coordinator import IdleTrainingSettings
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams, WorkerState
 from tlt_core.rollout import build
-from tlt_core.rollout.drafts import OwnDrafts
-from tlt_core.rollout.own import OwnReplica
-from tlt_core.spot.comparison import Comparison, Group
-from tlt_core.spot.coordinator import SpotSettings
+from tlt_core.rollout.builtin import BuiltinReplica
+from tlt_core.rollout.drafts import BuiltinDrafts
 
 MAX_LIVE, MAX_LEN = 3, 48
 BETTER = Comparison.of([Group(100, 200, 202), Group(100, 210, 213), Group(100, 190, 192)])
@@ -49,7 +49,7 @@ def make(decoder, policy, *, drafter_path=None):
     cfg = SpeculationConfig(policy=policy, drafter_path=drafter_path and str(drafter_path))
     capture = drafter_path is not None
     engine = build.make_engine(decoder, cfg, max_live=MAX_LIVE, max_len=MAX_LEN, seed=0, capture=capture)
-    drafts = None if engine.speculation is None else OwnDrafts(engine, engine.speculation)
+    drafts = None if engine.speculation is None else BuiltinDrafts(engine, engine.speculation)
     return engine, Drafting(drafts, rank=0, hosts=(0,))
 
 
@@ -123,20 +123,20 @@ def test_a_drafter_that_had_collapsed_stays_suspended_when_costs_are_measured_an
 @pytest.fixture
 def trains(decoder, folder, tmp_path):
     """Engine and drafting that may train in idle time, with nothing to train on yet."""
-    spot = SpotConfig(
+    idle_training = IdleTrainingConfig(
         micro_step_s=1e6, rows_per_step=64, window_rows=64, learning_rate=5e-3, canary_tokens=200, average_decay=0.9
     )
     engine, own = make(decoder, "fixed", drafter_path=folder)
     own.prepare(None)
     own.train_in_idle_time(
-        DrafterConfig(spot=spot, depth=3),
+        DrafterConfig(idle_training=idle_training, depth=3),
         SpeculationConfig(policy="fixed", drafter_path=str(folder)),
         temperature=1.0,
         compute_dtype=torch.float32,
-        folder=tmp_path / "spot",
+        folder=tmp_path / "idle_training",
         resume=False,
     )
-    own.spot.begin(1, policy_version=0)
+    own.idle_training.begin(1, policy_version=0)
     yield engine, own
     own.close()
 
@@ -145,12 +145,12 @@ def trains(decoder, folder, tmp_path):
 def trained(trains):
     """The same with a measured candidate."""
     engine, own = trains
-    roll_out(engine, on_captured=own.spot.collect)
+    roll_out(engine, on_captured=own.idle_training.collect)
     for _ in range(200):
-        own.spot.micro_step()
-        if own.spot.result().trial is not None:
+        own.idle_training.micro_step()
+        if own.idle_training.result().trial is not None:
             break
-    assert own.spot.result().trial is not None
+    assert own.idle_training.result().trial is not None
     return engine, own
 
 
@@ -175,9 +175,11 @@ def test_a_worker_without_data_trains_nothing_and_says_so(trains, tiny_folder, m
     engine, own = trains
     monkeypatch.setattr(ray, "get", lambda answer: answer)
     worker = Worker(0, 1, WorkerSpec(tiny_folder, RolloutConfig(), MAX_LEN, None, threads=1, device="cpu"))
-    worker._started = Started(OwnReplica(engine, policy_version=0), own)
+    worker._started = Started(BuiltinReplica(engine, policy_version=0), own)
     dispatcher = Dispatcher()
-    dispatcher.begin([], engines=Engines(1), dispatch="pull", step=1, spot=SpotSettings(min_idle_s=0.0))
+    dispatcher.begin(
+        [], engines=Engines(1), dispatch="pull", step=1, idle_training=IdleTrainingSettings(min_idle_s=0.0)
+    )
     worker.train_while_waiting(Handle(dispatcher))
     report = dispatcher.phase()
     assert {span.state for span in report.spans} <= {WorkerState.BUSY, WorkerState.IDLE}
@@ -193,23 +195,23 @@ def test_a_published_candidate_is_what_the_engine_drafts_with(trained, monkeypat
     engine, own = trained
     told = []
     monkeypatch.setattr(own._tuner, "notify_change", lambda name, *, change: told.append((name, change)))
-    drafter, before = engine.speculation.drafters["eagle3"], own.spot.candidate.checksum
-    old, candidate = weights_of(drafter), own.spot.candidate.contribution(1.0).clone()
+    drafter, before = engine.speculation.drafters["eagle3"], own.idle_training.candidate.checksum
+    old, candidate = weights_of(drafter), own.idle_training.candidate.contribution(1.0).clone()
     published = own.publish([1.0], measured=BETTER)
     assert published.accepted
     assert told == [("eagle3", BETTER.change)]
     assert 0 < BETTER.change < 0.05
     assert published.trial is None
-    assert published.checksum == own.spot.candidate.checksum != before
-    assert torch.equal(torch.cat([p.flatten() for p in own.spot.candidate.used.parameters()]), candidate)
+    assert published.checksum == own.idle_training.candidate.checksum != before
+    assert torch.equal(torch.cat([p.flatten() for p in own.idle_training.candidate.used.parameters()]), candidate)
     assert not torch.equal(weights_of(drafter), old)
 
 
 def test_a_sum_that_drafts_worse_changes_nothing(trained, monkeypatch):
     engine, own = trained
-    drafter, before = engine.speculation.drafters["eagle3"], own.spot.candidate.checksum
+    drafter, before = engine.speculation.drafters["eagle3"], own.idle_training.candidate.checksum
     old = weights_of(drafter)
-    monkeypatch.setattr(own.spot.candidate, "compare", lambda _: WORSE)
+    monkeypatch.setattr(own.idle_training.candidate, "compare", lambda _: WORSE)
     published = own.publish([1.0], measured=None)
     assert not published.accepted
     assert published.trial == WORSE

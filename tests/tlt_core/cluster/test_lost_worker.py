@@ -8,16 +8,16 @@ import pytest
 import ray
 import torch
 
-from conf.drafter import DrafterConfig, SpotConfig
+from conf.drafter import DrafterConfig, IdleTrainingConfig
 from conf.rollout import RolloutConfig, SpeculationConfig
 from conf.system import ClusterConfig
 from tlt_core.cluster.group import WorkerDied, WorkerGroup
 from tlt_core.cluster.messages import WorkerSpec
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import eagle3_from_target
+from tlt_core.idle_training.coordinator import IdleTrainingSettings
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.model.load import load_decoder
-from tlt_core.spot.coordinator import SpotSettings
 
 pytestmark = pytest.mark.slow
 
@@ -49,8 +49,8 @@ def group(tiny_folder, tmp_path):
         trainer=None,
         threads=1,
         device="cpu",
-        drafter=DrafterConfig(depth=2, spot=SpotConfig(min_idle_s=0.0, micro_step_s=0.02)),
-        spot_dir=tmp_path / "spot",
+        drafter=DrafterConfig(depth=2, idle_training=IdleTrainingConfig(min_idle_s=0.0, micro_step_s=0.02)),
+        idle_training_dir=tmp_path / "idle_training",
     )
     with WorkerGroup(ClusterConfig(num_workers=2), spec) as started:
         started.load(None, 0)
@@ -67,7 +67,7 @@ def generate(group, groups, on_progress):
         on_progress=on_progress,
         step=1,
         is_training=True,
-        spot=SpotSettings(min_idle_s=0.0),
+        idle_training=IdleTrainingSettings(min_idle_s=0.0),
     )
 
 

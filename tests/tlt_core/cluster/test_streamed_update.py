@@ -17,8 +17,8 @@ from tlt_core.cluster.messages import TrainerSpec, WorkerSpec
 from tlt_core.grpo.batch import make_train_batches, train_batch
 from tlt_core.grpo.passes import make_passes, power_of_two
 from tlt_core.grpo.trainer_files import SavedState
+from tlt_core.idle_training.coordinator import IdleTrainingSettings
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, RolloutBatch, SamplingParams, WorkerState
-from tlt_core.spot.coordinator import SpotSettings
 
 UPDATE = UpdateConfig(tokens_per_micro_batch=256, groups_per_pack=1, dtype="float32")
 ALGORITHM = AlgorithmConfig()
@@ -78,7 +78,7 @@ def _train(
             on_progress=offer,
             step=step,
             is_training=True,
-            spot=SpotSettings(enabled=False),
+            idle_training=IdleTrainingSettings(enabled=False),
         )
         states |= {span.state for span in done.phase.spans}
         keys = frozenset(key for report in done.reports for key in report.streamed)

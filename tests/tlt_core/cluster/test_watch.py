@@ -16,9 +16,9 @@ from conf.rollout import RolloutConfig, SpeculationConfig
 from conf.system import ClusterConfig
 from tlt_core.cluster import watch as watching
 from tlt_core.cluster.group import WorkerDied, WorkerGroup
+from tlt_core.cluster.heartbeat import Beat, Signs
 from tlt_core.cluster.messages import WorkerSpec
 from tlt_core.cluster.placement import Node, Placement
-from tlt_core.cluster.pulse import Beat, Signs
 from tlt_core.cluster.watch import Watch
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.machine.getting_on import STACKS_WANTED

@@ -22,13 +22,13 @@ from tlt_core.drafter.eagle3.files import load_eagle3
 from tlt_core.export.record import weights_digest
 from tlt_core.export.verify import verify
 from tlt_core.grpo import trainer_files
+from tlt_core.idle_training import checkpoint as idle_training_checkpoint
+from tlt_core.idle_training import sequence_files
 from tlt_core.items import checkpoint, store
 from tlt_core.items.checkpoint import DriverState
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import NoiseKey
 from tlt_core.model.load import check_finite, load_config, load_decoder, load_tokenizer
-from tlt_core.spot import checkpoint as spot_checkpoint
-from tlt_core.spot import sequence_files
 
 
 class Mine:
@@ -84,7 +84,7 @@ def make_steps(tiny: Tiny, exported: Path, out: Path) -> None:
     store.save_scored(scored_batch(), out / "scored")
 
 
-def make_spot(tiny: Tiny, exported: Path, out: Path) -> None:
+def make_idle_training(tiny: Tiny, exported: Path, out: Path) -> None:
     tensors = {"tokens_L": torch.arange(5, dtype=torch.int32), "taps_LE": torch.zeros(4, 6)}
     tensors |= {"last_PD": torch.zeros(2, 4), "lognorms_P": torch.zeros(2)}
     sequence_files.write_sequences(out / "sequences", [TrainSequence(NoiseKey(0, 1, 2, 3), 0, 0, 3, **tensors)])
@@ -121,11 +121,11 @@ INPUTS = {
     ),
     "checkpoint": Input(make_checkpoint, (read_checkpoint,)),
     "steps": Input(make_steps, (lambda folder: store.load_scored(folder / "scored"),)),
-    "spot": Input(
-        make_spot,
+    "idle_training": Input(
+        make_idle_training,
         (
             lambda folder: sequence_files.map_file(folder / "sequences"),
-            lambda folder: spot_checkpoint.load_checkpoint(folder / "training"),
+            lambda folder: idle_training_checkpoint.load_checkpoint(folder / "training"),
         ),
     ),
     "data set": Input(

@@ -116,7 +116,7 @@ def test_what_torch_computes_in_on_a_cpu(
     assert here.rollout == "C kernels (avx2)"
     assert bool(here.update) == (not lacks)
     assert lacks in here.lacks
-    assert precision.offers("cpu", own_engine=False).rollout == here.update, "vLLM has no C kernels"
+    assert precision.offers("cpu", builtin_engine=False).rollout == here.update, "vLLM has no C kernels"
 
 
 @pytest.mark.parametrize("supported", [True, False])
@@ -156,7 +156,7 @@ def config(folder: Path, *settings: str) -> RunConfig:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, here: Offers) -> None:
-    monkeypatch.setattr(precision, "offers", lambda device, own_engine=True: here)
+    monkeypatch.setattr(precision, "offers", lambda device, builtin_engine=True: here)
 
 
 def save(cfg: RunConfig, recorded: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from kernels.attention.packed_attention import packed_causal_attention
 from tlt_core.items.store import StoreError
 from tlt_core.model.config import ModelError
-from tlt_core.model.ends import PolicyEnds
+from tlt_core.model.edge_weights import EdgeWeights
 from tlt_core.model.load import (
     check_finite,
     load_config,
@@ -226,7 +226,7 @@ def test_a_head_of_its_own_counts_though_the_configuration_ties_it(folder, tmp_p
         found = ours.logits(ours(tokens, torch.arange(len(tokens)), attend).last_TD)
         torch.testing.assert_close(found, theirs, rtol=1e-4, atol=1e-4)
         head_VD = load_file(folder / "model.safetensors")["lm_head.weight"]
-        assert torch.equal(PolicyEnds.load(folder, dtype=torch.float32).head_weight, head_VD)
+        assert torch.equal(EdgeWeights.load(folder, dtype=torch.float32).head_weight, head_VD)
         save_hf(ours.named_parameters(), ours.config, tmp_path / "out", tokenizer_from=folder, dtype=torch.float32)
     assert not load_config(tmp_path / "out").tie_word_embeddings
     assert torch.equal(load_decoder(tmp_path / "out", dtype=torch.float32).head_weight, head_VD)

@@ -7,7 +7,7 @@ import itertools
 
 import torch
 
-from tlt_core.items.speculation import NO_FLOORS, OFF, DraftTree, LiveView, Strategy
+from tlt_core.items.speculation import NO_MIN_DRAFT_PROBS, OFF, DraftTree, LiveView, Strategy
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 
 VOCAB = 64
@@ -166,7 +166,7 @@ class Knows:
 class Cycle:
     """A tuner that goes round its arms: every switch between plain and speculative rounds occurs."""
 
-    floors = NO_FLOORS
+    min_draft_probs = NO_MIN_DRAFT_PROBS
 
     def __init__(self, arms) -> None:
         self._arms = itertools.cycle(arms)

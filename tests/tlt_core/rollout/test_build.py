@@ -35,7 +35,7 @@ def test_repetition_is_exploited(decoder):
     """Greedy siblings are equal, so the n-gram drafter knows them all when the first has ended."""
     params = SamplingParams(temperature=0.0, max_new_tokens=60)
     plain = rollouts(decoder, SpeculationConfig(policy="off"), params, max_live=1)[1]
-    chain = SpeculationConfig(policy="fixed", menu=(StrategyConfig(depth=7, tokens=7),))
+    chain = SpeculationConfig(policy="fixed", strategies=(StrategyConfig(depth=7, tokens=7),))
     speculative = rollouts(decoder, chain, params, max_live=1)[1]
     assert len(speculative) < 0.5 * len(plain)
 
@@ -47,9 +47,9 @@ def test_a_drafter_of_another_model_is_refused(tiny_config, drafter_folder):
         build.make_engine(other, cfg, max_live=2, max_len=64, seed=0)
 
 
-def test_a_menu_with_a_drafter_that_is_not_there_is_refused_at_load():
+def test_a_strategy_of_a_drafter_that_is_not_there_is_refused_at_load():
     with pytest.raises(ValueError, match="drafter_path is not set"):
-        SpeculationConfig(menu=(StrategyConfig(drafter="eagle3", depth=2, tokens=2),))
+        SpeculationConfig(strategies=(StrategyConfig(drafter="eagle3", depth=2, tokens=2),))
 
 
 def test_the_tuner_goes_on_where_it_was(decoder):

@@ -11,12 +11,12 @@ from tests.tlt_core.rollout.playing import play, requests
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import eagle3_from_target
 from tlt_core.drafter.eagle3.observe import draft_probs
+from tlt_core.idle_training.buffer import SequenceBuffer
+from tlt_core.idle_training.writer import BackgroundWriter
 from tlt_core.items.types import SamplingParams
 from tlt_core.model.load import load_decoder
 from tlt_core.model.sampling import stream_key
 from tlt_core.rollout import build
-from tlt_core.spot.buffer import SequenceBuffer
-from tlt_core.spot.writer import BackgroundWriter
 
 VOCAB, MAX_LEN, EOS = 64, 80, 2
 CHAIN = StrategyConfig(drafter="eagle3", depth=3, width=1, tokens=3)
@@ -68,9 +68,9 @@ def captured(folders, params, *, capture=(True, True), **speculation):
 
 
 WAYS = {
-    "chain": {"policy": "fixed", "menu": (CHAIN, NGRAM)},
-    "tree": {"policy": "fixed", "menu": (TREE,)},
-    "switching": {"policy": "beg_mab", "menu": (TREE, CHAIN, NGRAM)},
+    "chain": {"policy": "fixed", "strategies": (CHAIN, NGRAM)},
+    "tree": {"policy": "fixed", "strategies": (TREE,)},
+    "switching": {"policy": "beg_mab", "strategies": (TREE, CHAIN, NGRAM)},
 }
 
 

@@ -33,9 +33,9 @@ def plain(decoder, items, params):
 def real(decoder, folder, drafter, *, most):
     """An engine with the real drafter, used while at most so many requests live."""
     arm = StrategyConfig(drafter=drafter, depth=4, width=2, tokens=8)
-    cfg = SpeculationConfig(policy="fixed", menu=(arm,), drafter_path=str(folder))
+    cfg = SpeculationConfig(policy="fixed", strategies=(arm,), drafter_path=str(folder))
     engine = build.make_engine(decoder, cfg, max_live=MAX_LIVE, max_len=MAX_LEN, seed=0)
-    engine.speculation = engine.speculation._replace(tuner=UpTo(engine.speculation.menu, most))
+    engine.speculation = engine.speculation._replace(tuner=UpTo(engine.speculation.strategies, most))
     return engine
 
 

@@ -30,7 +30,7 @@ def decoder(tiny_config):
 
 def generate(tiny_config, *, max_live: int, plain: dict[NoiseKey, Rollout] | None = None, params=PARAMS):
     """Responses by key, and how many draft tokens were accepted."""
-    speculation = None if plain is None else Speculation({"knows": Knows(plain)}, Cycle(SHAPES), menu=SHAPES[:-1])
+    speculation = None if plain is None else Speculation({"knows": Knows(plain)}, Cycle(SHAPES), strategies=SHAPES[:-1])
     engine = RolloutEngine(decoder(tiny_config), max_live=max_live, max_len=120, speculation=speculation)
     assert engine.decoder.packed_layers is not None
     finished, traces = play(engine, requests(12, lengths=(5, 1, 40, 17)), params)

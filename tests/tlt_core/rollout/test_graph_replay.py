@@ -65,7 +65,7 @@ def captured_engine(decoder, device, plain_responses, network, *, static=True):
         "eagle3": Eagle3Drafter(network, decoder, max_live=MAX_LIVE, max_len=MAX_LEN, room=room),
         "d": Oracle(plain_responses, wrong_every=3),
     }
-    speculation = Speculation(drafters, Cycle(ARMS), menu=ARMS)
+    speculation = Speculation(drafters, Cycle(ARMS), strategies=ARMS)
     return RolloutEngine(decoder, max_live=MAX_LIVE, max_len=MAX_LEN, speculation=speculation, static=static)
 
 

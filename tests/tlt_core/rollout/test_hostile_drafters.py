@@ -11,7 +11,7 @@ from tlt_core.items.types import SamplingParams
 from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.tuner.policies import make_tuner
 
-MENU = (Strategy("d", 4, 1, 4), Strategy("d", 2, 1, 2), Strategy("d", 3, 3, 9))
+STRATEGIES = (Strategy("d", 4, 1, 4), Strategy("d", 2, 1, 2), Strategy("d", 3, 3, 9))
 LONGEST_PROBE = 6  # rounds; a longer stretch would be a decision
 REFUSED = ("out of vocabulary", "raising", "malformed", "reckless")
 
@@ -41,7 +41,7 @@ DRAFTERS = {
 
 
 def run(decoder, params, drafter=None, tuner=None):
-    speculation = None if drafter is None else Speculation({"d": drafter}, tuner, MENU)
+    speculation = None if drafter is None else Speculation({"d": drafter}, tuner, STRATEGIES)
     engine = RolloutEngine(decoder, max_live=4, max_len=128, speculation=speculation)
     return *play(engine, requests(16, lengths=(1, 3, 8, 20)), params), engine
 
@@ -55,7 +55,7 @@ def case(request, decoder):
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_they_change_no_token_and_the_cost_model_turns_them_off(decoder, case, name, caplog):
     params, plain = case
-    finished, traces, engine = run(decoder, params, DRAFTERS[name](plain), make_tuner("cost_model", MENU))
+    finished, traces, engine = run(decoder, params, DRAFTERS[name](plain), make_tuner("cost_model", STRATEGIES))
     assert_same(plain, finished)
     late = [not t.report.strategy.is_off for t in traces[64:]]
     assert len(late) > 250
@@ -70,6 +70,6 @@ def test_they_change_no_token_and_the_cost_model_turns_them_off(decoder, case, n
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_used_in_every_round_they_change_no_token(decoder, case, name):
     params, plain = case
-    finished, traces, _ = run(decoder, params, DRAFTERS[name](plain), make_tuner("fixed", MENU))
+    finished, traces, _ = run(decoder, params, DRAFTERS[name](plain), make_tuner("fixed", STRATEGIES))
     assert any(not t.report.strategy.is_off for t in traces)
     assert_same(plain, finished)

@@ -26,8 +26,8 @@ from tlt_core.items.speculation import OFF, Strategy
 from tlt_core.items.types import NoiseKey, Rollout, SamplingParams
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import save_hf
+from tlt_core.rollout.builtin import BuiltinReplica
 from tlt_core.rollout.engine import RolloutEngine, Speculation
-from tlt_core.rollout.own import OwnReplica
 from tlt_core.tuner.policies import make_tuner
 
 GPU = torch.device("cuda:0")
@@ -82,12 +82,14 @@ def spec(tiny_decoder: Decoder, tmp_path: Path) -> WorkerSpec:
     drafter = eagle3_from_target(tiny_decoder, torch.arange(64), scales=(1.0,) * 3, seed=1)
     save_eagle3(drafter, tmp_path / "drafter", dtype=torch.float32)
     speculation = SpeculationConfig(
-        policy="fixed", menu=[{"drafter": "eagle3", "depth": 3, "tokens": 3}], drafter_path=str(tmp_path / "drafter")
+        policy="fixed",
+        strategies=[{"drafter": "eagle3", "depth": 3, "tokens": 3}],
+        drafter_path=str(tmp_path / "drafter"),
     )
     update = UpdateConfig(tokens_per_micro_batch=64, dtype="float32", optimizer=AdamWConfig(learning_rate=0.01))
     return WorkerSpec(
         model_dir=policy,
-        rollout=RolloutConfig(engine="own", dtype="float32", max_live_requests=3, speculation=speculation),
+        rollout=RolloutConfig(engine="builtin", dtype="float32", max_live_requests=3, speculation=speculation),
         max_len=96,
         trainer=TrainerSpec(update, AlgorithmConfig(), total_steps=4, max_new_tokens=24, temperature=1.0),
         threads=1,
@@ -99,7 +101,7 @@ def worked(spec: WorkerSpec) -> tuple[list[list[int]], ...]:
     """What a worker says before and after an update."""
     worker = Worker(0, 1, spec)
     worker.load(None, 0)
-    assert isinstance(worker._replica, OwnReplica)
+    assert isinstance(worker._replica, BuiltinReplica)
     engine = worker._replica._engine
     before = said(engine, FILTERED)
     assert spec.trainer is not None

@@ -5,13 +5,13 @@ from tests.decoders import lively
 from tests.tlt_core.rollout.playing import play, requests
 from tlt_core.items.types import Rollout, SamplingParams
 from tlt_core.rollout import build
-from tlt_core.rollout.own import OwnReplica
+from tlt_core.rollout.builtin import BuiltinReplica
 
 
 def test_our_engine_as_a_replica():
     decoder = lively()
     engine = build.make_engine(decoder, SpeculationConfig(policy="fixed"), max_live=2, max_len=40, seed=0)
-    replica = OwnReplica(engine, policy_version=3)
+    replica = BuiltinReplica(engine, policy_version=3)
 
     def decode() -> tuple[list[Rollout], int, int]:
         """Responses, tokens and rounds that were heard of."""

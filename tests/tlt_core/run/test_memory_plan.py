@@ -75,8 +75,8 @@ def test_what_does_not_fit_is_refused_with_what_takes_the_memory_and_what_to_cha
         (["update.backend={kind: deepspeed, zero_stage: 1}"], "update.lora.enabled=true"),
         (["update.activation_checkpointing=false"], "update.activation_checkpointing=true"),
         (["update.tokens_per_micro_batch=65536"], "update.tokens_per_micro_batch=16384"),
-        (["rollout.engine=own", "rollout.max_live_requests=200"], "rollout.max_live_requests=20"),
-        (["rollout.engine=own", "rollout.max_live_requests=200"], "rollout.engine=vllm"),
+        (["rollout.engine=builtin", "rollout.max_live_requests=200"], "rollout.max_live_requests=20"),
+        (["rollout.engine=builtin", "rollout.max_live_requests=200"], "rollout.engine=vllm"),
         (["cluster.release_rollout_memory=false"], "cluster.release_rollout_memory=true"),
     ],
 )
@@ -141,7 +141,7 @@ def test_workers_that_share_a_gpu_have_half_of_it_each(monkeypatch: pytest.Monke
     plan = memory_plan(cfg, model)
     needed = plan.peak[1]
     just = int(needed / memory.USABLE)  # a GPU that one worker would fill
-    check(plan, _load("smoke", "cluster.gpus_per_worker=1", "rollout.engine=own"), device_bytes=just + 1)
+    check(plan, _load("smoke", "cluster.gpus_per_worker=1", "rollout.engine=builtin"), device_bytes=just + 1)
     check(plan, cfg, device_bytes=2 * just + 2)
     with pytest.raises(MemoryPlanError, match=r"a worker's part, one of 2, of a GPU of .*gpus_per_worker=1, with as"):
         check(plan, cfg, device_bytes=int(1.9 * just))
@@ -157,7 +157,7 @@ def test_workers_that_share_a_gpu_have_half_of_it_each(monkeypatch: pytest.Monke
 
 
 def test_a_worker_without_a_gpu_says_so_before_it_loads_anything(tiny_folder: Path) -> None:
-    cfg = _load("multi_gpu", "rollout.engine=own", "cluster.threads_per_worker=1")
+    cfg = _load("multi_gpu", "rollout.engine=builtin", "cluster.threads_per_worker=1")
     spec = worker_spec(cfg, tiny_folder, longest_prompt=8)
     assert spec.gpu_bytes == memory_plan(cfg, load_config(tiny_folder), longest_prompt=8).peak[1] > 0
     if torch.cuda.is_available():

@@ -114,7 +114,7 @@ def test_what_to_change_where_nothing_was_streamed(
 def test_a_drafter_helps_only_beyond_chance() -> None:
     assert _part(savings(_with(drafter__heldout_error=0.3), _cfg()), "drafter training") == (
         "did not help",
-        "drafter.spot.enabled=false",
+        "drafter.idle_training.enabled=false",
     )
     refused = savings(_with(drafter__version=0.0), _cfg())
     assert _part(refused, "drafter training")[0] == "did not help"

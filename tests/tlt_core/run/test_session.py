@@ -17,6 +17,7 @@ from tlt_core.cluster.messages import GenerateReport, UpdateReport
 from tlt_core.data.prompt_order import PromptOrder
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.reward import RewardError, Score
+from tlt_core.idle_training.coordinator import PhaseReport
 from tlt_core.items.checkpoint import CheckpointError
 from tlt_core.items.types import FinishReason, GenerationRequest, Prompt, Rollout, ScoredBatch, ScoreStatus
 from tlt_core.run import resumable
@@ -24,7 +25,6 @@ from tlt_core.run import session as module
 from tlt_core.run.progress import Progress
 from tlt_core.run.prompts import Prompts
 from tlt_core.run.session import Session
-from tlt_core.spot.coordinator import PhaseReport
 
 Scores = Mapping[int, Sequence[float]]  # by prompt: of each sample
 

@@ -11,7 +11,7 @@ from tlt_core.tuner.acceptance import Acceptance
 
 SHORT, LONG = Strategy("eagle", 2, 1, 2), Strategy("eagle", 6, 1, 6)
 TREE, OTHER = Strategy("eagle", 4, 4, 16), Strategy("ngram", 4, 1, 4)
-MENU = (SHORT, LONG, TREE, OTHER)
+STRATEGIES = (SHORT, LONG, TREE, OTHER)
 
 
 def report(strategy: Strategy, offered: list[int], accepted: list[int]) -> RoundReport:
@@ -35,7 +35,7 @@ def play(
 
 def test_expected_tokens_of_a_chain() -> None:
     """The mean of ten models: each remembers 100 trials of a position, so a single one may be off by a tenth."""
-    models = [Acceptance(MENU) for _ in range(10)]
+    models = [Acceptance(STRATEGIES) for _ in range(10)]
     for seed, model in enumerate(models):
         play(model, LONG, [0.6] * 16, 60, seed=seed)
     expected = [model.expected(range(16)) for model in models]
@@ -46,7 +46,7 @@ def test_expected_tokens_of_a_chain() -> None:
 
 def test_a_drafter_that_rarely_proposes_verifies_little_and_accepts_little() -> None:
     """A quarter of the drafts exist: each of those accepts .8 + .64 + .51 + .41 tokens."""
-    model = Acceptance(MENU)
+    model = Acceptance(STRATEGIES)
     play(model, OTHER, [0.8] * 16, 60, cover=0.25)
     expected = model.expected(range(16))[OTHER]
     assert expected.drafted / 16 == pytest.approx(0.25 * 4, rel=0.25)
@@ -54,7 +54,7 @@ def test_a_drafter_that_rarely_proposes_verifies_little_and_accepts_little() -> 
 
 
 def test_each_request_has_its_own_rate_and_a_new_one_the_common() -> None:
-    model = Acceptance(MENU)
+    model = Acceptance(STRATEGIES)
     play(model, LONG, [0.9, 0.9, 0.9, 0.1], 60)
     good, bad, new = (model.expected([row])[SHORT].accepted for row in (0, 3, 99))
     assert good > 1.3
@@ -65,7 +65,7 @@ def test_each_request_has_its_own_rate_and_a_new_one_the_common() -> None:
 
 
 def test_chains_of_all_lengths_share_what_is_known_and_a_tree_has_to_be_tried() -> None:
-    model = Acceptance(MENU)
+    model = Acceptance(STRATEGIES)
     play(model, SHORT, [0.5] * 8, 40)
     assert model.known(LONG)
     assert not model.known(TREE)
@@ -78,7 +78,7 @@ def test_chains_of_all_lengths_share_what_is_known_and_a_tree_has_to_be_tried() 
 
 
 def test_a_change_is_seen_within_a_few_rounds() -> None:
-    model = Acceptance(MENU)
+    model = Acceptance(STRATEGIES)
     play(model, LONG, [0.8] * 4, 60)
     before = model.expected(range(4))[LONG].accepted
     play(model, LONG, [0.0] * 4, 12)
@@ -88,7 +88,7 @@ def test_a_change_is_seen_within_a_few_rounds() -> None:
 
 
 def test_optimism_shrinks_with_evidence_and_grows_with_absence() -> None:
-    model = Acceptance(MENU)
+    model = Acceptance(STRATEGIES)
 
     def hope() -> float:
         return model.expected(range(4), optimistic=True)[OTHER].accepted
@@ -116,7 +116,7 @@ def test_optimism_shrinks_with_evidence_and_grows_with_absence() -> None:
 @pytest.mark.parametrize(("change", "weight"), [(0.01, 100), (0.1, 24), (0.5, 9), (float("inf"), 9)])
 def test_a_small_change_leaves_what_is_known(change: float, weight: int) -> None:
     """Four trials that fail move a share by 4 / weight of itself, where the weight was 100 at most."""
-    model, unchanged = Acceptance(MENU), Acceptance(MENU)
+    model, unchanged = Acceptance(STRATEGIES), Acceptance(STRATEGIES)
     for one in (model, unchanged):
         play(one, LONG, [0.8] * 4, 60)
     before = unchanged.expected(range(9, 10))[LONG].accepted
@@ -128,12 +128,12 @@ def test_a_small_change_leaves_what_is_known(change: float, weight: int) -> None
     assert slow / fast == pytest.approx(weight / 100, rel=0.05)
 
 
-def test_state_survives_json_and_a_smaller_menu_loads_it() -> None:
-    model = Acceptance(MENU)
+def test_state_survives_json_and_loads_with_fewer_strategies() -> None:
+    model = Acceptance(STRATEGIES)
     play(model, LONG, [0.9, 0.2], 20)
     play(model, TREE, [0.9, 0.2], 5)
     state = json.loads(json.dumps(model.state_dict()))
-    other = Acceptance(MENU)
+    other = Acceptance(STRATEGIES)
     other.load_state_dict(state)
     assert other.expected([0, 1, 7]) == model.expected([0, 1, 7])
     smaller = Acceptance((SHORT,))

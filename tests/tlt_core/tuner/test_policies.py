@@ -9,11 +9,11 @@ import pytest
 from bench.tuner.simulator import Hits, pass_seconds
 from bench.tuner.threshold import ThresholdTuner
 from bench.tuner.workloads import WORKLOADS, SimulatedWork
-from tlt_core.items.speculation import NO_FLOORS, OFF, RoundReport, Strategy
+from tlt_core.items.speculation import NO_MIN_DRAFT_PROBS, OFF, RoundReport, Strategy
 from tlt_core.tuner.policies import Kind, RecordedTuner, make_tuner
 
 SEED = 1
-MENU = (
+STRATEGIES = (
     Strategy("ngram", 4, 1, 4),
     Strategy("ngram", 8, 1, 8),
     Strategy("ngram", 2, 1, 2),
@@ -29,8 +29,8 @@ SHORT = [name for name in WORKLOADS if name.startswith("short")]
 
 
 def first(strategy: Strategy | None) -> tuple[Strategy, ...]:
-    """The menu with this strategy at its head, which `fixed` uses."""
-    return MENU if strategy is None else (strategy, *(s for s in MENU if s != strategy))
+    """The strategies with this strategy at its head, which `fixed` uses."""
+    return STRATEGIES if strategy is None else (strategy, *(s for s in STRATEGIES if s != strategy))
 
 
 def tuner(kind: Kind = "cost_model", strategy: Strategy | None = None) -> RecordedTuner:
@@ -50,8 +50,8 @@ def rate(name: str, kind: Kind, strategy: Strategy | None = None, seed: int = SE
 
 
 def best_fixed(name: str, seed: int = SEED) -> float:
-    """Of plain decoding and each strategy of the menu."""
-    return max(rate(name, "off", seed=seed), *(rate(name, "fixed", strategy, seed) for strategy in MENU))
+    """Of plain decoding and each strategy."""
+    return max(rate(name, "off", seed=seed), *(rate(name, "fixed", strategy, seed) for strategy in STRATEGIES))
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -70,19 +70,19 @@ def test_the_cost_model_hardly_loses_where_nothing_can_be_gained(name: str, seed
 
 def test_the_other_policies_lose_where_they_must() -> None:
     assert rate("heavy tail", "cost_model") > 1.02 * rate("heavy tail", "beg_mab")
-    assert rate("hostile, large batch", "fixed", MENU[4]) < 0.9 * rate("hostile, large batch", "off")
+    assert rate("hostile, large batch", "fixed", STRATEGIES[4]) < 0.9 * rate("hostile, large batch", "off")
     assert rate("tail, good drafter", "beg_mab") > rate("tail, good drafter", "off")
 
 
 @pytest.mark.parametrize("live", [1, 8])
 def test_a_change_of_the_drafter_is_followed_both_ways(live: int) -> None:
     """The median of three seeds, with chains and n-grams."""
-    menu = [s for s in MENU if s.width == 1]
-    eagle = [s for s in menu if s.drafter == "eagle3"]
+    strategies = [s for s in STRATEGIES if s.width == 1]
+    eagle = [s for s in strategies if s.drafter == "eagle3"]
     before, bad, back = [], [], []
     for seed in range(1, 4):
         engine = SimulatedWork(Hits(0.85), Hits(0.1, cover=0.3), live, 10**6).engine(seed=seed)
-        adaptive = make_tuner("cost_model", menu)
+        adaptive = make_tuner("cost_model", strategies)
         adaptive.calibrate(pass_seconds, max_live=32, max_tokens=160, budget_s=1.0)
         engine.run(adaptive, 150)
         before.append(engine.share(*eagle, last=50))
@@ -131,7 +131,7 @@ def test_probing_stays_within_its_budget(name: str) -> None:
 
 @pytest.mark.parametrize("rounds", [400, 432])
 def test_a_published_drafter_is_tried_soon(rounds: int) -> None:
-    eagle = [s for s in MENU if s.drafter == "eagle3"]
+    eagle = [s for s in STRATEGIES if s.drafter == "eagle3"]
     engine = SimulatedWork(Hits(0.0), Hits(0.0), 4, 10**6).engine(seed=SEED)
     adaptive = tuner()
     engine.run(adaptive, rounds)
@@ -171,7 +171,7 @@ def test_choices_are_the_same_after_a_restart(kind: Kind) -> None:
     for engine in engines:
         engine.run(first if engine is engines[0] else second, 90)
     assert engines[0].history == engines[1].history
-    restarted = make_tuner(kind, MENU, seed=99)
+    restarted = make_tuner(kind, STRATEGIES, seed=99)
     restarted.load_state_dict(json.loads(json.dumps(second.state_dict())))
     engines[0].run(first, 120)
     engines[1].run(restarted, 120)
@@ -179,7 +179,7 @@ def test_choices_are_the_same_after_a_restart(kind: Kind) -> None:
     assert restarted.ledger.state_dict() == first.ledger.state_dict()
 
 
-def test_state_of_another_menu_loads() -> None:
+def test_state_of_other_strategies_loads() -> None:
     engine, adaptive = WORKLOADS["tail, good drafter"].engine(seed=SEED), tuner()
     engine.run(adaptive, 100)
     other = make_tuner("cost_model", [Strategy("ngram", 4, 1, 4), Strategy("suffix", 3, 1, 3)])
@@ -188,19 +188,23 @@ def test_state_of_another_menu_loads() -> None:
 
 
 def test_threshold_fixed_and_off() -> None:
-    menu = first(MENU[4])
-    threshold, fixed, off = ThresholdTuner(menu, max_live=3), make_tuner("fixed", menu), make_tuner("off", menu)
-    assert [threshold.choose(range(live), 0) for live in (1, 3, 4)] == [MENU[4], MENU[4], OFF]
-    assert {fixed.choose(range(live), 0) for live in (1, 3, 40)} == {MENU[4]}
+    strategies = first(STRATEGIES[4])
+    threshold, fixed, off = (
+        ThresholdTuner(strategies, max_live=3),
+        make_tuner("fixed", strategies),
+        make_tuner("off", strategies),
+    )
+    assert [threshold.choose(range(live), 0) for live in (1, 3, 4)] == [STRATEGIES[4], STRATEGIES[4], OFF]
+    assert {fixed.choose(range(live), 0) for live in (1, 3, 40)} == {STRATEGIES[4]}
     assert {off.choose(range(live), 0) for live in (1, 3, 40)} == {OFF}
-    assert make_tuner("fixed", MENU).choose([0], 0) == MENU[0]
+    assert make_tuner("fixed", STRATEGIES).choose([0], 0) == STRATEGIES[0]
 
 
 @pytest.mark.parametrize("kind", ["cost_model", "beg_mab", "fixed", "off"])
 def test_a_suspended_drafter_is_not_chosen_until_it_is_resumed(kind: Kind) -> None:
     """The best drafter is suspended in mid-flight: the other one takes over, and none when that is suspended too."""
     engine = SimulatedWork(Hits(0.85), Hits(0.6), 2, 10**6).engine(seed=SEED)
-    adaptive = tuner(kind, MENU[4])
+    adaptive = tuner(kind, STRATEGIES[4])
 
     def used(rounds: int) -> set[str]:
         engine.run(adaptive, rounds)
@@ -209,21 +213,21 @@ def test_a_suspended_drafter_is_not_chosen_until_it_is_resumed(kind: Kind) -> No
     speculates = kind != "off"
     assert ("eagle3" in used(150)) == speculates
     adaptive.suspend("eagle3")
-    restarted = tuner(kind, MENU[4])
+    restarted = tuner(kind, STRATEGIES[4])
     restarted.load_state_dict(json.loads(json.dumps(adaptive.state_dict())))
     assert "eagle3" not in used(200)
-    assert (engine.share(*MENU[:3], last=100) > 0.75) == speculates
+    assert (engine.share(*STRATEGIES[:3], last=100) > 0.75) == speculates
     adaptive.suspend("ngram")
     assert used(200) == {"off"}
     adaptive.resume("eagle3")
     assert "ngram" not in used(100)
-    assert (engine.share(*MENU[3:], last=50) > 0.75) == speculates
+    assert (engine.share(*STRATEGIES[3:], last=50) > 0.75) == speculates
     adaptive.resume("ngram")
     engine.run(restarted, 100)
     assert "eagle3" not in {strategy.drafter for strategy, *_ in engine.history[-100:]}
 
 
-def test_an_empty_menu_is_plain_decoding() -> None:
+def test_no_strategy_is_plain_decoding() -> None:
     plain = make_tuner("cost_model")
     assert plain.choose([0], 10) == OFF
     plain.observe([0], RoundReport(OFF, 1, 10, (0,), (0,), (0,), 0.0, 0.01))
@@ -232,8 +236,8 @@ def test_an_empty_menu_is_plain_decoding() -> None:
 
 def test_wrong_settings_name_the_remedy() -> None:
     with pytest.raises(ValueError, match="twice"):
-        make_tuner("cost_model", [MENU[0], MENU[0]])
-    with pytest.raises(ValueError, match="give it a menu"):
+        make_tuner("cost_model", [STRATEGIES[0], STRATEGIES[0]])
+    with pytest.raises(ValueError, match="name one"):
         make_tuner("fixed")
     with pytest.raises(ValueError, match="choose cost_model"):
         make_tuner("best")  # type: ignore[arg-type]
@@ -242,7 +246,7 @@ def test_wrong_settings_name_the_remedy() -> None:
 def test_the_floor_is_what_a_draft_token_costs_in_tokens() -> None:
     """In the simulator a token of a pass costs 0.03 ms and a part of the curve; a larger batch emits more meanwhile.
     Drafters' estimates of low chances are 0.1 too low."""
-    floors = {}
+    min_draft_probs = {}
     for live in (1, 4, 8):
         made = tuner()
         SimulatedWork(Hits(0.8), Hits(0.4, cover=0.5), live, 600).engine(seed=SEED).run(made, 40)
@@ -251,26 +255,26 @@ def test_the_floor_is_what_a_draft_token_costs_in_tokens() -> None:
         cost = made.cost.token_seconds(live, 4, context)
         real = (pass_seconds(live, 5 * live, context) - pass_seconds(live, live, context)) / (4 * live)
         assert 0.6 * real < cost < 1.6 * real
-        floors[live] = made.floors.token
+        min_draft_probs[live] = made.min_draft_probs.token
         best = max(estimate.rate for estimate in made.estimates(rows, context).values())
         worth = best * made.cost.token_seconds(live, chosen.tokens, context) - 0.1
         if worth < 0.02:
-            assert made.floors == NO_FLOORS
+            assert made.min_draft_probs == NO_MIN_DRAFT_PROBS
         else:
-            assert made.floors.token == pytest.approx(min(worth, 0.8))
-            assert made.floors.level == pytest.approx(best * made.cost.level_seconds(chosen.drafter))
-    assert 0 <= floors[1] < floors[4] < floors[8] <= 0.8
-    assert tuner("fixed").floors == tuner("beg_mab").floors == NO_FLOORS
+            assert made.min_draft_probs.token == pytest.approx(min(worth, 0.8))
+            assert made.min_draft_probs.level == pytest.approx(best * made.cost.level_seconds(chosen.drafter))
+    assert 0 <= min_draft_probs[1] < min_draft_probs[4] < min_draft_probs[8] <= 0.8
+    assert tuner("fixed").min_draft_probs == tuner("beg_mab").min_draft_probs == NO_MIN_DRAFT_PROBS
 
 
 def test_there_is_no_floor_where_tokens_cost_nothing() -> None:
     """A GPU that waits for its weights: nothing is cut, so nobody has to look at the device's estimates."""
-    made = make_tuner("cost_model", MENU, seed=SEED)
+    made = make_tuner("cost_model", STRATEGIES, seed=SEED)
     made.calibrate(lambda *_: 10e-3, max_live=32, max_tokens=160, budget_s=1.0)
     for _ in range(20):
         chosen = made.choose([0], 100)
         drafted, hits = (chosen.tokens,), (min(chosen.depth, chosen.tokens),)
         draft_s = 0.0 if chosen.is_off else 1e-3
         made.observe([0], RoundReport(chosen, 1, 100, drafted, hits, hits, draft_s, 10e-3))
-        assert made.floors == NO_FLOORS
+        assert made.min_draft_probs == NO_MIN_DRAFT_PROBS
     assert not chosen.is_off

@@ -132,7 +132,9 @@ class Eagle3Drafter:
         width = min(strategy.width, strategy.tokens, len(self._noise_ids_J))
         lengths_B = torch.tensor(list(view.lengths), device=self._noise_ids_J.device)
         limits_B = torch.tensor(limits, device=lengths_B.device)
-        tree = TreeBuilder(len(limits), width=width, error_scale=self._error_scale, floors=view.floors)
+        tree = TreeBuilder(
+            len(limits), width=width, error_scale=self._error_scale, min_draft_probs=view.min_draft_probs
+        )
         y_ND = self._catch_up(view, depth=depth)
         if width == 1 and self._native is not None and not self._filters(view.params):
             self._draft_chain(self._native, tree, view, lengths_B, y_ND, depth=depth)
@@ -164,7 +166,7 @@ class Eagle3Drafter:
             ids_J=self._noise_ids_J,
             embeddings_VD=self._embedding.weight,
             rope_C21d=self._cache.rope_C21d,
-            settings=ChainSettings(view.params.temperature, self._error_scale, *view.floors),
+            settings=ChainSettings(view.params.temperature, self._error_scale, *view.min_draft_probs),
         )
         tree.add_chain(drafted.columns_Nw, drafted.values_Nw)
 
@@ -197,11 +199,13 @@ class Eagle3Drafter:
             return self._net(embeds_TD, hidden_TD, rope_T21d, attend)
         return self._native(embeds_TD, hidden_TD, rope_T21d, self._cache.from_position_0(), layout)
 
-    def static(self, inputs: Inputs, menu: Sequence[Strategy]) -> StaticEagle3:
+    def static(self, inputs: Inputs, strategies: Sequence[Strategy]) -> StaticEagle3:
         """See `static_shapes.HasStatic`."""
         assert self._hidden is not None, "the engine lends its hidden states first"
         parts = DraftParts(self._net, self._embedding, self._cache, self._hidden, self._noise_ids_J, self._error_scale)
-        return StaticEagle3(parts, inputs, menu, done=self._done, catch_up=lambda view: self._catch_up(view, depth=0))
+        return StaticEagle3(
+            parts, inputs, strategies, done=self._done, catch_up=lambda view: self._catch_up(view, depth=0)
+        )
 
     @torch.inference_mode()
     def _catch_up(self, view: LiveView, *, depth: int) -> Tensor:

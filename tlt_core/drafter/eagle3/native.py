@@ -22,8 +22,8 @@ class ChainSettings(NamedTuple):
 
     temperature: float
     error_scale: float
-    token_floor: float
-    level_floor: float
+    min_token_prob: float
+    min_level_sum: float
 
 
 class NativeEagle3:

@@ -44,10 +44,10 @@ class DraftParts(NamedTuple):
     error_scale: float
 
 
-def room_for(menu: Sequence[Strategy]) -> int:
+def room_for(strategies: Sequence[Strategy]) -> int:
     """Places behind a row's longest text that drafting needs."""
-    drafted = max((s.width * (s.depth - 1) for s in menu), default=0)
-    return max(drafted, _positions_at_once(menu))
+    drafted = max((s.width * (s.depth - 1) for s in strategies), default=0)
+    return max(drafted, _positions_at_once(strategies))
 
 
 class StaticEagle3:
@@ -57,7 +57,7 @@ class StaticEagle3:
         self,
         parts: DraftParts,
         inputs: Inputs,
-        menu: Sequence[Strategy],
+        strategies: Sequence[Strategy],
         *,
         done: list[int],
         catch_up: CatchUp,
@@ -65,14 +65,14 @@ class StaticEagle3:
         """done: the drafter's own list of how many positions of each row are in its cache.  catch_up: the drafter's
         packed catch-up."""
         self._parts, self._inputs, self._done, self._catch_up = parts, inputs, done, catch_up
-        self._width = _positions_at_once(menu)
+        self._width = _positions_at_once(strategies)
         self._keys_SKCd, self._values_SKCd = parts.cache.from_position_0()
         device, most = self._keys_SKCd.device, len(self._keys_SKCd)
-        needed = inputs.max_len + room_for(menu)
+        needed = inputs.max_len + room_for(strategies)
         if self._keys_SKCd.shape[2] < needed:
             raise ValueError(
                 f"the EAGLE-3 drafter has {self._keys_SKCd.shape[2]} positions a row, and texts of {inputs.max_len} "
-                f"tokens with drafts of fixed shape need {needed}: make it with room={room_for(menu)}"
+                f"tokens with drafts of fixed shape need {needed}: make it with room={room_for(strategies)}"
             )
         self._starts_B = torch.zeros(most, dtype=torch.int64, device=device)
         self._starts_host_B = torch.zeros(most, dtype=torch.int64, pin_memory=device.type == "cuda")
@@ -146,7 +146,7 @@ class StaticEagle3:
             builder.finish_padded(
                 parts.net.draft_ids_J,
                 limits_B.clamp_max(depth),
-                inputs.log_floor,
+                inputs.log_min_prob,
                 tokens=strategy.tokens,
                 width=tree.tokens_BU.shape[1] + 1,
             )
@@ -193,6 +193,6 @@ class _Levels:
         return self._sees_BwU
 
 
-def _positions_at_once(menu: Sequence[Strategy]) -> int:
+def _positions_at_once(strategies: Sequence[Strategy]) -> int:
     """X: the most tokens that a round emits.  A drafter that speculated in the last round is at most so far behind."""
-    return 1 + max((s.depth for s in menu), default=0)
+    return 1 + max((s.depth for s in strategies), default=0)

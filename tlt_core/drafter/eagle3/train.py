@@ -32,7 +32,7 @@ from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.drafter.eagle3.windows import Pack, Window, whole
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.model.decoder import Decoder
-from tlt_core.model.ends import PolicyEnds
+from tlt_core.model.edge_weights import EdgeWeights
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Eagle3Trainer:
     def __init__(
         self,
         model: Eagle3Model,
-        target: Decoder | PolicyEnds,
+        target: Decoder | EdgeWeights,
         settings: TrainSettings,
         *,
         heads: Mapping[int, Tensor] | None = None,

@@ -17,9 +17,9 @@ It ranks children as s does, and is confident where the leader is far ahead.  A 
 its path; it falls along a path, so a kept node's parent is kept, too.  c is a property of the drafter.  The sampled
 tokens do not depend on it, only how many guesses are right.
 
-Where each verified token costs time (a CPU, a large batch), nodes whose value is below the tuner's floor are left out,
+Where each verified token costs time (a CPU, a large batch), nodes whose value is below the tuner's least are left out,
 so each row's draft is as long as it is likely to be right.  Drafting ends with the level that promises less than
-another one costs (`Floors`).
+another one costs (`MinDraftProbs`).
 
 Shapes: B rows, b nodes of a row that are expanded, w children of a node, M candidates of a row, N kept nodes of all
 rows, J draft vocabulary.
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from kernels.sampling.coupled_sample import gumbel_noise
 from kernels.tree.draft_children import Children, best_children
-from tlt_core.items.speculation import NO_FLOORS, DraftTree, Floors, LiveView
+from tlt_core.items.speculation import NO_MIN_DRAFT_PROBS, DraftTree, LiveView, MinDraftProbs
 from tlt_core.items.static_shapes import PaddedTree
 from tlt_core.items.types import SamplingParams
 from tlt_core.model.sampling import policy_scores, row_keys
@@ -65,10 +65,12 @@ def perturbed_scores(logits_NJ: Tensor, noise_BJ: Tensor | None, params: Samplin
 class TreeBuilder:
     """Grows the candidates of a proposal level by level; width 1 makes chains."""
 
-    def __init__(self, rows: int, *, width: int, error_scale: float, floors: Floors = NO_FLOORS) -> None:
+    def __init__(
+        self, rows: int, *, width: int, error_scale: float, min_draft_probs: MinDraftProbs = NO_MIN_DRAFT_PROBS
+    ) -> None:
         self._rows, self._width, self._scale = rows, width, error_scale
-        self._floor = math.log(floors.token) if floors.token > 0 else None
-        self._level_floor = floors.level
+        self._log_min_prob = math.log(min_draft_probs.token) if min_draft_probs.token > 0 else None
+        self._min_level_sum = min_draft_probs.level
         self._tokens: list[Tensor] = []  # [B, .] each, as are the next two
         self._depths: list[Tensor] = []  # of their columns
         self._parents: list[Tensor] = []
@@ -110,15 +112,15 @@ class TreeBuilder:
 
     @property
     def _values_wanted(self) -> bool:
-        return self._width > 1 or self._floor is not None
+        return self._width > 1 or self._log_min_prob is not None
 
     def is_hopeless(self) -> bool:
         """Whether another level is not worth drafting: it cannot promise more than the newest one, which promises too
-        little.  Waits for the device, if there is a floor."""
-        if self._floor is None:
+        little.  Waits for the device, if there is a least."""
+        if self._log_min_prob is None:
             return False
-        promising_BM = torch.where(self._values[-1] < self._floor, -torch.inf, self._values[-1])
-        return float(promising_BM.exp().sum()) <= self._level_floor
+        promising_BM = torch.where(self._values[-1] < self._log_min_prob, -torch.inf, self._values[-1])
+        return float(promising_BM.exp().sum()) <= self._min_level_sum
 
     def choose_beam(self) -> Tensor:
         """Pick the nodes of the newest level to expand next; returns their index in it, [B, w]."""
@@ -133,8 +135,8 @@ class TreeBuilder:
         """The best `tokens` candidates of each row, none deeper than the row's limit."""
         depths_M = torch.cat(self._depths)
         keep_BM = depths_M <= limits_B[:, None]
-        if self._floor is not None:  # a parent's value is at least its child's
-            keep_BM &= self._all(self._values) >= self._floor
+        if self._log_min_prob is not None:  # a parent's value is at least its child's
+            keep_BM &= self._all(self._values) >= self._log_min_prob
         if self._width == 1:
             keep_BM &= depths_M <= tokens
         else:
@@ -159,19 +161,19 @@ class TreeBuilder:
 
 
 class StaticTreeBuilder(TreeBuilder):
-    """The same tree in fixed shapes.  The floor is on the device, and nothing waits, so a graph can hold it."""
+    """The same tree in fixed shapes.  The least is on the device, and nothing waits, so a graph can hold it."""
 
     @property
     def _values_wanted(self) -> bool:
         return True
 
     def finish_padded(
-        self, draft_ids_J: Tensor, limits_B: Tensor, log_floor: Tensor, *, tokens: int, width: int
+        self, draft_ids_J: Tensor, limits_B: Tensor, log_min_prob: Tensor, *, tokens: int, width: int
     ) -> PaddedTree:
-        """As `finish`, for a width of W > tokens.  log_floor: [], of `Floors.token`."""
+        """As `finish`, for a width of W > tokens.  log_min_prob: [], of `MinDraftProbs.token`."""
         columns_BM, parents_BM, values_BM = (self._all(x) for x in (self._tokens, self._parents, self._values))
         depths_M = torch.cat(self._depths)
-        keep_BM = (depths_M <= limits_B[:, None]) & (values_BM >= log_floor) & values_BM.isfinite()
+        keep_BM = (depths_M <= limits_B[:, None]) & (values_BM >= log_min_prob) & values_BM.isfinite()
         ranked_BM = values_BM.masked_fill(~keep_BM, -torch.inf)
         # Stable: where a child's value rounds to its parent's, the parent comes first.  Then back in tree order.
         best_Bn = ranked_BM.sort(dim=1, descending=True, stable=True).indices[:, :tokens].sort(dim=1).values

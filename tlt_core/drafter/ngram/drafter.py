@@ -146,7 +146,7 @@ class NgramDrafter:
                 next_position=view.lengths[row],
                 stream=stream if coupled else None,
                 stops=view.params.stop_token_ids,
-                floor=max(self._min_probability, view.floors.token),
+                least=max(self._min_probability, view.min_draft_probs.token),
             )
             self._draft(draft, tree)
         return DraftTree.of_lists(*tree)
@@ -210,7 +210,7 @@ class NgramDrafter:
             if depth < draft.depth and (parent < 0 or tree.tokens[parent] not in draft.stops):
                 found, escape = self.candidates(automaton, state, matched)
                 for share, candidate in draft.rank(found, escape, depth):
-                    if chance * share >= draft.floor:
+                    if chance * share >= draft.least:
                         pushed += 1
                         heapq.heappush(queue, (-chance * share, pushed, parent, depth + 1, candidate))
             if not queue:
@@ -281,7 +281,7 @@ class _Draft(NamedTuple):
     next_position: int  # index of the first token drafted
     stream: int | None  # None: rank by probability alone
     stops: Sequence[int]  # tokens that nothing follows
-    floor: float  # least chance of a node
+    least: float  # least chance of a node
 
     def rank(self, found: list[Candidate], escape: float, depth: int) -> list[tuple[float, Candidate]]:
         """Children to draft below a node at this depth, best first, each with its chance of being chosen."""

@@ -11,50 +11,50 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conf.rollout import SpeculationConfig
-from tlt_core.drafter.kinds import KINDS, learned_in, menu_of
+from tlt_core.drafter.kinds import KINDS, learned_in, strategies_of
 from tlt_core.items.speculation import Strategy
-from tlt_core.model.ends import PolicyEnds
+from tlt_core.model.edge_weights import EdgeWeights
 from tlt_core.tuner.policies import UNKNOWN
 
 Ask = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
-def vllm_menu(cfg: SpeculationConfig) -> tuple[Strategy, ...]:
+def vllm_strategies(cfg: SpeculationConfig) -> tuple[Strategy, ...]:
     """The chains that vLLM may draft: one drafter an engine, the first strategy's."""
     if cfg.policy == "off":
         return ()
-    menu = menu_of(cfg)
-    chains = tuple(s for s in menu if s.drafter == menu[0].drafter and s.width == 1)
+    strategies = strategies_of(cfg)
+    chains = tuple(s for s in strategies if s.drafter == strategies[0].drafter and s.width == 1)
     return chains[:1] if cfg.policy == "fixed" else chains
 
 
-def vllm_speculation(cfg: SpeculationConfig, menu: Sequence[Strategy]) -> dict[str, Any] | None:
-    """vLLM's speculative_config for our section; None: plain decoding.  menu: chains of one drafter."""
-    if not menu:
+def vllm_speculation(cfg: SpeculationConfig, strategies: Sequence[Strategy]) -> dict[str, Any] | None:
+    """vLLM's speculative_config for our section; None: plain decoding.  strategies: chains of one drafter."""
+    if not strategies:
         return None
-    settings: dict[str, Any] = {"num_speculative_tokens": max(s.depth for s in menu)}
-    return settings | KINDS[menu[0].drafter].for_vllm(cfg)
+    settings: dict[str, Any] = {"num_speculative_tokens": max(s.depth for s in strategies)}
+    return settings | KINDS[strategies[0].drafter].for_vllm(cfg)
 
 
-def tlt_settings(cfg: SpeculationConfig, menu: Sequence[Strategy], *, capture_mb: int) -> dict[str, Any]:
+def tlt_settings(cfg: SpeculationConfig, strategies: Sequence[Strategy], *, capture_mb: int) -> dict[str, Any]:
     """What `tlt_vllm` is told.  capture_mb: memory for hidden states; 0: none are kept."""
     settings: dict[str, Any] = {"policy": cfg.policy, "log_every_s": 0}
-    if menu:
-        settings["menu"] = [s.depth for s in menu]
+    if strategies:
+        settings["strategies"] = [s.depth for s in strategies]
     return settings | {"capture_mb": capture_mb}
 
 
 class VllmDrafts:
     """A `Drafts`."""
 
-    def __init__(self, ask: Ask, cfg: SpeculationConfig, ends: PolicyEnds | None, *, folder: Path) -> None:
+    def __init__(self, ask: Ask, cfg: SpeculationConfig, edge_weights: EdgeWeights | None, *, folder: Path) -> None:
         """ask: asks the process.  folder: for weights on their way."""
         self._ask, self._folder = ask, folder
-        self.menu: Sequence[Strategy] = vllm_menu(cfg)
+        self.strategies: Sequence[Strategy] = vllm_strategies(cfg)
         self.policy = f"vllm {cfg.policy}"
         self.tuner = RemoteTuner(ask)
-        self.learned: Sequence[str] = learned_in(self.menu)
-        self.ends = ends
+        self.learned: Sequence[str] = learned_in(self.strategies)
+        self.edge_weights = edge_weights
 
     def calibrate(self) -> None:
         """Nothing: the tuner learns costs from vLLM's first steps."""

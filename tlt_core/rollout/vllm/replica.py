@@ -9,10 +9,10 @@ from torch import Tensor
 from conf.rollout import RolloutConfig
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.config import DecoderConfig
-from tlt_core.model.ends import PolicyEnds
+from tlt_core.model.edge_weights import EdgeWeights
 from tlt_core.model.load import hf_tensors, load_config
 from tlt_core.rollout.vllm.client import VllmRollout
-from tlt_core.rollout.vllm.drafts import tlt_settings, vllm_menu, vllm_speculation
+from tlt_core.rollout.vllm.drafts import tlt_settings, vllm_speculation, vllm_strategies
 
 # vLLM stops drafting for the whole batch while the drafts of any request could pass the length limit.
 _ROOM = 32
@@ -36,20 +36,20 @@ def start_vllm(
     rank: int,
     seed: int,
     policy_version: int,
-    ends: PolicyEnds | None = None,
+    edge_weights: EdgeWeights | None = None,
     sleeps: bool = False,
     devices: Sequence[str] = (),
 ) -> VllmRollout:
     """A running engine with the weights of `model_dir`.
 
-    ends: kept up to date with the policy, and hidden states are kept; None: neither.  sleeps, devices: see
+    edge_weights: kept up to date with the policy, and hidden states are kept; None: neither.  sleeps, devices: see
     `VllmRollout`.  Raises VllmError, VllmUnusable.
     """
-    model, menu = load_config(model_dir), vllm_menu(cfg.speculation)
+    model, strategies = load_config(model_dir), vllm_strategies(cfg.speculation)
     max_len = max(max_len, min(max_len + _ROOM, model.max_position_embeddings))
 
     def for_vllm(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        weights = weights if ends is None else ends.through(weights)
+        weights = weights if edge_weights is None else edge_weights.through(weights)
         return hf_tensors(weights, model, dtype=as_torch(cfg.dtype))
 
     engine = VllmRollout(
@@ -68,8 +68,10 @@ def start_vllm(
         sleeps=sleeps,
         tensor_parallel=cfg.vllm.tensor_parallel,
         devices=devices,
-        speculative=vllm_speculation(cfg.speculation, menu),
-        tlt=tlt_settings(cfg.speculation, menu, capture_mb=_capture_mb(cfg, model, max_len) if ends else 0),
+        speculative=vllm_speculation(cfg.speculation, strategies),
+        tlt=tlt_settings(
+            cfg.speculation, strategies, capture_mb=_capture_mb(cfg, model, max_len) if edge_weights else 0
+        ),
         seed=seed,
         policy_version=policy_version,
     )

@@ -69,10 +69,12 @@ def recorded(decoder, rollouts, model):
 def test_the_engine_accepts_what_was_predicted(decoder, drafters, name):
     """Every round of every request, chains of four, several requests at a time."""
     params, model = SAMPLINGS[name], drafters[name]
-    menu = [Strategy("eagle3", DEPTH, 1, DEPTH)]
+    strategies = [Strategy("eagle3", DEPTH, 1, DEPTH)]
     drafter = Eagle3Drafter(model, decoder, max_live=4, max_len=64)
-    tuner = make_tuner("fixed", menu, seed=0)
-    engine = RolloutEngine(decoder, max_live=4, max_len=64, speculation=Speculation({"eagle3": drafter}, tuner, menu))
+    tuner = make_tuner("fixed", strategies, seed=0)
+    engine = RolloutEngine(
+        decoder, max_live=4, max_len=64, speculation=Speculation({"eagle3": drafter}, tuner, strategies)
+    )
     accepted: dict[int, list[int]] = {}  # of each round of a request
 
     def on_round(trace):

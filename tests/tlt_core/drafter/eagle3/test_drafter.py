@@ -12,7 +12,7 @@ from tlt_core.drafter.eagle3.files import export_weights, import_weights
 from tlt_core.drafter.eagle3.model import blank_eagle3
 from tlt_core.drafter.eagle3.tree import TreeBuilder, draft_noise, perturbed_scores
 from tlt_core.items.hidden_states import HiddenStates
-from tlt_core.items.speculation import Floors, LiveView, Strategy
+from tlt_core.items.speculation import LiveView, MinDraftProbs, Strategy
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.model.config import ModelError
 from tlt_core.model.load import random_decoder
@@ -306,18 +306,18 @@ def test_hit_rates_predict_hits():
 
 @pytest.mark.parametrize("strategy", [Strategy("eagle3", 5, 1, 5), Strategy("eagle3", 4, 3, 12)], ids=str)
 def test_the_floor_cuts_what_is_improbable(decoder, model, strategy):
-    """The higher the floor the less is kept, each draft a subtree of the one before; nothing is above certainty."""
+    """The higher the least the less is kept, each draft a subtree of the one before; nothing is above certainty."""
     bench = Bench(decoder, [7, 9, 12, 5])
     drafter = ready(bench, model, decoder)
     view = bench.view(SamplingParams())
     kept = []
-    for floor in (0.0, 1e-9, 0.02, 0.1, 0.3, 1.0):
-        tree = drafter.propose(view._replace(floors=Floors(token=floor)), strategy)
+    for least in (0.0, 1e-9, 0.02, 0.1, 0.3, 1.0):
+        tree = drafter.propose(view._replace(min_draft_probs=MinDraftProbs(token=least)), strategy)
         check_tree(tree, view, strategy, vocab_size=64)
         kept.append({(row, path) for row in range(4) for path in paths(tree, row)})
     assert kept[0] == kept[1]
     assert all(less <= more for more, less in itertools.pairwise(kept))
-    assert len({len(paths) for paths in kept}) >= 4, "the floors were chosen to matter"
+    assert len({len(paths) for paths in kept}) >= 4, "the min_draft_probs were chosen to matter"
     assert not kept[-1]
 
 
@@ -332,15 +332,15 @@ def test_what_reaches_the_floor_by_hand(width):
     for place, token in enumerate(top):
         for child in below[place].topk(width).indices.tolist():
             values[token, child] = float(shares[token] * below[place, child])
-    for floor, level in itertools.product((0.01, 0.05, 0.2, 0.5), (0.0, 0.3, 0.8)):
-        tree = TreeBuilder(1, width=width, error_scale=1.0, floors=Floors(floor, level))
+    for least, level in itertools.product((0.01, 0.05, 0.2, 0.5), (0.0, 0.3, 0.8)):
+        tree = TreeBuilder(1, width=width, error_scale=1.0, min_draft_probs=MinDraftProbs(least, level))
         tree.add_level(first)
-        promised = sum(values[token,] for token in top if values[token,] >= floor)
+        promised = sum(values[token,] for token in top if values[token,] >= least)
         assert tree.is_hopeless() == (promised <= level)
         tree.choose_beam()
         tree.add_level(second)
         found = paths(tree.finish(torch.arange(6), torch.tensor([9]), tokens=99), 0)
-        assert set(found) == {path for path, value in values.items() if value >= floor}
+        assert set(found) == {path for path, value in values.items() if value >= least}
 
 
 def test_embedding_updates_reach_the_drafter(decoder, model, tiny_config):

@@ -8,7 +8,7 @@ import torch
 from tests.tlt_core.drafter.eagle3.reference import paths
 from tests.tlt_core.drafter.eagle3.test_drafter import IDS, Bench, ready, same
 from tlt_core.drafter.eagle3.model import Eagle3Config, random_eagle3
-from tlt_core.items.speculation import Floors, Strategy
+from tlt_core.items.speculation import MinDraftProbs, Strategy
 from tlt_core.items.types import SamplingParams
 from tlt_core.model.load import random_decoder
 
@@ -84,10 +84,12 @@ def test_rounds_after_each_other(decoder, model, strategy):
 
 
 @pytest.mark.parametrize("strategy", [CHAIN, TREE], ids=str)
-@pytest.mark.parametrize("floors", [Floors(0.05, 0.0), Floors(0.3, 0.5), Floors(0.6, 4.0)])
-def test_floors(decoder, model, strategy, floors):
+@pytest.mark.parametrize(
+    "min_draft_probs", [MinDraftProbs(0.05, 0.0), MinDraftProbs(0.3, 0.5), MinDraftProbs(0.6, 4.0)]
+)
+def test_floors(decoder, model, strategy, min_draft_probs):
     bench, fast, slow = pair(decoder, model, error_scale=1.5)
-    view = bench.view(SamplingParams())._replace(floors=floors)
+    view = bench.view(SamplingParams())._replace(min_draft_probs=min_draft_probs)
     found, wanted = (drafter.propose(view, strategy) for drafter in (fast, slow))
     full = fast.propose(bench.view(SamplingParams()), strategy)
     assert alike(found, wanted)

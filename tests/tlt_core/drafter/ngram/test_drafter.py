@@ -9,7 +9,7 @@ import torch
 from kernels.sampling.coupled_sample import gumbel_noise
 from tlt_core.drafter.ngram.drafter import NgramDrafter, clock
 from tlt_core.drafter.ngram.suffix_automaton import ROOT, SuffixAutomaton
-from tlt_core.items.speculation import OFF, DraftTree, Floors, LiveView, Strategy
+from tlt_core.items.speculation import OFF, DraftTree, LiveView, MinDraftProbs, Strategy
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.model.sampling import position_key, row_keys, stream_key
 
@@ -202,14 +202,14 @@ def test_odd_input_gives_no_draft():
 
 
 def test_improbable_nodes_are_not_drafted():
-    """Twenty different continuations: each has a chance of less than 0.05.  The tuner's floor says so as well."""
-    for threshold, floor, expected in ((0.05, 0.0, 0), (0.0, 0.05, 0), (0.0, 0.0, 4), (0.0, 0.001, 4)):
+    """Twenty different continuations: each has a chance of less than 0.05.  The tuner's least says so as well."""
+    for threshold, least, expected in ((0.05, 0.0, 0), (0.0, 0.05, 0), (0.0, 0.0, 4), (0.0, 0.001, 4)):
         drafter = NgramDrafter(min_probability=threshold)
         for token in range(20):
             visit(drafter, [40, 100 + token])
         own = request(sample=9)
         drafter.admit(0, own)
-        seen = view([own], [[*PROMPT, 40]])._replace(floors=Floors(token=floor))
+        seen = view([own], [[*PROMPT, 40]])._replace(min_draft_probs=MinDraftProbs(token=least))
         assert len(drafter.propose(seen, Strategy("ngram", 1, 4, 4)).tokens_N) == expected
 
 

@@ -17,11 +17,11 @@ from tlt_core.items.speculation import Strategy
 from tlt_core.items.types import FinishReason, GenerationRequest, NoiseKey, Rollout, SamplingParams
 from tlt_core.rollout.vllm import client, pieces
 from tlt_core.rollout.vllm.client import VllmError, VllmRollout, VllmUnusable
-from tlt_core.rollout.vllm.drafts import RemoteTuner, tlt_settings, vllm_menu, vllm_speculation
+from tlt_core.rollout.vllm.drafts import RemoteTuner, tlt_settings, vllm_speculation, vllm_strategies
 from tlt_core.run import preflight
 from tlt_vllm.settings import Settings
 
-VLLM = ["rollout.engine=vllm", "rollout.speculation.policy=off", "drafter.spot.enabled=false"]
+VLLM = ["rollout.engine=vllm", "rollout.speculation.policy=off", "drafter.idle_training.enabled=false"]
 
 
 def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -49,13 +49,14 @@ def test_the_build_for_another_device_is_named(monkeypatch: pytest.MonkeyPatch, 
     ("changed", "message"),
     [
         (
-            "rollout.speculation={policy: fixed, menu: [{drafter: ngram, depth: 3, width: 2, tokens: 6}]}",
+            "rollout.speculation={policy: fixed, strategies: [{drafter: ngram, depth: 3, width: 2, tokens: 6}]}",
             "vLLM drafts chains; set every width to 1",
         ),
         (
-            "rollout.speculation={policy: cost_model, drafter_path: d, menu: [{drafter: ngram, depth: 3, tokens: 3}, "
+            "rollout.speculation={policy: cost_model, drafter_path: d, "
+            "strategies: [{drafter: ngram, depth: 3, tokens: 3}, "
             "{drafter: eagle3, depth: 3, tokens: 3}]}",
-            "keep strategies of one",
+            "keep those of one",
         ),
     ],
 )
@@ -65,16 +66,16 @@ def test_what_vllm_cannot_do_is_refused_with_the_remedy(changed: str, message: s
 
 
 GPU, HALF, DIVIDED = "cluster.gpus_per_worker=1", "cluster.gpus_per_worker=0.5", "rollout.vllm.tensor_parallel=2"
-WIDE = "rollout.speculation={menu: [{drafter: ngram, depth: 3, width: 2, tokens: 6}]}"
+WIDE = "rollout.speculation={strategies: [{drafter: ngram, depth: 3, width: 2, tokens: 6}]}"
 
 
 @pytest.mark.parametrize(
     ("settings", "engine"),
     [
-        ([], "own"),
-        ([HALF], "own"),
-        ([GPU, "rollout.engine=own"], "own"),
-        ([GPU, WIDE], "own"),
+        ([], "builtin"),
+        ([HALF], "builtin"),
+        ([GPU, "rollout.engine=builtin"], "builtin"),
+        ([GPU, WIDE], "builtin"),
         ([GPU, DIVIDED], "vllm"),
         ([GPU], "auto"),  # `run/engine_choice` looks what is installed
         ([GPU, "cluster.release_rollout_memory=true"], "auto"),
@@ -87,12 +88,12 @@ def test_auto_is_settled_where_the_configuration_decides(settings: list[str], en
 def test_the_tuner_gets_the_chains_of_one_drafter(tmp_path: Path) -> None:
     """By default our engine has strategies of both drafters."""
     cfg = SpeculationConfig(drafter_path=str(tmp_path / "d-eagle3"))
-    menu = vllm_menu(cfg)
-    assert [str(s) for s in menu] == ["eagle3:2x1/2", "eagle3:4x1/4", "eagle3:7x1/7"]
-    speculative = vllm_speculation(cfg, menu)
+    strategies = vllm_strategies(cfg)
+    assert [str(s) for s in strategies] == ["eagle3:2x1/2", "eagle3:4x1/4", "eagle3:7x1/7"]
+    speculative = vllm_speculation(cfg, strategies)
     assert speculative == {"method": "eagle3", "num_speculative_tokens": 7, "model": str(tmp_path / "d-eagle3")}
-    settings = tlt_settings(cfg, menu, capture_mb=3)
-    assert settings == {"policy": "cost_model", "log_every_s": 0, "menu": [2, 4, 7], "capture_mb": 3}
+    settings = tlt_settings(cfg, strategies, capture_mb=3)
+    assert settings == {"policy": "cost_model", "log_every_s": 0, "strategies": [2, 4, 7], "capture_mb": 3}
     assert Settings.read({"tlt": settings}, longest=7) is not None
 
 

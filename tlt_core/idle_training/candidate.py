@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.drafter.eagle3.weights import checksum, copy_of, fill, flat
+from tlt_core.idle_training.comparison import Comparison
+from tlt_core.idle_training.trial import Measurement, PairedTrial, TrialSettings, trial_windows
 from tlt_core.items.train_sequence import TrainSequence
-from tlt_core.spot.comparison import Comparison
-from tlt_core.spot.trial import Measurement, PairedTrial, TrialSettings, trial_windows
 
 _TRAINING_PER_TRIAL = 4.0  # seconds of training for each second that a trial takes
 

@@ -1,4 +1,4 @@
-"""The law of `tlt_core/spot/sampling`: shares, bounded gaps, joins and leaves, resume."""
+"""The law of `tlt_core/idle_training/sampling`: shares, bounded gaps, joins and leaves, resume."""
 
 import json
 from collections import Counter
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_core.drafter.eagle3.windows import Window
-from tlt_core.spot.sampling import WindowSampler
+from tlt_core.idle_training.sampling import WindowSampler
 
 
 class Response(NamedTuple):

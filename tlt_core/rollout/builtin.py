@@ -11,7 +11,7 @@ from tlt_core.rollout.engine import Pull, RolloutEngine, RoundTrace
 from tlt_core.rollout.replica import DecodeReport, OnCaptured
 
 
-class OwnReplica:
+class BuiltinReplica:
     """Keeps the rounds for the report, and the policy version that responses are marked with."""
 
     def __init__(self, engine: RolloutEngine, *, policy_version: int = 0) -> None:

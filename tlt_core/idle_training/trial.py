@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from tlt_core.drafter.eagle3.acceptance import AcceptanceMeasure, measure_starts
 from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.drafter.eagle3.windows import Window, cut
+from tlt_core.idle_training.comparison import Comparison, Group
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import SamplingParams
-from tlt_core.spot.comparison import Comparison, Group
 
 
 class TrialSettings(NamedTuple):

@@ -20,12 +20,12 @@ from tlt_core.drafter.eagle3.acceptance import passes, start_runs
 from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.drafter.eagle3.windows import whole
 from tlt_core.drafter.ngram.drafter import NgramDrafter
+from tlt_core.idle_training.checkpoint import load_checkpoint
+from tlt_core.idle_training.sequence_files import map_sequences
 from tlt_core.items.speculation import LiveView, Strategy
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import GenerationRequest, SamplingParams
 from tlt_core.machine.precision import as_torch
-from tlt_core.spot.checkpoint import load_checkpoint
-from tlt_core.spot.sequence_files import map_sequences
 
 
 class Recorded(NamedTuple):
@@ -55,11 +55,11 @@ class Recording(NamedTuple):
 Runs = Mapping[str, Tensor]  # accepted drafts of the chain begun at each token, by response
 
 
-def recorded(spot_dir: Path) -> Recording:
+def recorded(idle_training_dir: Path) -> Recording:
     """Read the workers' folders; nobody may be training."""
     found: list[Recorded] = []
     heads: dict[int, Tensor] = {}
-    for folder in sorted(spot_dir.glob("worker_*")):
+    for folder in sorted(idle_training_dir.glob("worker_*")):
         saved = load_checkpoint(folder / "training.safetensors")
         heads |= {int(version): head for version, head in saved.part("heads").items()}
         for file in saved.values["buffer"]["files"]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.spot.chains import NgramReplay, Recorded, accept_length, by_round_error, eagle3_runs, longer
+from bench.idle.chains import NgramReplay, Recorded, accept_length, by_round_error, eagle3_runs, longer
 from conf.load import load
 from tests.tlt_core.drafter.eagle3.test_acceptance import recorded as observed
 from tests.tlt_core.drafter.eagle3.training_texts import IDS, lively_decoder
@@ -36,12 +36,12 @@ def cfg(tmp_path_factory):
 
 def rounds_of(decoder, steps):
     """Rollouts of three prompts, one after the other, in each step; and the accepted drafts of their rounds."""
-    menu = [Strategy("ngram", DRAFTS, 1, DRAFTS)]
+    strategies = [Strategy("ngram", DRAFTS, 1, DRAFTS)]
     engine = RolloutEngine(
         decoder,
         max_live=1,
         max_len=64,
-        speculation=Speculation({"ngram": NgramDrafter()}, make_tuner("fixed", menu, seed=0), menu),
+        speculation=Speculation({"ngram": NgramDrafter()}, make_tuner("fixed", strategies, seed=0), strategies),
     )
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(3, 64, (n,), generator=generator).int() for n in (3, 6, 9)]

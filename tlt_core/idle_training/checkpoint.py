@@ -14,14 +14,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt_core.spot.writer import BackgroundWriter, WriteJob
+from tlt_core.idle_training.writer import BackgroundWriter, WriteJob
 
 log = logging.getLogger(__name__)
 
 _NAME = "training.safetensors"
 
 
-class SpotCheckpoint(NamedTuple):
+class IdleTrainingCheckpoint(NamedTuple):
     """What was saved."""
 
     tensors: dict[str, Tensor]
@@ -33,7 +33,7 @@ class SpotCheckpoint(NamedTuple):
         return {key.removeprefix(prefix): tensor for key, tensor in self.tensors.items() if key.startswith(prefix)}
 
 
-class SpotCheckpointError(ValueError):
+class IdleTrainingCheckpointError(ValueError):
     """A checkpoint that cannot be read.  The text names it and the remedy."""
 
 
@@ -44,13 +44,13 @@ class TrainingCheckpoint:
         self._path, self._writer = folder / _NAME, writer
         self._latest: WriteJob | None = None
 
-    def load(self) -> SpotCheckpoint | None:
+    def load(self) -> IdleTrainingCheckpoint | None:
         """What was saved last; None where there is nothing, or nothing that can be read."""
         if not self._path.is_file():
             return None
         try:
             return load_checkpoint(self._path)
-        except SpotCheckpointError as error:
+        except IdleTrainingCheckpointError as error:
             log.warning("%s; the drafter's training starts anew", error)
             return None
 
@@ -91,13 +91,13 @@ def async_checkpoint(
     return writer.submit(path, write)
 
 
-def load_checkpoint(path: Path) -> SpotCheckpoint:
-    """Read a checkpoint.  Raises SpotCheckpointError."""
+def load_checkpoint(path: Path) -> IdleTrainingCheckpoint:
+    """Read a checkpoint.  Raises IdleTrainingCheckpointError."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a mapping)
-            return SpotCheckpoint(tensors, json.loads(file.metadata()["values"]))
+            return IdleTrainingCheckpoint(tensors, json.loads(file.metadata()["values"]))
     except (OSError, SafetensorError, TypeError, KeyError, ValueError) as error:
-        raise SpotCheckpointError(
+        raise IdleTrainingCheckpointError(
             f"{path} cannot be read ({error}); remove it, and drafter training starts from the drafter in use"
         ) from None

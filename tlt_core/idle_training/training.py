@@ -1,4 +1,4 @@
-"""The spot trainer (TLT section 4): a worker trains the drafter while it is idle, as spot instances use idle machines.
+"""Training of the drafter in idle time (TLT section 4, "spot trainer"): a worker trains while it has nothing to decode.
 
     rollout --collect--> curriculum --windows--> micro_step, micro_step, ... (idle time) --> candidate --> publish
 
@@ -13,7 +13,7 @@ Hidden states are those of the policy that sampled the response.  This step's re
 steps before, of other workers too ("one-step offset", TLT section 4).
 
 Owners: `curriculum` chooses what is trained on next; `candidate` has the drafter in use and the trial of its successor;
-`checkpoint` has the file; `SpotTraining` has the weights that learn.
+`checkpoint` has the file; `IdleTraining` has the weights that learn.
 """
 
 import time
@@ -25,28 +25,28 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from conf.drafter import SpotConfig
+from conf.drafter import IdleTrainingConfig
 from tlt_core.drafter.eagle3.loss import LossKind
 from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainMetrics, TrainSettings
 from tlt_core.drafter.eagle3.weights import copy_of, fill, move_towards
+from tlt_core.idle_training.buffer import SequenceBuffer
+from tlt_core.idle_training.candidate import DrafterCandidate
+from tlt_core.idle_training.checkpoint import IdleTrainingCheckpoint, TrainingCheckpoint
+from tlt_core.idle_training.comparison import Comparison
+from tlt_core.idle_training.curriculum import Curriculum
+from tlt_core.idle_training.peers import PeerFiles
+from tlt_core.idle_training.trial import TrialSettings
+from tlt_core.idle_training.writer import BackgroundWriter
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import SamplingParams
 from tlt_core.model.decoder import Decoder
-from tlt_core.model.ends import PolicyEnds
-from tlt_core.spot.buffer import SequenceBuffer
-from tlt_core.spot.candidate import DrafterCandidate
-from tlt_core.spot.checkpoint import SpotCheckpoint, TrainingCheckpoint
-from tlt_core.spot.comparison import Comparison
-from tlt_core.spot.curriculum import Curriculum
-from tlt_core.spot.peers import PeerFiles
-from tlt_core.spot.trial import TrialSettings
-from tlt_core.spot.writer import BackgroundWriter
+from tlt_core.model.edge_weights import EdgeWeights
 
 ENOUGH = 0.75  # of a step's rows: where the next window does not fit, a pass over a piece of it costs almost as much
 
 
-class SpotResult(NamedTuple):
+class IdleTrainingResult(NamedTuple):
     """What one worker's training amounts to when a rollout has ended."""
 
     rows: int = 0  # tokens trained on in this phase
@@ -77,15 +77,15 @@ class _Phase:
         self.top1 += metrics.top1 * metrics.rows
 
 
-class SpotTraining:
+class IdleTraining:
     """See the module docstring.  Owned by a worker; called from its one thread."""
 
     def __init__(
         self,
-        cfg: SpotConfig,
+        cfg: IdleTrainingConfig,
         *,
         model: Eagle3Model,
-        target: Decoder | PolicyEnds,
+        target: Decoder | EdgeWeights,
         depth: int,
         temperature: float,
         compute_dtype: torch.dtype,
@@ -182,11 +182,11 @@ class SpotTraining:
         self._curriculum.trained(metrics.rows, time.perf_counter() - began_s)
         self._phase.add(metrics)
 
-    def result(self) -> SpotResult:
+    def result(self) -> IdleTrainingResult:
         """What came of the phase so far."""
         phase = self._phase
         rows = max(1, phase.rows)
-        return SpotResult(
+        return IdleTrainingResult(
             rows=phase.rows,
             steps=phase.steps,
             steps_total=self._trainer.steps,
@@ -244,7 +244,7 @@ class SpotTraining:
         """Wait for what is being written."""
         self._checkpoint.close()
 
-    def _resume(self, saved: SpotCheckpoint) -> None:
+    def _resume(self, saved: IdleTrainingCheckpoint) -> None:
         for version, head in saved.part("heads").items():
             self._keep_head(int(version), head)
         self._trainer.load_state_dict(saved.part("trainer"))

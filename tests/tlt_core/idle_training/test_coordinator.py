@@ -8,19 +8,19 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tlt_core.items.types import WorkerSpan, WorkerState
-from tlt_core.spot.bubble import bubble
-from tlt_core.spot.coordinator import (
+from tlt_core.idle_training.bubble import bubble
+from tlt_core.idle_training.coordinator import (
     Action,
     Coordinator,
+    IdleTrainingSettings,
     Order,
     PassesOffered,
     PhaseBegan,
     Progress,
     RolloutOver,
-    SpotSettings,
     WorkerIdle,
 )
+from tlt_core.items.types import WorkerSpan, WorkerState
 
 BUSY, IDLE, TRAINING = WorkerState.BUSY, WorkerState.IDLE, WorkerState.TRAINING
 TRAIN = Order(Action.TRAIN, "training")
@@ -33,7 +33,7 @@ def wait(reason: str) -> Order:
 def test_passes_of_the_update_by_hand():
     """Each is computed once; first or last, as the settings say; the end of rollout pre-empts them."""
     stream = Order(Action.STREAM, "streaming")
-    c = Coordinator(2, SpotSettings(min_idle_s=0.0))
+    c = Coordinator(2, IdleTrainingSettings(min_idle_s=0.0))
     c.handle(PhaseBegan(step=7, at_s=10.0))
     c.handle(PassesOffered(2))
     assert c.handle(WorkerIdle(0, 11.0, has_data=True)) == stream
@@ -60,7 +60,7 @@ def test_passes_of_the_update_by_hand():
             "idle/harvested_ratio": 1.0,
         }
     )
-    last = Coordinator(1, SpotSettings(min_idle_s=0.0, stream_first=False))
+    last = Coordinator(1, IdleTrainingSettings(min_idle_s=0.0, stream_first=False))
     last.handle(PhaseBegan(step=7, at_s=10.0))
     last.handle(PassesOffered(1))
     assert last.handle(WorkerIdle(0, 11.0, has_data=True)) == TRAIN
@@ -68,7 +68,7 @@ def test_passes_of_the_update_by_hand():
 
 
 def test_a_phase_by_hand():
-    c = Coordinator(2, SpotSettings(min_idle_s=0.2))
+    c = Coordinator(2, IdleTrainingSettings(min_idle_s=0.2))
     assert c.handle(PhaseBegan(step=7, at_s=10.0)) is None
     assert c.handle(WorkerIdle(0, 11.0, has_data=True)) == wait("min_idle")
     assert c.handle(Progress(0, 0, 11.1, has_data=True)) == wait("min_idle")
@@ -117,7 +117,7 @@ def test_p95_of_preemption_is_a_measured_one():
 
 @pytest.mark.parametrize(
     ("settings", "step", "reason"),
-    [(SpotSettings(enabled=False), 1, "disabled"), (SpotSettings(interval=3), 4, "interval")],
+    [(IdleTrainingSettings(enabled=False), 1, "disabled"), (IdleTrainingSettings(interval=3), 4, "interval")],
 )
 def test_a_phase_that_does_not_train_says_why(settings, step, reason):
     c = Coordinator(1, settings)
@@ -129,7 +129,7 @@ def test_a_phase_that_does_not_train_says_why(settings, step, reason):
 
 
 def test_every_third_step_trains():
-    c = Coordinator(1, SpotSettings(interval=3, min_idle_s=0))
+    c = Coordinator(1, IdleTrainingSettings(interval=3, min_idle_s=0))
     trained = []
     for step in range(1, 8):
         c.handle(PhaseBegan(step, float(step)))
@@ -138,7 +138,7 @@ def test_every_third_step_trains():
 
 
 def test_max_steps_counts_steps_that_are_under_way():
-    c = Coordinator(3, SpotSettings(min_idle_s=0, max_steps=2))
+    c = Coordinator(3, IdleTrainingSettings(min_idle_s=0, max_steps=2))
     c.handle(PhaseBegan(1, 0.0))
     assert [c.handle(WorkerIdle(w, 1.0, has_data=True)) for w in range(3)] == [TRAIN, TRAIN, wait("max_steps")]
     assert c.handle(Progress(0, 0, 1.5, has_data=False)) == wait("no_data")  # what it was ordered to do is free again
@@ -148,7 +148,7 @@ def test_max_steps_counts_steps_that_are_under_way():
 
 
 def test_late_and_unknown_reports_are_answered():
-    c = Coordinator(1, SpotSettings())
+    c = Coordinator(1, IdleTrainingSettings())
     assert c.handle(Progress(0, 0, 0.0, has_data=True)) == Order(Action.STOP, "rollout_over")  # before the first phase
     c.handle(PhaseBegan(1, 1.0))
     c.handle(RolloutOver(4.0))
@@ -165,7 +165,7 @@ class AnyEvents(RuleBasedStateMachine):
 
     @initialize(
         settings=st.builds(
-            SpotSettings,
+            IdleTrainingSettings,
             enabled=st.sampled_from([True, True, True, False]),
             min_idle_s=st.sampled_from([0.0, 0.2]),
             max_steps=st.sampled_from([0, 1, 4]),

@@ -2,11 +2,11 @@
 
 import os
 
-from tests.tlt_core.spot.stored import digest, make
-from tlt_core.spot.buffer import SequenceBuffer, held_back
-from tlt_core.spot.peers import PeerFiles
-from tlt_core.spot.sequence_files import write_sequences
-from tlt_core.spot.writer import BackgroundWriter
+from tests.tlt_core.idle_training.stored import digest, make
+from tlt_core.idle_training.buffer import SequenceBuffer, held_back
+from tlt_core.idle_training.peers import PeerFiles
+from tlt_core.idle_training.sequence_files import write_sequences
+from tlt_core.idle_training.writer import BackgroundWriter
 
 
 def write(folder, step, *, prompts=range(8), length=10, part=""):

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tlt_core.spot.comparison import Comparison, Group
+from tlt_core.idle_training.comparison import Comparison, Group
 
 TRIALS = 400
 

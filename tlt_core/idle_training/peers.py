@@ -1,7 +1,8 @@
 """Responses of the other workers: their buffers' files, read where they lie.
 
 A worker that runs out of work early had short responses, so its own buffer has few of the long ones that the drafter is
-for.  It also trains on what others decoded in earlier steps: their files (`spot/buffer`) are mapped when they appear.
+for.  It also trains on what others decoded in earlier steps: their files (`idle_training/buffer`) are mapped when
+they appear.
 A file appears whole, and stays readable after its owner has deleted it, so nobody locks or waits.  A folder that this
 node cannot see has no files.
 """
@@ -12,9 +13,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from tlt_core.idle_training.buffer import is_recent_and_held
+from tlt_core.idle_training.sequence_files import SequenceFileError, map_file
 from tlt_core.items.train_sequence import TrainSequence
-from tlt_core.spot.buffer import is_recent_and_held
-from tlt_core.spot.sequence_files import SequenceFileError, map_file
 
 log = logging.getLogger(__name__)
 

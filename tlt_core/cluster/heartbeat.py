@@ -1,10 +1,10 @@
-"""A worker's pulse: every two seconds a thread says that the process runs, and how far it has got.
+"""A worker's heartbeat: every two seconds a thread says that the process runs, and how far it has got.
 
     worker's thread --beat--> dispatcher (`Signs`) <--signs, want_stacks-- driver (`watch`)
                   '-- on request: writes the stacks of all its threads to a file
 
-A process that was stopped, or a machine that was lost, has no pulse.  A deadlocked worker still has one, but reports no
-progress.
+A process that was stopped, or a machine that was lost, has no heartbeat.  A deadlocked worker still has one, but
+reports no progress.
 """
 
 import faulthandler
@@ -56,7 +56,7 @@ class Signs:
         return self._requests
 
     def want_stacks(self) -> None:
-        """Have every worker that has a pulse write its stacks."""
+        """Have every worker that has a heartbeat write its stacks."""
         self._requests += 1
 
     def all(self) -> Mapping[int, Sign]:
@@ -68,13 +68,13 @@ class Signs:
         }
 
 
-class Pulse:
+class Heartbeat:
     """One per worker; its thread ends with the process, or with the dispatcher."""
 
     def __init__(self, dispatcher: Any, rank: int, *, stacks: Path | None) -> None:
         """stacks: file for the stacks of this process; None: they are not written."""
         self._dispatcher, self._rank, self._stacks = dispatcher, rank, stacks
-        threading.Thread(target=self._run, name="pulse", daemon=True).start()
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
     def _run(self) -> None:
         written = 0

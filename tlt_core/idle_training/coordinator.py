@@ -97,7 +97,7 @@ REASONS = (
 
 
 @dataclass(frozen=True, slots=True)
-class SpotSettings:
+class IdleTrainingSettings:
     """What idle workers may do."""
 
     enabled: bool = True  # train the drafter
@@ -157,7 +157,7 @@ class _Phase:
 class Coordinator:
     """`handle` each event in the order of its arrival; `report` when the phase has ended."""
 
-    def __init__(self, num_workers: int, settings: SpotSettings) -> None:
+    def __init__(self, num_workers: int, settings: IdleTrainingSettings) -> None:
         self._num_workers, self._settings = num_workers, settings
         self._phase = _Phase(step=0, workers={}, over_s=0.0)  # before the first phase nobody is asked for anything
 

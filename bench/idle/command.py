@@ -1,4 +1,4 @@
-"""`tlt bench spot`: what training the drafter in idle time brings over a whole training run.
+"""`tlt bench idle`: what training the drafter in idle time brings over a whole training run.
 
 Two runs take turns, a block of steps each: all of TLT, and the same with the first drafter left as it is.  Their
 rollouts are the same, so their step times show what training costs and what it brings, block by block.  Policy updates
@@ -6,7 +6,7 @@ are the same work in both: what these differ by is the machine's doing.
 
 After each block, on that block's responses under their own noise: what is accepted of the first drafter (static) and of
 the one that each step's rollout drafted with (adaptive), of the n-gram drafter, and of the longer one of its and the
-static chains (`bench/spot/chains`).  Tokens a round, for chains as long as the drafter is trained for, and for long
+static chains (`bench/idle/chains`).  Tokens a round, for chains as long as the drafter is trained for, and for long
 ones: a drafter that is nearly always right is worth a longer chain, and a short one hides how right it is.  Blocks are
 on the same prompts when each is of whole epochs; with each length goes its error, which is what chance would make of it
 if the policy answered the same prompts again.
@@ -23,9 +23,7 @@ from typing import Any
 from prefect import flow
 from torch import Tensor
 
-from bench.report import write_report
-from bench.runs import drop_checkpoints, first_drafter, same_steps, steps_of, take_turns, variants
-from bench.spot.chains import (
+from bench.idle.chains import (
     NgramReplay,
     Runs,
     accept_length,
@@ -34,6 +32,8 @@ from bench.spot.chains import (
     longer,
     recorded,
 )
+from bench.report import write_report
+from bench.runs import drop_checkpoints, first_drafter, same_steps, steps_of, take_turns, variants
 from bench.verdicts import summarise, verdict
 from conf.run import RunConfig
 from tlt_core.drafter.eagle3.files import load_eagle3
@@ -64,8 +64,8 @@ _FIGURES = (
 )
 
 
-@flow(name="bench-spot")
-def bench_spot(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
+@flow(name="bench-idle")
+def bench_idle(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
     """`repeats` blocks of steps, `num_steps` in all, of both runs; returns the report."""
     first, policy_dir = first_drafter(cfg)
     both = variants(cfg, first)
@@ -77,7 +77,7 @@ def bench_spot(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
     used, done = first, 0
     ngram = NgramReplay(cfg)
     for steps in take_turns(turns, num_steps=cfg.num_steps, blocks=repeats):
-        responses = [r for r in recorded(run.run_dir / "spot").responses if done < r.step <= steps]
+        responses = [r for r in recorded(run.run_dir / "idle_training").responses if done < r.step <= steps]
         drafter = load_eagle3(first, decoder.config)
         runs: dict[str, Runs] = {"static": eagle3_runs(cfg, drafter, embedding_VD, responses, drafts=_LONG)}
         adaptive: dict[str, Tensor] = {}
@@ -110,8 +110,8 @@ def bench_spot(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
 
 def _keeping_drafters(run: RunConfig, *, steps: int) -> RunConfig:
     """The drafters of a block, and the one before it."""
-    spot = run.drafter.spot.model_copy(update={"keep_published": steps + 1})
-    return run.model_copy(update={"drafter": run.drafter.model_copy(update={"spot": spot})})
+    idle_training = run.drafter.idle_training.model_copy(update={"keep_published": steps + 1})
+    return run.model_copy(update={"drafter": run.drafter.model_copy(update={"idle_training": idle_training})})
 
 
 def _times(turns: Mapping[str, RunConfig], *, after: int) -> dict[str, float]:

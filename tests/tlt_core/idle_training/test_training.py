@@ -6,25 +6,25 @@ from itertools import islice
 import pytest
 import torch
 
-from conf.drafter import SpotConfig
+from conf.drafter import IdleTrainingConfig
 from tests.tlt_core.drafter.eagle3.training_texts import lively_decoder
 from tlt_core.drafter.eagle3.acceptance import measure_acceptance
 from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
 from tlt_core.drafter.eagle3.files import export_weights
 from tlt_core.drafter.eagle3.model import eagle3_from_target
 from tlt_core.drafter.eagle3.observe import draft_probs
+from tlt_core.idle_training.comparison import Comparison, Group
+from tlt_core.idle_training.training import IdleTraining, IdleTrainingResult
 from tlt_core.items.speculation import Strategy
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.run.drafter_release import decide
-from tlt_core.spot.comparison import Comparison, Group
-from tlt_core.spot.training import SpotResult, SpotTraining
 from tlt_core.tuner.policies import make_tuner
 
 DEPTH, MAX_LEN = 3, 64
-MENU = [Strategy("eagle3", DEPTH, 1, DEPTH)]
+STRATEGIES = [Strategy("eagle3", DEPTH, 1, DEPTH)]
 # Micro-steps of a fixed size: their number follows the clock otherwise.  Few and large optimizer steps.
-CFG = SpotConfig(
+CFG = IdleTrainingConfig(
     micro_step_s=1e6, rows_per_step=128, window_rows=64, learning_rate=5e-3, canary_tokens=1500, average_decay=0.9
 )
 
@@ -39,7 +39,7 @@ def first_drafter(decoder):
 
 
 def training(decoder, folder, *, resume=False, cfg=CFG, peers=(), compute_dtype=torch.float32):
-    return SpotTraining(
+    return IdleTraining(
         cfg,
         model=first_drafter(decoder),
         target=decoder,
@@ -52,11 +52,11 @@ def training(decoder, folder, *, resume=False, cfg=CFG, peers=(), compute_dtype=
     )
 
 
-def roll_out(decoder, spot, *, step, prompts=16):
+def roll_out(decoder, idle_training, *, step, prompts=16):
     """One rollout phase with capture; returns the engine's drafter."""
-    drafter = Eagle3Drafter(spot.candidate.used, decoder, max_live=4, max_len=MAX_LEN)
-    tuner = make_tuner("fixed", MENU)
-    speculation = Speculation({"eagle3": drafter}, tuner, MENU)
+    drafter = Eagle3Drafter(idle_training.candidate.used, decoder, max_live=4, max_len=MAX_LEN)
+    tuner = make_tuner("fixed", STRATEGIES)
+    speculation = Speculation({"eagle3": drafter}, tuner, STRATEGIES)
     engine = RolloutEngine(decoder, max_live=4, max_len=MAX_LEN, speculation=speculation, capture_taps=drafter.taps)
     generator = torch.Generator().manual_seed(3)
     requests = [
@@ -64,37 +64,37 @@ def roll_out(decoder, spot, *, step, prompts=16):
         for p in range(prompts)
         for s in range(2)
     ]
-    spot.begin(step, policy_version=step)
+    idle_training.begin(step, policy_version=step)
     come, params = iter(requests), SamplingParams(max_new_tokens=40)
 
     def pull(wanted):
         return list(islice(come, wanted))
 
-    engine.decode(pull, lambda _: None, params, on_captured=spot.collect, policy_version=step)
+    engine.decode(pull, lambda _: None, params, on_captured=idle_training.collect, policy_version=step)
     return drafter
 
 
-def train(spot, *, until):
+def train(idle_training, *, until):
     for _ in range(2000):
-        if until(spot.result()):
-            return spot.result()
-        spot.micro_step()
-    raise AssertionError(f"it never came to that: {spot.result()}")
+        if until(idle_training.result()):
+            return idle_training.result()
+        idle_training.micro_step()
+    raise AssertionError(f"it never came to that: {idle_training.result()}")
 
 
-def due(spot):
+def due(idle_training):
     """The next candidate is due, whatever the clock says."""
-    spot.candidate.trained(1e9)
+    idle_training.candidate.trained(1e9)
 
 
-def no_trial(spot):
+def no_trial(idle_training):
     """None is due for as long as a test lasts: pieces of a trial are not training."""
-    spot.candidate.load_state_dict(spot.candidate.state_dict() | {"trial_s": 1e12})
+    idle_training.candidate.load_state_dict(idle_training.candidate.state_dict() | {"trial_s": 1e12})
 
 
-def tried(spot):
+def tried(idle_training):
     """The trainer's steps when the latest candidate was taken whose trial is done."""
-    return -1 if spot.candidate.in_trial else spot.candidate.state_dict()["tried_steps"]
+    return -1 if idle_training.candidate.in_trial else idle_training.candidate.state_dict()["tried_steps"]
 
 
 def parameters(model):
@@ -102,28 +102,30 @@ def parameters(model):
 
 
 def test_training_in_idle_time_raises_acceptance_and_says_by_how_much(decoder, tmp_path):
-    spot = training(decoder, tmp_path, cfg=CFG.model_copy(update={"learning_rate": 1.5e-3}))
-    drafter = roll_out(decoder, spot, step=1, prompts=64)
-    before = parameters(spot.candidate.used).clone()
-    train(spot, until=lambda r: r.steps >= 20)
-    due(spot)
-    result = train(spot, until=lambda _: tried(spot) >= 20)
+    idle_training = training(decoder, tmp_path, cfg=CFG.model_copy(update={"learning_rate": 1.5e-3}))
+    drafter = roll_out(decoder, idle_training, step=1, prompts=64)
+    before = parameters(idle_training.candidate.used).clone()
+    train(idle_training, until=lambda r: r.steps >= 20)
+    due(idle_training)
+    result = train(idle_training, until=lambda _: tried(idle_training) >= 20)
     assert result.trial.gain > max(0.1, 2 * result.trial.error)
     assert result.rows >= 20 * 64
-    assert torch.equal(parameters(spot.candidate.used), before), "what is in use changes by a publish alone"
+    assert torch.equal(parameters(idle_training.candidate.used), before), "what is in use changes by a publish alone"
     # The trial's figures are those of an independent measurement on the responses that were held back.
-    held = spot._buffer.held()
+    held = idle_training._buffer.held()
     assert sum(s.rows for s in held) < CFG.canary_tokens, "whole, each in one window"
-    measured = measure_acceptance(spot.candidate.used, decoder.embed_tokens.weight, held, depth=DEPTH, temperature=1.0)
+    measured = measure_acceptance(
+        idle_training.candidate.used, decoder.embed_tokens.weight, held, depth=DEPTH, temperature=1.0
+    )
     assert result.trial.used_length == pytest.approx(measured.accept_length)
     assert result.trial.groups == len({(item.step, item.key.prompt_id) for item in held}) > 2
     # Publish: what the engine's drafter then proposes is the candidate's.
-    candidate = spot.candidate.contribution(1.0)
-    adopted = spot.adopt(candidate, is_mine=True)
+    candidate = idle_training.candidate.contribution(1.0)
+    adopted = idle_training.adopt(candidate, is_mine=True)
     assert torch.equal(parameters(adopted), candidate)
     assert not torch.equal(candidate, before)
     del drafter
-    spot.close()
+    idle_training.close()
 
 
 def test_training_in_float32_beside_rollouts_in_bfloat16(tiny_config, tmp_path):
@@ -131,34 +133,34 @@ def test_training_in_float32_beside_rollouts_in_bfloat16(tiny_config, tmp_path):
     half = lively_decoder(tiny_config, dtype=torch.bfloat16)
     shared = half.embed_tokens.weight.detach().clone()
     cfg = CFG.model_copy(update={"learning_rate": 1.5e-3})
-    spot = training(half, tmp_path, cfg=cfg, compute_dtype=torch.float32)
-    drafter = roll_out(half, spot, step=1, prompts=64)
+    idle_training = training(half, tmp_path, cfg=cfg, compute_dtype=torch.float32)
+    drafter = roll_out(half, idle_training, step=1, prompts=64)
     assert {w.dtype for w in drafter._net.parameters()} == {torch.bfloat16}, "the engine drafts in the rollout's type"
-    item = spot._buffer.trainable()[0]
+    item = idle_training._buffer.trainable()[0]
     assert (item.taps_LE.dtype, item.last_PD.dtype) == (torch.bfloat16, torch.bfloat16)
-    head = spot._heads[item.policy_version]
+    head = idle_training._heads[item.policy_version]
     assert head.dtype == torch.float32
     probs_PJ = draft_probs(item, slice(None), head)
     # The product is in float32, its logits are those of the rollout: of every rounding that may differ, 2^-8 of them.
-    logits_PJ = half.logits(item.last_PD).detach().float()[:, spot.candidate.used.draft_ids_J]
+    logits_PJ = half.logits(item.last_PD).detach().float()[:, idle_training.candidate.used.draft_ids_J]
     expected_PJ = (logits_PJ - item.lognorms_P[:, None]).exp()
     torch.testing.assert_close(probs_PJ, expected_PJ, rtol=float(logits_PJ.abs().max()) * 2**-8, atol=1e-6)
     torch.testing.assert_close(probs_PJ.sum(-1), torch.ones(len(item.last_PD)), rtol=0, atol=1e-2)
-    train(spot, until=lambda r: r.steps >= 20)
-    due(spot)
-    result = train(spot, until=lambda _: tried(spot) >= 20)
+    train(idle_training, until=lambda r: r.steps >= 20)
+    due(idle_training)
+    result = train(idle_training, until=lambda _: tried(idle_training) >= 20)
     assert result.trial.gain > max(0.1, 2 * result.trial.error)
-    assert {p.dtype for p in spot._trainer.model.parameters()} == {torch.float32}
-    drafter.load_weights(export_weights(spot.adopt(spot.candidate.contribution(1.0), is_mine=True)))
+    assert {p.dtype for p in idle_training._trainer.model.parameters()} == {torch.float32}
+    drafter.load_weights(export_weights(idle_training.adopt(idle_training.candidate.contribution(1.0), is_mine=True)))
     assert {w.dtype for w in drafter._net.parameters()} == {torch.bfloat16}
     assert torch.equal(half.embed_tokens.weight, shared)
-    spot.end()
-    spot.save()
-    spot.close()
+    idle_training.end()
+    idle_training.save()
+    idle_training.close()
     # Resumed in the other type, as when a run goes on elsewhere: what it had learnt stays, heads are cast.
     half = lively_decoder(tiny_config, dtype=torch.bfloat16)
     again = training(half, tmp_path, resume=True, cfg=cfg, compute_dtype=torch.bfloat16)
-    assert again.result().steps_total == spot.result().steps_total
+    assert again.result().steps_total == idle_training.result().steps_total
     assert {head.dtype for head in again._heads.values()} == {torch.bfloat16}
     again.begin(2, policy_version=2)
     train(again, until=lambda r: r.steps >= 1)
@@ -170,39 +172,41 @@ def test_a_worker_learns_from_what_another_has_decoded(decoder, tmp_path):
     other = training(decoder, tmp_path / "worker_0", cfg=cfg)
     roll_out(decoder, other, step=1, prompts=64)
     other.end()
-    spot = training(decoder, tmp_path / "worker_1", cfg=cfg, peers=[tmp_path / "worker_0", tmp_path / "worker_2"])
-    spot.begin(1, policy_version=1)
+    idle_training = training(
+        decoder, tmp_path / "worker_1", cfg=cfg, peers=[tmp_path / "worker_0", tmp_path / "worker_2"]
+    )
+    idle_training.begin(1, policy_version=1)
     other.close()
-    assert not spot.has_data  # of this step it has none, and of others' only what is finished
-    spot.end()
-    spot.begin(2, policy_version=2)
-    assert spot.has_data
-    seen = spot._curriculum.sequences()
+    assert not idle_training.has_data  # of this step it has none, and of others' only what is finished
+    idle_training.end()
+    idle_training.begin(2, policy_version=2)
+    assert idle_training.has_data
+    seen = idle_training._curriculum.sequences()
     assert seen.keys() == {item.id for item in other._buffer.trainable()}
     for item in seen.values():
         theirs = next(i for i in other._buffer.trainable() if i.id == item.id)
         assert torch.equal(item.taps_LE, theirs.taps_LE)
-        own, expected = (draft_probs(item, slice(None), s._heads[item.policy_version]) for s in (spot, other))
+        own, expected = (draft_probs(item, slice(None), s._heads[item.policy_version]) for s in (idle_training, other))
         assert torch.equal(own, expected)
-    train(spot, until=lambda r: r.steps >= 20)
+    train(idle_training, until=lambda r: r.steps >= 20)
     held = other._buffer.held()
     settings = {"depth": DEPTH, "temperature": 1.0}
     before, after = (
         measure_acceptance(model, decoder.embed_tokens.weight, held, **settings).accept_length
-        for model in (spot.candidate.used, spot._average)
+        for model in (idle_training.candidate.used, idle_training._average)
     )
     assert after > before + 0.1
-    spot.close()
+    idle_training.close()
 
 
 def test_held_back_responses_are_not_trained_on(decoder, tmp_path):
-    spot = training(decoder, tmp_path)
-    roll_out(decoder, spot, step=1)
-    held = {s.id for s in spot._buffer.held()}
-    train(spot, until=lambda r: r.steps >= 20)
+    idle_training = training(decoder, tmp_path)
+    roll_out(decoder, idle_training, step=1)
+    held = {s.id for s in idle_training._buffer.held()}
+    train(idle_training, until=lambda r: r.steps >= 20)
     assert held
-    assert not held & set(spot._curriculum._sampler.state_dict()["flows"])
-    spot.close()
+    assert not held & set(idle_training._curriculum._sampler.state_dict()["flows"])
+    idle_training.close()
 
 
 @pytest.mark.parametrize("micro_steps", [1, 4, 9])
@@ -210,12 +214,12 @@ def test_a_restart_goes_on_bit_by_bit(decoder, tmp_path, micro_steps):
     """fp32 on CPU.  Saved in the middle of a phase, between any two micro-steps of training."""
     whole = training(decoder, tmp_path / "whole")
     first = training(decoder, tmp_path / "first")
-    for spot in (whole, first):
-        roll_out(decoder, spot, step=1)
-        spot.end()
-        roll_out(decoder, spot, step=2)
-        spot.end()
-        no_trial(spot)
+    for idle_training in (whole, first):
+        roll_out(decoder, idle_training, step=1)
+        idle_training.end()
+        roll_out(decoder, idle_training, step=2)
+        idle_training.end()
+        no_trial(idle_training)
     for _ in range(micro_steps):
         first.micro_step()
     first.save()
@@ -227,26 +231,26 @@ def test_a_restart_goes_on_bit_by_bit(decoder, tmp_path, micro_steps):
         second.micro_step()
     for _ in range(12):
         whole.micro_step()
-    states = [spot._trainer.state_dict() for spot in (whole, second)]
+    states = [idle_training._trainer.state_dict() for idle_training in (whole, second)]
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     assert states[0]["steps"] > 0
     assert torch.equal(parameters(whole._average), parameters(second._average))
     assert not torch.equal(parameters(whole._average), parameters(whole._trainer.model))
-    for spot in (whole, second):
-        spot.close()
+    for idle_training in (whole, second):
+        idle_training.close()
 
 
 def test_a_restart_does_not_bring_a_trial_forward(decoder, tmp_path):
-    spot = training(decoder, tmp_path)
-    roll_out(decoder, spot, step=1)
-    spot.end()
-    train(spot, until=lambda r: r.steps >= 4)
-    no_trial(spot)
-    steps = spot.result().steps_total
-    assert not spot.candidate.is_due(steps)
-    spot.save()
-    spot.close()
+    idle_training = training(decoder, tmp_path)
+    roll_out(decoder, idle_training, step=1)
+    idle_training.end()
+    train(idle_training, until=lambda r: r.steps >= 4)
+    no_trial(idle_training)
+    steps = idle_training.result().steps_total
+    assert not idle_training.candidate.is_due(steps)
+    idle_training.save()
+    idle_training.close()
     again = training(decoder, tmp_path, resume=True)
     again.begin(2, policy_version=2)
     assert again.result().steps_total == steps > tried(again)
@@ -257,12 +261,12 @@ def test_a_restart_does_not_bring_a_trial_forward(decoder, tmp_path):
 
 
 def test_a_damaged_state_costs_the_training_not_the_run(decoder, tmp_path, caplog):
-    spot = training(decoder, tmp_path)
-    roll_out(decoder, spot, step=1)
-    spot.end()
-    train(spot, until=lambda r: r.steps >= 2)
-    spot.save()
-    spot.close()
+    idle_training = training(decoder, tmp_path)
+    roll_out(decoder, idle_training, step=1)
+    idle_training.end()
+    train(idle_training, until=lambda r: r.steps >= 2)
+    idle_training.save()
+    idle_training.close()
     tensors = tmp_path / "training.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:1000])
     with caplog.at_level(logging.WARNING):
@@ -273,38 +277,41 @@ def test_a_damaged_state_costs_the_training_not_the_run(decoder, tmp_path, caplo
 
 
 def test_candidates_that_are_refused_again_and_again_are_dropped(decoder, tmp_path):
-    spot = training(decoder, tmp_path, cfg=CFG.model_copy(update={"max_rejections": 2}))
-    roll_out(decoder, spot, step=1)
-    train(spot, until=lambda r: r.steps >= 3)
-    assert not spot.reject()
-    trained = parameters(spot._trainer.model).clone()
-    assert not torch.equal(trained, parameters(spot.candidate.used))
-    assert spot.reject()
-    assert torch.equal(parameters(spot._trainer.model), parameters(spot.candidate.used))
-    spot.micro_step()  # and goes on
-    spot.close()
+    idle_training = training(decoder, tmp_path, cfg=CFG.model_copy(update={"max_rejections": 2}))
+    roll_out(decoder, idle_training, step=1)
+    train(idle_training, until=lambda r: r.steps >= 3)
+    assert not idle_training.reject()
+    trained = parameters(idle_training._trainer.model).clone()
+    assert not torch.equal(trained, parameters(idle_training.candidate.used))
+    assert idle_training.reject()
+    assert torch.equal(parameters(idle_training._trainer.model), parameters(idle_training.candidate.used))
+    idle_training.micro_step()  # and goes on
+    idle_training.close()
 
 
 def test_two_workers_publish_their_average_after_measuring_it(decoder, tmp_path):
-    spots = [training(decoder, tmp_path / str(worker)) for worker in range(2)]
-    for worker, spot in enumerate(spots):
-        roll_out(decoder, spot, step=1 + worker)
-        train(spot, until=lambda r: r.rows >= 10 * 128)
-        due(spot)  # which one is tried would follow the clock
-        steps = spot.result().steps_total
-        train(spot, until=lambda _, spot=spot, least=steps: tried(spot) >= least)
-    decision = decide([spot.result() for spot in spots], errors=1.0)
+    trainings = [training(decoder, tmp_path / str(worker)) for worker in range(2)]
+    for worker, idle_training in enumerate(trainings):
+        roll_out(decoder, idle_training, step=1 + worker)
+        train(idle_training, until=lambda r: r.rows >= 10 * 128)
+        due(idle_training)  # which one is tried would follow the clock
+        steps = idle_training.result().steps_total
+        train(idle_training, until=lambda _, idle_training=idle_training, least=steps: tried(idle_training) >= least)
+    decision = decide([idle_training.result() for idle_training in trainings], errors=1.0)
     assert decision.measured is None
     assert sum(decision.shares) == pytest.approx(1.0)
-    averaged = sum(spot.candidate.contribution(share) for spot, share in zip(spots, decision.shares, strict=True))
-    for spot in spots:
-        assert spot.candidate.compare(averaged).starts == spot.result().trial.starts > 0
-        assert spot.candidate.compare(averaged).gain > 0
-        spot.adopt(averaged, is_mine=False)
-    assert spots[0].candidate.checksum == spots[1].candidate.checksum
-    assert torch.equal(parameters(spots[0]._trainer.model), parameters(spots[1]._trainer.model))
-    for spot in spots:
-        spot.close()
+    averaged = sum(
+        idle_training.candidate.contribution(share)
+        for idle_training, share in zip(trainings, decision.shares, strict=True)
+    )
+    for idle_training in trainings:
+        assert idle_training.candidate.compare(averaged).starts == idle_training.result().trial.starts > 0
+        assert idle_training.candidate.compare(averaged).gain > 0
+        idle_training.adopt(averaged, is_mine=False)
+    assert trainings[0].candidate.checksum == trainings[1].candidate.checksum
+    assert torch.equal(parameters(trainings[0]._trainer.model), parameters(trainings[1]._trainer.model))
+    for idle_training in trainings:
+        idle_training.close()
 
 
 def measured(*gains):
@@ -312,22 +319,22 @@ def measured(*gains):
     return Comparison.of(Group(50, 100, 100 + gain) for gain in gains)
 
 
-TRAINED = SpotResult(rows=100, steps=2, trial=measured(20, 30))
+TRAINED = IdleTrainingResult(rows=100, steps=2, trial=measured(20, 30))
 WORSE = TRAINED._replace(trial=measured(-20, -30))
 
 
 @pytest.mark.parametrize(
     ("results", "shares", "refused"),
     [
-        ([SpotResult(), SpotResult()], (0, 0), False),
-        ([SpotResult(rows=9, steps=1), SpotResult()], (0, 0), False),  # no time to measure
-        ([TRAINED, SpotResult()], (1, 0), False),
-        ([WORSE, SpotResult()], (0, 0), True),
+        ([IdleTrainingResult(), IdleTrainingResult()], (0, 0), False),
+        ([IdleTrainingResult(rows=9, steps=1), IdleTrainingResult()], (0, 0), False),  # no time to measure
+        ([TRAINED, IdleTrainingResult()], (1, 0), False),
+        ([WORSE, IdleTrainingResult()], (0, 0), True),
         ([TRAINED, TRAINED._replace(rows=300)], (0.25, 0.75), False),
         ([TRAINED, WORSE], (1, 0), False),
         ([TRAINED._replace(trial=measured(0, 0))], (1,), False),  # as good: newer data
         ([TRAINED._replace(trial=measured(-20, 18))], (1,), False),  # by chance, for all one can tell
-        ([TRAINED._replace(rows=0), SpotResult()], (1, 0), False),  # trained in the phase before
+        ([TRAINED._replace(rows=0), IdleTrainingResult()], (1, 0), False),  # trained in the phase before
     ],
 )
 def test_what_is_published(results, shares, refused):
@@ -342,33 +349,33 @@ def test_what_is_published(results, shares, refused):
 
 def test_the_candidate_is_the_average_over_the_steps(decoder, tmp_path):
     """average_decay d: (1 - d) sum_k d^k w_(n - k) + d^n w_0."""
-    spot = training(decoder, tmp_path)
-    roll_out(decoder, spot, step=1)
-    no_trial(spot)
-    expected = parameters(spot.candidate.used).double()
+    idle_training = training(decoder, tmp_path)
+    roll_out(decoder, idle_training, step=1)
+    no_trial(idle_training)
+    expected = parameters(idle_training.candidate.used).double()
     for step in range(1, 7):
-        train(spot, until=lambda r, step=step: r.steps >= step)
-        expected = 0.9 * expected + 0.1 * parameters(spot._trainer.model).double()
-    spot.candidate.trained(1e15)
-    train(spot, until=lambda r: r.trial is not None)
+        train(idle_training, until=lambda r, step=step: r.steps >= step)
+        expected = 0.9 * expected + 0.1 * parameters(idle_training._trainer.model).double()
+    idle_training.candidate.trained(1e15)
+    train(idle_training, until=lambda r: r.trial is not None)
     # float32 against float64: some 1e-7 a step
-    torch.testing.assert_close(spot.candidate.contribution(1.0).double(), expected, atol=1e-6, rtol=0)
-    assert (expected - parameters(spot._trainer.model)).abs().max() > 1e-3
-    spot.close()
+    torch.testing.assert_close(idle_training.candidate.contribution(1.0).double(), expected, atol=1e-6, rtol=0)
+    assert (expected - parameters(idle_training._trainer.model)).abs().max() > 1e-3
+    idle_training.close()
 
 
 def test_a_trial_goes_on_where_the_phase_before_has_left_it(decoder, tmp_path):
     """Phases of one piece of work each would else never publish anything."""
-    spots = [training(decoder, tmp_path / name) for name in "ab"]
-    for spot in spots:
-        spot.candidate._settings = spot.candidate._settings._replace(pass_rows=16)
-        roll_out(decoder, spot, step=1)
-        train(spot, until=lambda r: r.steps >= 2)
-        due(spot)
-        spot.micro_step()  # the candidate is taken
-        assert spot.candidate.in_trial
-        spot.begin(2, policy_version=2)
-    whole, pieces = spots
+    trainings = [training(decoder, tmp_path / name) for name in "ab"]
+    for idle_training in trainings:
+        idle_training.candidate._settings = idle_training.candidate._settings._replace(pass_rows=16)
+        roll_out(decoder, idle_training, step=1)
+        train(idle_training, until=lambda r: r.steps >= 2)
+        due(idle_training)
+        idle_training.micro_step()  # the candidate is taken
+        assert idle_training.candidate.in_trial
+        idle_training.begin(2, policy_version=2)
+    whole, pieces = trainings
     expected = train(whole, until=lambda r: r.trial is not None).trial
     for phase in range(100):
         pieces.micro_step()
@@ -381,19 +388,19 @@ def test_a_trial_goes_on_where_the_phase_before_has_left_it(decoder, tmp_path):
     assert torch.equal(taken, whole.candidate.contribution(1.0))
     pieces.adopt(taken, is_mine=True)
     assert not pieces.candidate.in_trial
-    for spot in spots:
-        spot.close()
+    for idle_training in trainings:
+        idle_training.close()
 
 
 def test_a_trial_beside_a_drafter_that_is_replaced_is_dropped(decoder, tmp_path):
-    spot = training(decoder, tmp_path)
-    roll_out(decoder, spot, step=1)
-    train(spot, until=lambda r: r.steps >= 2)
-    due(spot)
-    spot.micro_step()
-    assert spot.candidate.in_trial
-    others = parameters(spot.candidate.used) * 1.01
-    spot.adopt(others, is_mine=False)
-    assert not spot.candidate.in_trial
-    assert spot.candidate.compare(others).starts == 0, "nothing was measured beside this one"
-    spot.close()
+    idle_training = training(decoder, tmp_path)
+    roll_out(decoder, idle_training, step=1)
+    train(idle_training, until=lambda r: r.steps >= 2)
+    due(idle_training)
+    idle_training.micro_step()
+    assert idle_training.candidate.in_trial
+    others = parameters(idle_training.candidate.used) * 1.01
+    idle_training.adopt(others, is_mine=False)
+    assert not idle_training.candidate.in_trial
+    assert idle_training.candidate.compare(others).starts == 0, "nothing was measured beside this one"
+    idle_training.close()

@@ -10,12 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from conf.drafter import SpotConfig
+from conf.drafter import IdleTrainingConfig
 from tlt_core.drafter.eagle3.windows import Window
+from tlt_core.idle_training.buffer import SequenceBuffer
+from tlt_core.idle_training.peers import PeerFiles
+from tlt_core.idle_training.sampling import WindowSampler
 from tlt_core.items.train_sequence import TrainSequence
-from tlt_core.spot.buffer import SequenceBuffer
-from tlt_core.spot.peers import PeerFiles
-from tlt_core.spot.sampling import WindowSampler
 
 _FIRST_ROWS = 16  # of the first micro-step, before anything was timed
 _LEAST_ROWS = 4  # fewer take as long: a pass has a fixed cost
@@ -25,7 +25,9 @@ _FASTEST = 2.0  # change of a micro-step's size from one to the next: one stall 
 class Curriculum:
     """See the module docstring."""
 
-    def __init__(self, cfg: SpotConfig, buffer: SequenceBuffer, peers: PeerFiles, heads: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self, cfg: IdleTrainingConfig, buffer: SequenceBuffer, peers: PeerFiles, heads: Mapping[int, Tensor]
+    ) -> None:
         """heads: by policy version; peers' responses of other versions cannot be trained on."""
         self._cfg, self._buffer, self._peers, self._heads = cfg, buffer, peers, heads
         self._sampler = WindowSampler(window_rows=cfg.window_rows, length_bias=cfg.length_bias, recency=cfg.recency)

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlt_core.idle_training.sequence_files import SequenceFileError, map_sequences, write_sequences
+from tlt_core.idle_training.writer import BackgroundWriter, WriteJob
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.model.sampling import splitmix64
-from tlt_core.spot.sequence_files import SequenceFileError, map_sequences, write_sequences
-from tlt_core.spot.writer import BackgroundWriter, WriteJob
 
 log = logging.getLogger(__name__)
 

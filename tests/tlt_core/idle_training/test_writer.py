@@ -10,8 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tlt_core.spot.checkpoint import SpotCheckpointError, TrainingCheckpoint, async_checkpoint, load_checkpoint
-from tlt_core.spot.writer import BackgroundWriter
+from tlt_core.idle_training.checkpoint import (
+    IdleTrainingCheckpointError,
+    TrainingCheckpoint,
+    async_checkpoint,
+    load_checkpoint,
+)
+from tlt_core.idle_training.writer import BackgroundWriter
 
 
 @pytest.fixture
@@ -108,11 +113,11 @@ def test_a_failure_is_the_jobs_and_the_file_before_stays(tmp_path, writer):
 
 
 def test_a_state_that_cannot_be_saved_is_said(tmp_path, caplog):
-    (tmp_path / "spot").write_text("in the way of the folder")
-    checkpoint = TrainingCheckpoint(tmp_path / "spot", BackgroundWriter())
+    (tmp_path / "idle_training").write_text("in the way of the folder")
+    checkpoint = TrainingCheckpoint(tmp_path / "idle_training", BackgroundWriter())
     checkpoint.save({}, trainer={"w": torch.zeros(3)})
     checkpoint.close()
-    assert str(tmp_path / "spot" / "training.safetensors") in caplog.text
+    assert str(tmp_path / "idle_training" / "training.safetensors") in caplog.text
     assert "Free disk space" in caplog.text
 
 
@@ -121,8 +126,8 @@ import os, sys
 from pathlib import Path
 import torch
 from safetensors.torch import save
-from tlt_core.spot.checkpoint import async_checkpoint
-from tlt_core.spot.writer import BackgroundWriter
+from tlt_core.idle_training.checkpoint import async_checkpoint
+from tlt_core.idle_training.writer import BackgroundWriter
 
 folder, writer = Path(sys.argv[1]), BackgroundWriter()
 async_checkpoint(writer, folder / "state", {"w": torch.full((1000,), 1.0)}, {"generation": 1})
@@ -173,10 +178,10 @@ def test_checkpoint_holds_what_it_was_given(tmp_path, writer):
         "sampler": {"now": 0.1 + 0.2, "flows": {"0.1.2.3": [5, 1, 1e-300, 0]}},
         "buffer": {"files": []},
     }
-    async_checkpoint(writer, tmp_path / "spot.safetensors", tensors, values)
+    async_checkpoint(writer, tmp_path / "idle_training.safetensors", tensors, values)
     values["step"] = 13  # taken when it was submitted
     writer.wait()
-    saved = load_checkpoint(tmp_path / "spot.safetensors")
+    saved = load_checkpoint(tmp_path / "idle_training.safetensors")
     assert saved.values == {**values, "step": 12}
     assert saved.tensors.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -186,7 +191,7 @@ def test_checkpoint_holds_what_it_was_given(tmp_path, writer):
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "foreign"])
 def test_a_damaged_checkpoint_is_named(tmp_path, writer, damage):
-    path = tmp_path / "spot.safetensors"
+    path = tmp_path / "idle_training.safetensors"
     async_checkpoint(writer, path, {"w": torch.zeros(9)}, {})
     writer.wait()
     if damage == "missing":
@@ -195,5 +200,5 @@ def test_a_damaged_checkpoint_is_named(tmp_path, writer, damage):
         path.write_bytes(path.read_bytes()[:-1])
     else:
         save_file({"w": torch.zeros(9)}, path)
-    with pytest.raises(SpotCheckpointError, match=r"spot.safetensors cannot be read .*; remove it"):
+    with pytest.raises(IdleTrainingCheckpointError, match=r"idle_training.safetensors cannot be read .*; remove it"):
         load_checkpoint(path)

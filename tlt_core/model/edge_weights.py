@@ -13,7 +13,7 @@ from tlt_core.model.config import DecoderConfig
 from tlt_core.model.load import ENDS, load_config, read_tensors
 
 
-class PolicyEnds:
+class EdgeWeights:
     """Has `config`, `embed_tokens` and `head_weight` as `Decoder` has them."""
 
     def __init__(self, config: DecoderConfig, embedding_VD: Tensor, head_VD: Tensor | None) -> None:
@@ -23,7 +23,7 @@ class PolicyEnds:
         self._head_VD = head_VD
 
     @classmethod
-    def load(cls, folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> "PolicyEnds":
+    def load(cls, folder: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> "EdgeWeights":
         """Of a Hugging Face folder.  Raises ModelError."""
         config, tensors = load_config(folder), read_tensors(folder, only=ENDS)
         embedding, head = ENDS

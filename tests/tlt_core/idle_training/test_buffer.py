@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tlt_core.spot.stored import TAPS, bytes_of, digest, make
-from tlt_core.spot.buffer import SequenceBuffer, held_back
-from tlt_core.spot.writer import BackgroundWriter
+from tests.tlt_core.idle_training.stored import TAPS, bytes_of, digest, make
+from tlt_core.idle_training.buffer import SequenceBuffer, held_back
+from tlt_core.idle_training.writer import BackgroundWriter
 
 ROOMY = {"max_bytes": 10**9, "max_sequences": 10**6}
 
@@ -152,9 +152,9 @@ def test_the_same_response_again_replaces_a_mapped_one(tmp_path, writer):
 FRESH = """
 import json, sys
 from pathlib import Path
-from tests.tlt_core.spot.stored import digest
-from tlt_core.spot.buffer import SequenceBuffer
-from tlt_core.spot.writer import BackgroundWriter
+from tests.tlt_core.idle_training.stored import digest
+from tlt_core.idle_training.buffer import SequenceBuffer
+from tlt_core.idle_training.writer import BackgroundWriter
 folder, index = Path(sys.argv[1]), json.loads(sys.argv[2])
 buffer = SequenceBuffer.open(folder, index, max_bytes=10**9, max_sequences=1000, writer=BackgroundWriter())
 print(json.dumps({s.id: digest(s) for s in buffer.sequences()}))
@@ -254,7 +254,7 @@ def test_open_clears_what_later_steps_left(tmp_path, writer):
 
 def test_without_a_disk_rollout_goes_on(tmp_path, writer, caplog):
     """A file stands where the folder should be.  Memory stays bounded, and writing begins once the folder works."""
-    folder = tmp_path / "spot"
+    folder = tmp_path / "idle_training"
     folder.write_text("in the way")
     limit = 10 * bytes_of(20)
     buffer = SequenceBuffer(folder, max_bytes=limit, max_sequences=1000, writer=writer)

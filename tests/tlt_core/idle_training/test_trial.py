@@ -10,8 +10,8 @@ from tlt_core.drafter.eagle3.acceptance import accepted_runs
 from tlt_core.drafter.eagle3.model import eagle3_from_target
 from tlt_core.drafter.eagle3.observe import observe
 from tlt_core.drafter.eagle3.windows import Window
+from tlt_core.idle_training.trial import Measurement, PairedTrial, TrialSettings, group_of, trial_windows
 from tlt_core.items.types import NoiseKey, SamplingParams
-from tlt_core.spot.trial import Measurement, PairedTrial, TrialSettings, group_of, trial_windows
 
 PARAMS = SamplingParams(temperature=1.0)
 
