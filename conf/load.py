@@ -125,7 +125,7 @@ def _without_content(error: yaml.YAMLError) -> str:
     """What is wrong, and where.  No text of the file, which may be none that the reader of a log should see."""
     mark = getattr(error, "problem_mark", None)
     if mark is None:  # a character that YAML does not allow
-        return "it holds a character that is none of text"
+        return "it holds a non-text character"
     words = ": ".join(str(part) for name in ("context", "problem") if (part := getattr(error, name, None)))
     words = re.sub(r"\b(alias|anchor|tag|handle) (['\"]).*\2", r"\1", words)  # names that stand in the file
     return f"line {mark.line + 1}, column {mark.column + 1}: {words}"

@@ -33,7 +33,7 @@ class ClusterConfig(Section):
     silence_s: float = Field(300.0, gt=0)
     """Seconds without a sign of life from a worker after which the run ends.  It is logged after 30."""
     stuck_s: float = Field(1800.0, gt=0)
-    """Seconds in which no worker gets on (decodes a token, ends a training pass) after which the run ends.  It is
+    """The run ends after this many seconds without progress (a token, a training pass) on any worker.  It is
     logged after 300, and the workers' stacks are written to the run's folder."""
     release_rollout_memory: bool = False
     """Free the rollout's memory (keys, values, recorded hidden states) during the update.  Set it on GPUs whose memory

@@ -82,7 +82,7 @@ _STATES = {
     FINISHED: "finished",
     STOPPED: "stopped by a signal; the same command goes on",
     FAILED: "failed; the same command goes on from the newest checkpoint",
-    "dead": "its process is gone without a word (killed, out of memory, power); the same command goes on",
+    "dead": "its process died silently (killed, out of memory, power); the same command goes on",
 }
 
 

@@ -82,7 +82,7 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
             Tracker(session, dataset=dataset) as tracker,
         ):
             took.lap("workers")
-            stopping.may_finish_step(session.may_take_to_stop_s)
+            stopping.may_finish_step(session.seconds_left_for_step)
             iterate(session, tracker, warm_up, show, took, stopping)
             trained = export_policy(session)
             show.begin("registry")

@@ -85,7 +85,7 @@ def _enter(registry: Registry, entry: Entry, run_id: str, *, wins: Callable[[Ver
 
 
 def _validated_best(score: float | None) -> Callable[[Version | None], bool]:
-    """Was it validated, and did the champion not validate better?  A champion without a figure gives way."""
+    """Was it validated, and did the champion not validate better?  A champion without a figure is replaced."""
 
     def best(champion: Version | None) -> bool:
         if score is None or champion is None or "validation" not in champion.tags:

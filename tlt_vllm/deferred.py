@@ -8,7 +8,7 @@ makes up for many: before the next drafts, or when there are many.
     K > 0   one pass over what was kept, which drafts nothing | vLLM's own pass, which drafts
 
 Only what the drafter computes is put off, so no token of the policy changes.  A request that leaves before its pass was
-made up leaves gaps in the drafter's keys: whoever continues its text from the prefix cache gets worse drafts there.
+made up leaves gaps in the drafter's keys: requests that continue its text from the prefix cache get worse drafts there.
 
 Written for vLLM's V1 runner.  Shapes: B requests of the batch, N tokens kept, E tapped width.
 """

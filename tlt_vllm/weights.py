@@ -129,7 +129,7 @@ def require_answers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
 
 
 def require_complete(model: nn.Module, file: str) -> None:
-    """A layer that the file leaves out would keep what it had, without a word.  Raises ValueError."""
+    """A layer that the file leaves out would silently keep its old weights.  Raises ValueError."""
     with safe_open(file, framework="pt") as tensors:
         names = tensors.keys()
     _refuse_missing(model, {_end(name) for name in names})

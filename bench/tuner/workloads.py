@@ -92,8 +92,8 @@ def best_fixed(earned: Mapping[str, float]) -> float:
 def recovery(kind: str, strategies: Sequence[Strategy], *, live: int, seed: int) -> dict[str, float]:
     """Rounds until a tuner does well again after its good drafter turned useless, and after it turned good again.
 
-    The tuner is not told.  It has recovered at the first round from which on it reaches, over 32 rounds, at least 0.9
-    of the throughput that the best strategy has in the same rounds.
+    The tuner learns of it from its rounds alone.  It has recovered at the first round from which on it reaches, over
+    32 rounds, at least 0.9 of the throughput that the best strategy has in the same rounds.
     """
     work = SimulatedWork(_SWAPPED.eagle3, _SWAPPED.ngram, live, _LONG)
     engine, adaptive = work.engine(seed=seed, compare=(OFF, *strategies)), tuner_of(kind, strategies, seed=seed)

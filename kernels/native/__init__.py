@@ -153,7 +153,7 @@ def _flags() -> tuple[str, ...]:
     limits, most = _X86 if machine in ("x86_64", "amd64") else _ARM, os.environ.get(_SWITCH, "")
     if most and most not in limits:
         raise NativeError(
-            f"{_SWITCH}={most!r} is none of 0, {', '.join(limits)}; unset it to use all that this processor has"
+            f"{_SWITCH}={most!r} must be one of 0, {', '.join(limits)}; unset it to use all that this processor has"
         )
     return (*_FLAGS, _MACHINES[machine], *(limits[most] if most else ()))
 

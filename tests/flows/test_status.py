@@ -77,7 +77,7 @@ def test_a_run_whose_process_is_gone_is_called_dead(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
     lines, is_well = _lines(tmp_path)
     assert not is_well
-    assert "its process is gone without a word" in lines["run"]
+    assert "its process died silently" in lines["run"]
 
 
 def test_progress_is_written_at_most_every_two_seconds_but_a_new_phase_at_once(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ class Dispatcher:
         self._coordinator.handle(PassesOffered(len(passes)))
 
     def take(self) -> OfferedPass:
-        """The next of them, for a worker that was told to compute one."""
+        """The next pass, for a worker whose order is to compute one."""
         return self._offered.popleft()
 
     def phase(self) -> PhaseReport:

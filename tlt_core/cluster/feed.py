@@ -53,7 +53,7 @@ class RequestFeed:
         return order
 
     def take(self) -> OfferedPass:
-        """The pass that this worker was told to compute."""
+        """The pass that this worker's order names."""
         taken: OfferedPass = ray.get(self._dispatcher.take.remote())
         return taken
 

@@ -5,7 +5,7 @@
     no Ray    a server of the driver's own Ray has ended: the run is given up at once
 
 The first two are logged once, with worker and phase, and the workers' stacks are written.  After `cluster.silence_s` or
-`cluster.stuck_s` the run is given up, so that whoever started it can start it again from the newest checkpoint.
+`cluster.stuck_s` the run is given up, so that it can be started again from the newest checkpoint.
 """
 
 import contextlib
@@ -57,7 +57,7 @@ class Watch:
     def look(self, ranks: Collection[int], *, may_idle: bool = False) -> str | None:
         """Look after the workers that are waited for, now and then.  Returns why the run must be given up, if it must.
 
-        may_idle: they wait for something else, so they need not get on.
+        may_idle: they wait for something else, so they need not make progress.
         """
         now_s = time.monotonic()
         if not ranks or now_s - self._looked_s < _EVERY_S:

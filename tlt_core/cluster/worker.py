@@ -182,8 +182,8 @@ class Worker:
     def _use_idle_time(
         self, idle: WorkerIdle, feed: RequestFeed, idle_training: IdleTraining | None, streamed: list[Key]
     ) -> None:
-        """Compute passes of the update or train the drafter, piece by piece, when told to, else wait, until the order
-        to stop.  A piece that has begun is finished.  streamed: gets the passes that were computed."""
+        """Compute passes of the update or train the drafter, piece by piece, as ordered, else wait, until the order to
+        stop.  A piece that has begun is finished.  streamed: gets the passes that were computed."""
         order, done = feed.ask(idle), 0
         while order.action is not Action.STOP:
             if order.action is Action.STREAM:

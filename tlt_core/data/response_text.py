@@ -15,8 +15,8 @@ def response_text(tokenizer: Any, tokens: Sequence[int], *, stop_token_ids: Coll
 
 
 def opening(tokenizer: Any, prompt_tokens: Sequence[int]) -> str:
-    r"""What the prompt's end has of the response: "<think>\n" of models that always think, an empty block of those
-    that are told not to; mostly nothing."""
+    r"""The part of a response that the prompt already holds: "<think>\n" of models that always think, an empty block
+    where thinking is off; mostly nothing."""
     found = _OPENED.search(tokenizer.decode(prompt_tokens[-_TAIL:], skip_special_tokens=False))
     return found.group() if found else ""
 

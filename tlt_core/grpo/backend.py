@@ -1,4 +1,4 @@
-"""What `update` needs of whoever holds model and optimizer: `torch_backend` and `deepspeed_backend`."""
+"""What `update` needs of the holder of model and optimizer: `torch_backend` and `deepspeed_backend`."""
 
 from collections.abc import Iterator, Mapping
 from typing import Protocol

@@ -150,7 +150,7 @@ class _Phase:
     spans: list[WorkerSpan] = field(default_factory=list)
     preempting: set[int] = field(default_factory=set)  # worked when rollout ended, not heard of since
     preempt_s: list[float] = field(default_factory=list)
-    offered: int = 0  # passes of the update that nobody has been told to compute
+    offered: int = 0  # passes of the update that no worker computes yet
     idle_by_reason_s: dict[str, float] = field(default_factory=dict)
 
 

@@ -1,11 +1,11 @@
 """How far this process has got: a number that grows with each decoding round, training pass or piece of training.
 
-Whoever watches the process reads it from another thread (`cluster/heartbeat`).
+The heartbeat reads it from another thread (`cluster/heartbeat`).
 """
 
 from pathlib import Path
 
-STACKS_WANTED = Path("stacks") / "wanted"  # below a run's folder: whoever makes this file asks for all stacks
+STACKS_WANTED = Path("stacks") / "wanted"  # below a run's folder: this file, when made, asks for all stacks
 _done = 0
 
 

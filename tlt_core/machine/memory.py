@@ -37,7 +37,7 @@ def warn_of_limits() -> None:
         if limit != resource.RLIM_INFINITY:
             log.warning(
                 "the %s of a process is limited to %.1f GB (ulimit %s): where torch gets no memory, results may differ "
-                "in their last bits without a word; say 'ulimit %s unlimited', and limit memory by a container",
+                "silently in their last bits; say 'ulimit %s unlimited', and limit memory by a container",
                 name,
                 limit / 1e9,
                 option,

@@ -17,7 +17,7 @@ from tlt_core.tuner.policies import UNKNOWN, RecordedTuner
 
 
 class TunerControl(Protocol):
-    """What is told to a tuner from outside, between two rounds; see `RecordedTuner`."""
+    """Events from outside that a tuner must know of, between two rounds; see `RecordedTuner`."""
 
     def notify_change(self, drafter: str | None = None, *, change: float = UNKNOWN) -> None:
         """New weights."""

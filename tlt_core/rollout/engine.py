@@ -1,7 +1,7 @@
 """The rollout engine: continuous batching of requests over a slot KV cache.
 
 In: a `pull` callable that hands out requests as slots free up.  Out: `on_finish` is called with each Rollout as it
-ends.  The engine knows nothing of workers, rewards or training; what happens in its idle time is the owner's affair.
+ends.  The engine knows nothing of workers, rewards or training; the caller decides what to run in idle time.
 
     admit -> prefill (once per distinct prompt, shared by its siblings) -> rounds -> finished rows leave -> admit ...
 
@@ -185,8 +185,8 @@ class RolloutEngine:
         self._rounds.prepare(params)
 
     def release_graphs(self) -> None:
-        """Give back the memory of captured graphs; the next `decode` captures them again.  Whoever moves the
-        decoder's weights to other memory must call this, too."""
+        """Give back the memory of captured graphs; the next `decode` captures them again.  Call it
+        before moving the decoder's weights to other memory."""
         self._rounds.release()
 
     @property
@@ -208,7 +208,7 @@ class RolloutEngine:
         for part in self._request_memory:
             part.release()
         if self._cache.keys_YSKCd.is_cuda:
-            torch.cuda.empty_cache()  # in one piece, for whoever is next
+            torch.cuda.empty_cache()  # unfragmented, for the next user
 
     @property
     def drafter_failures(self) -> Mapping[tuple[str, str], int]:

@@ -6,7 +6,7 @@
 The largest graph is captured first.  Smaller ones reuse its memory and take none of their own: what outlives a replay
 lies in static buffers that all graphs share (`static_pass.StaticTarget`).  So a further strategy costs the bookkeeping
 of its launches, not memory for activations.  Graphs hold addresses, not values: weights that are overwritten in place
-are used from the next replay on.  Whoever moves a buffer or a weight must call `release`.
+are used from the next replay on.  Call `release` before moving a buffer or a weight.
 
 On a CPU the pool calls the functions themselves, so that tests without a GPU cover them.
 """

@@ -47,8 +47,8 @@ class Rounds(Protocol):
         """Capture what decoding with these parameters needs, unless that was done.  No request may be live."""
 
     def release(self) -> None:
-        """Give back the memory of what was captured; `prepare` captures it again.  To be called, too, by whoever moves
-        weights or buffers."""
+        """Give back the memory of what was captured; `prepare` captures it again.  Call it before
+        moving weights or buffers."""
 
     def run(self, strategy: Strategy, min_draft_probs: MinDraftProbs, params: SamplingParams) -> Outcome:
         """One round: draft, verify, commit."""

@@ -27,7 +27,7 @@ _CPU_PROCESS = 0.55e9  # Python, torch and Ray
 # oneDNN keeps its last 1,024 compiled products; passes of ever new lengths fill that.  1.1 MB each, measured on AMX.
 # With $ONEDNN_PRIMITIVE_CACHE_CAPACITY=256 passes like the demo's take as long, with 64 they take 1.4 times as long.
 _PRODUCTS = 1024 * 1.1e6
-# Believed, not measured: figures of GPUs and of the drafter's passes.
+# Assumed, not measured: figures of GPUs and of the drafter's passes.
 _CONTEXT = 0.6e9  # CUDA's, cuBLAS's work space and kernels, for each process on a GPU
 _NCCL = 0.5e9  # its buffers, with more than one worker
 _GRAPHS = 1.0e9  # CUDA graphs of a rollout engine

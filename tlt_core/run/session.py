@@ -237,8 +237,8 @@ class Session:
         """Every `checkpoint.every_steps` steps and after the last."""
         return step % self.cfg.checkpoint.every_steps == 0 or step == self.cfg.num_steps
 
-    def may_take_to_stop_s(self) -> float:
-        """Seconds that the step has to end, when the run is told to stop now: the rest is for saving it."""
+    def seconds_left_for_step(self) -> float:
+        """Seconds left for the step when the run is asked to stop now: the rest is for saving it."""
         return self.cfg.checkpoint.must_save_by_s - _RESERVE * self._saving_s if self._reporter.step else 0.0
 
     def save_checkpoint(self, step: int) -> Path:

@@ -1,4 +1,4 @@
-"""What the workers of a training run are told."""
+"""The specification of a training run's workers."""
 
 from pathlib import Path
 

@@ -209,7 +209,7 @@ class Acceptance:
         means: list[float] = []
         for share in shares:
             weight, guess, worth = float(share.seen), _FIRST_GUESS, _FIRST_WEIGHT
-            if means:  # old evidence gives way to the position before, so that a longer draft is tried again
+            if means:  # old evidence is replaced by that of the position before, so that a longer draft is tried again
                 weight, guess, worth = share.seen * _kept(self._round - share.round), means[-1], _NEIGHBOUR_WEIGHT
             means.append((weight * share.mean + worth * guess) / (weight + worth))
         if optimistic:

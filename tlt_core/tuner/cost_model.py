@@ -41,7 +41,7 @@ class RobustFilter:
 
     def __init__(self, theta: Sequence[float], spread: Sequence[float], *, one_sided: bool = False) -> None:
         """theta: the prior's mean; spread: its standard deviations.  one_sided: a y far below the prediction shows
-        that the model has learnt from stalls, and is believed like a first observation.  For a model that was not
+        that the model has learnt from stalls, and counts as a first observation.  For a model that was not
         calibrated: its first observations may have been slow."""
         self.theta = list(theta)
         self.noise = 0.1  # of y, relative

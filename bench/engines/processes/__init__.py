@@ -1,1 +1,1 @@
-"""One file an engine: started in an environment of its own, it decodes what it is told."""
+"""One file for each engine: a process in its own environment that decodes the prompts of its requests."""

@@ -42,7 +42,7 @@ def test_a_call_that_does_not_fit_its_prototype_is_refused():
 
 def test_instructions_that_are_none_are_refused(monkeypatch):
     monkeypatch.setenv("TLT_NATIVE_KERNELS", "avx3")
-    with pytest.raises(native.NativeError, match=r"avx3.* is none of 0, amx, avx512_bf16"):
+    with pytest.raises(native.NativeError, match=r"avx3.* must be one of 0, amx, avx512_bf16"):
         native.load()
 
 

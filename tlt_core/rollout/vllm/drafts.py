@@ -1,6 +1,6 @@
 """What a vLLM process speculates with, as a worker's `cluster/drafting` sees it (`rollout/drafts.Drafts`).
 
-The tuner lives in vLLM's process, beside its scheduler.  What is told to it goes through the process's pipe.
+The tuner lives in vLLM's process, beside its scheduler.  Its messages go through the process's pipe.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ def vllm_speculation(cfg: SpeculationConfig, strategies: Sequence[Strategy]) -> 
 
 
 def tlt_settings(cfg: SpeculationConfig, strategies: Sequence[Strategy], *, capture_mb: int) -> dict[str, Any]:
-    """What `tlt_vllm` is told.  capture_mb: memory for hidden states; 0: none are kept."""
+    """Settings of `tlt_vllm`.  capture_mb: memory for hidden states; 0: none are kept."""
     settings: dict[str, Any] = {"policy": cfg.policy, "log_every_s": 0}
     if strategies:
         settings["strategies"] = [s.depth for s in strategies]
