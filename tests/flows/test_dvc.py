@@ -185,6 +185,7 @@ def test_another_clone_pulls_the_same_drafter(project: Clone, embedded_model: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.prefect
 def test_an_experiment_runs_other_settings(project: Clone) -> None:
     rows = _csv(project.folder, "curves")

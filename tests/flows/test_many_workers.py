@@ -150,7 +150,11 @@ def on_nodes(root, name, model, nodes) -> Run:
     "settings",
     [
         pytest.param(("cluster.num_workers=1",), id="one worker"),
-        pytest.param(("update.backend={kind: deepspeed, zero_stage: 3, gather_bucket_mb: 1}",), id="zero 3"),
+        pytest.param(
+            ("update.backend={kind: deepspeed, zero_stage: 3, gather_bucket_mb: 1}",),
+            id="zero 3",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_two_processes_make_the_update_of_one_with_either_back_end(root, embedded_model, two, settings, request):

@@ -52,7 +52,7 @@ def parts(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield runs.make_parts(root)
 
 
-_IN_CI = 12  # runs; three quarters of all pairs
+_IN_CI = 9  # runs
 
 
 def _marked(number: int, run: Run) -> object:

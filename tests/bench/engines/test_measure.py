@@ -91,6 +91,7 @@ def test_more_threads_than_cores_are_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_our_engine_and_transformers_decode_the_same(tiny_folder, tmp_path):
     common = {"model": str(tiny_folder), "dtype": "float32", "threads": 1, "cores": cores(1)}
     more = {"max_live": 2, "max_len": 32, "speculation": {"policy": "cost_model"}, "lookup_tokens": 0}

@@ -155,6 +155,7 @@ def test_the_chi_square_notices_a_wrong_temperature(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.long  # its short form: the small vocabulary above
 def test_the_first_three_tokens_of_smollm2_are_as_near_as_two_sets_of_transformers(embedded_model):
     """Noise floor: a permutation test between the sets, and the distance of two sets of the same sampler."""
     count, params = 1000, SamplingParams(max_new_tokens=TOKENS)
