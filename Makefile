@@ -52,7 +52,7 @@ SHARED := -n $(TEST_PROCESSES) --dist loadfile
 
 # Files of tests that start no process and take a minute together.
 QUICK := kernels/attention kernels/layers kernels/loss kernels/tree kernels/sampling/test_token_logprob.py conf/test_load.py \
-  tlt_vllm test_limits.py bench/test_verdicts.py flows/test_config.py tasks/test_figures.py $(addprefix tlt_core/, \
+  tlt_vllm test_limits.py flows/test_config.py tasks/test_figures.py $(addprefix tlt_core/, \
   items/test_types.py items/test_store.py machine/test_disk.py data/test_prompt_order.py model/test_sampling.py \
   tuner/test_rule.py tuner/test_acceptance.py grpo/test_advantage.py grpo/test_batch.py grpo/test_exact_sum.py \
   grpo/test_loss.py drafter/ngram drafter/eagle3/test_gradients.py drafter/eagle3/test_loss.py rollout/test_spec_round.py \

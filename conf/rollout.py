@@ -134,7 +134,7 @@ class RolloutConfig(Section):
     @property
     def workers_per_engine(self) -> int:
         """Workers that share a rollout engine."""
-        return 1 if self.engine == "builtin" else self.vllm.tensor_parallel
+        return self.vllm.tensor_parallel if self.engine in ("auto", "vllm") else 1
 
     @property
     def why_not_vllm(self) -> str:
@@ -150,8 +150,10 @@ class RolloutConfig(Section):
         wide = next((strategy.width for strategy in strategies if strategy.width > 1), None)
         if wide is not None:
             return f"width={wide} in rollout.speculation.strategies: vLLM drafts chains; set every width to 1"
-        if len({strategy.drafter for strategy in strategies}) > 1:
+        drafters = sorted({strategy.drafter for strategy in strategies})
+        if len(drafters) > 1:
             return (
-                "eagle3 and ngram in rollout.speculation.strategies: a vLLM engine has one drafter; keep those of one"
+                f"{' and '.join(drafters)} in rollout.speculation.strategies: a vLLM engine has one drafter; keep "
+                "those of one"
             )
         return ""

@@ -163,10 +163,10 @@ class RunConfig(Section):
             chosen = "vllm" if divided else "auto" if can else "builtin"
             # The section is frozen for its readers; it is not born yet here.
             object.__setattr__(self, "rollout", self.rollout.model_copy(update={"engine": chosen}))
-        if chosen == "builtin":
+        if chosen not in ("auto", "vllm"):
             if self.rollout.vllm.tensor_parallel > 1:
                 raise ValueError(
-                    f"rollout.vllm.tensor_parallel={self.rollout.vllm.tensor_parallel} with rollout.engine='builtin': "
+                    f"rollout.vllm.tensor_parallel={self.rollout.vllm.tensor_parallel} with rollout.engine={chosen!r}: "
                     "it is not divided among workers; set rollout.engine to vllm, or tensor_parallel to 1"
                 )
             return self

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 class Choice(NamedTuple):
     """An engine, and why it is chosen."""
 
-    engine: str  # own or vllm
+    engine: str  # builtin or vllm
     why: str
 
 

@@ -33,7 +33,7 @@ def test_where_there_is_no_vllm_our_engine_samples_and_the_command_is_told(
         assert settle(settled) == settled, "nothing is left to decide"
     assert settled.rollout.engine == "builtin"
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith(f"rollout engine: own, because {python} does not exist: run 'make vllm-env'")
+    assert line.startswith(f"rollout engine: builtin, because {python} does not exist: run 'make vllm-env'")
 
 
 @pytest.mark.parametrize(
