@@ -16,7 +16,7 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.prefect]
 
 STEPS = 4
-TIMEOUT_S = 300
+TIMEOUT_S = 900
 
 
 def command(root: Path, name: str, *, workers: int, more: Sequence[str] = ()) -> list[str]:
