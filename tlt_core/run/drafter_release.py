@@ -1,7 +1,7 @@
 """Driver's side of drafter training: which of the workers' candidates is published, and what is reported of it.
 
 Workers train apart, from the weights in use.  Each tries its candidate on its own held-back responses
-(`idle_training/trial`).
+(`idle_training/candidate`).
 
     no trial                 nothing happens
     one, not worse           it is published as it is
