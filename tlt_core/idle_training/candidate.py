@@ -7,7 +7,6 @@ time: one begins when training since the last one took several times as long as 
 goes on in the next phase.
 """
 
-import copy
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tlt_core.drafter.eagle3.acceptance import start_runs
 from tlt_core.drafter.eagle3.model import Eagle3Model
@@ -85,14 +84,12 @@ class Trial:
         known: Counts | None = None,
     ) -> None:
         """known: counts of the drafter in use along these windows; None: they are measured first."""
-        began_s = time.perf_counter()
         self.candidate, self.windows, self._settings = candidate, tuple(windows), settings
         self.used_counts, self._counts = known or {}, Counts()
         measured = [(candidate, self._counts)] if known else [(used, self.used_counts), (candidate, self._counts)]
-        ready = [(_with_weights_in(model, settings.compute_dtype), counts) for model, counts in measured]
         passes = list(_passes(windows, rows=settings.pass_rows))
-        self._waiting = deque((model, counts, starts) for model, counts in ready for starts in passes)
-        self.seconds = time.perf_counter() - began_s  # that this trial took
+        self._waiting = deque((model, counts, starts) for model, counts in measured for starts in passes)
+        self.seconds = 0.0  # that this trial took
 
     @property
     def done(self) -> bool:
@@ -134,17 +131,6 @@ def _passes(windows: Sequence[Window], *, rows: int) -> Iterator[list[Window]]:
         part.append(window)
     if part:
         yield part
-
-
-def _with_weights_in(model: Eagle3Model, dtype: torch.dtype) -> Eagle3Model:
-    """The same results from less memory traffic: autocast would cast every weight anew in every product."""
-    if dtype == torch.float32:
-        return model
-    cast = copy.deepcopy(model)
-    for linear in cast.modules():
-        if isinstance(linear, nn.Linear):
-            linear.weight = nn.Parameter(linear.weight.detach().to(dtype), requires_grad=False)
-    return cast
 
 
 class DrafterCandidate:

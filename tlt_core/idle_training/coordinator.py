@@ -19,7 +19,8 @@ the phase on STOP.  One TRAIN allows one micro-step, so `max_steps` is exact.  O
 were offered.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -66,13 +67,14 @@ class IdleTrainingSettings:
 class PhaseReport(NamedTuple):
     """What a phase was like, for the timeline and the metrics."""
 
-    spans: tuple[WorkerSpan, ...]  # contiguous for each worker, from the phase's beginning on
+    spans: tuple[WorkerSpan, ...]  # worker by worker, contiguous, from the phase's beginning on
     over_s: float  # when rollout had ended everywhere
     preempt_s: tuple[float, ...]  # of each worker that trained or streamed then: until it reported
     steps: int  # micro-steps of all workers
     idle_by_reason_s: Mapping[str, float]  # worker seconds without requests up to `over_s`: what for, or why not
 
 
+_LONG_S = 0.5  # shorter windows do not count in the ratio: they hardly hold a micro-step
 _WORKING = (WorkerState.TRAINING, WorkerState.STREAMING)
 
 
@@ -188,3 +190,51 @@ def _add_idle(reasons: dict[str, float], worker: _Worker, until_s: float) -> Non
     """Add the idle time of a worker that has not been counted yet."""
     if worker.state != WorkerState.BUSY and until_s > worker.counted_s:
         reasons[worker.reason] = reasons.get(worker.reason, 0.0) + until_s - worker.counted_s
+
+
+def bubble(report: PhaseReport) -> dict[str, float]:
+    """How much of a phase's idle time was used: `idle/*`.
+
+    A worker's idle window begins with its last response and ends when rollout has ended everywhere.
+
+    `idle/idle_s` and `idle/harvested_s`: worker seconds without requests, and those of them that were used.
+    `idle/streamed_s`: those that computed passes of the policy update; the other used ones trained the drafter.
+    `idle/long_idle_s`: the part of them in windows longer than 0.5 s.
+    `idle/harvested_ratio`: used share of that, absent without such windows.
+    `idle/preempt_ms_p95`: from the end of rollout until a working worker had stopped; absent when none worked.
+    `idle/untrained_s/REASON`: unused idle worker seconds, by reason.
+    """
+    windows = _idle_windows(report.spans, report.over_s)
+    long = [(idle, used) for idle, used in windows if idle > _LONG_S]
+    long_idle = sum(idle for idle, _ in long)
+    streaming = (s for s in report.spans if s.state == WorkerState.STREAMING)
+    metrics = {
+        "idle/streamed_s": sum(max(min(s.end_s, report.over_s) - s.start_s, 0.0) for s in streaming),
+        "idle/idle_s": sum(idle for idle, _ in windows),
+        "idle/harvested_s": sum(used for _, used in windows),
+        "idle/long_idle_s": long_idle,
+    }
+    if long:
+        metrics["idle/harvested_ratio"] = sum(used for _, used in long) / long_idle
+    if report.preempt_s:
+        rank = math.ceil(0.95 * len(report.preempt_s)) - 1
+        metrics["idle/preempt_ms_p95"] = 1000 * sorted(report.preempt_s)[rank]
+    unused = (r for r in report.idle_by_reason_s if r not in ("training", "streaming"))
+    return metrics | {f"idle/untrained_s/{reason}": report.idle_by_reason_s[reason] for reason in unused}
+
+
+def _idle_windows(spans: Sequence[WorkerSpan], over_s: float) -> list[tuple[float, float]]:
+    """Seconds, and used seconds, of each stretch in which a worker had no request.  spans: as in `PhaseReport`."""
+    windows: list[tuple[float, float]] = []
+    worker = None
+    for span in spans:
+        seconds = max(min(span.end_s, over_s) - span.start_s, 0.0)
+        if span.state not in (WorkerState.IDLE, *_WORKING):
+            worker = None
+            continue
+        if span.worker != worker:
+            windows.append((0.0, 0.0))
+        worker = span.worker
+        idle, used = windows[-1]
+        windows[-1] = (idle + seconds, used + (seconds if span.state in _WORKING else 0.0))
+    return windows

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from kernels.loss.distill_loss import LossKind, distill_loss
 from tlt_core.drafter.eagle3.depths import drafted_depths, pad_rows
-from tlt_core.drafter.eagle3.gradients import LateGradients
+from tlt_core.drafter.eagle3.gradients import late_gradients
 from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.drafter.eagle3.windows import Pack, Window, whole
 from tlt_core.items.train_sequence import TrainSequence
@@ -102,10 +102,10 @@ class Eagle3Trainer:
     def accumulate(self, windows: Sequence[Window]) -> TrainMetrics:
         """Add the gradient of these windows' summed loss, in one pass.  Raises ValueError when nothing in them is
         trained."""
-        with LateGradients(self.model) as late:
+        with late_gradients(self.model) as add:
             loss, metrics = self._losses(windows)
             loss.backward()  # type: ignore[no-untyped-call]
-            late.add()
+            add()
         self.rows += metrics.rows
         return metrics
 
