@@ -261,21 +261,6 @@ def test_without_a_disk_rollout_goes_on(tmp_path, writer, caplog):
     assert [name for entry in buffer.index()["files"] for name in entry["sequences"]] == kept
 
 
-def test_a_file_that_vanishes_before_it_is_mapped_costs_nothing(tmp_path, writer, caplog):
-    buffer = SequenceBuffer(tmp_path, **ROOMY, writer=writer)
-    for prompt in range(3):
-        buffer.add(make(1, prompt, length=20))
-    buffer.end_step(1)
-    written(writer)
-    (tmp_path / "seqs_000001.safetensors").unlink()
-    assert buffer.index() == {"files": []}
-    assert "seqs_000001.safetensors" in caplog.text
-    assert digests(buffer) == {i: digest(remade(i, 20)) for i in ("5.1.0.0", "5.1.1.0", "5.1.2.0")}
-    buffer.end_step(1)  # and once more
-    written(writer)
-    assert [entry["name"] for entry in buffer.index()["files"]] == ["seqs_000001.safetensors"]
-
-
 def test_held_back_prompts():
     """Fixed for ever: a changed hash would mix training and canary across a restart."""
     assert [p for p in range(40) if held_back(7, p)] == [1, 11, 22, 28, 32, 36]

@@ -117,3 +117,4 @@ def test_a_damaged_checkpoint_is_named(tmp_path, checkpoint, damage):
         save_file({"w": torch.zeros(9)}, path)
     with pytest.raises(IdleTrainingCheckpointError, match=rf"{NAME} cannot be read .*; remove it"):
         load_checkpoint(path)
+    assert checkpoint.load() is None, "training starts anew"

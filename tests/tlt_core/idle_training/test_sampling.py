@@ -109,17 +109,6 @@ def test_nothing_to_train_on():
     assert sampler.next(10) == []
 
 
-def test_a_new_sequence_neither_waits_nor_catches_up():
-    sampler = WindowSampler(window_rows=10, length_bias=0.0)
-    old = [Response("a", 100, step=0), Response("b", 100, step=0)]
-    sampler.refresh(old, step=0)
-    draw(sampler, rows=10_000)
-    sampler.refresh([*old, Response("new", 100, step=0)], step=0)
-    assert "new" in rows_of(sampler.next(30))
-    rows = rows_of(draw(sampler, rows=3000))
-    assert all(abs(rows[name] - 1000) <= 20 for name in ("a", "b", "new")), rows
-
-
 responses = st.builds(
     lambda number, *of: Response(f"s{number}", *of), st.integers(0, 12), st.integers(1, 300), st.integers(0, 4)
 )
