@@ -7,7 +7,7 @@ respect to z are
     soft_ce   m lse(z) - sum_v p_v z_v                                 m q - p
     tv        1 - a                                 q (b - sum_u b_u q_u),  b_v = -1 where q_v < p_v and 0 elsewhere
 
-For the reasons see tlt_core/drafter/eagle3/loss.  Forward also computes the gradient and keeps it in the logits' dtype,
+Reasons: tlt_core/drafter/eagle3/train.  Forward also computes the gradient and keeps it in the logits' dtype,
 so backward is one product.  The kernels (Triton, C) read a position's logits three times, for normaliser, sums and
 gradient, the last two times from the cache, and keep neither q nor any float32 copy.
 

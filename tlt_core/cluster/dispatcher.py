@@ -28,12 +28,8 @@ from tlt_core.idle_training.coordinator import (
     Coordinator,
     IdleTrainingSettings,
     Order,
-    PassesOffered,
-    PhaseBegan,
     PhaseReport,
     Progress,
-    RolloutOver,
-    WorkerIdle,
 )
 from tlt_core.items.types import GenerationRequest, Rollout
 
@@ -90,8 +86,7 @@ class Dispatcher:
         when.
         """
         num_workers, hosts = engines.num_workers, engines.hosts
-        self._coordinator = Coordinator(num_workers, idle_training)
-        self._coordinator.handle(PhaseBegan(step, time.time()))
+        self._coordinator = Coordinator(num_workers, idle_training, step=step, at_s=time.time())
         self._ended_s = 0.0
         self._offered: deque[OfferedPass] = deque()
         self._engines = engines
@@ -126,21 +121,20 @@ class Dispatcher:
         self._live[worker] -= 1
         self._outstanding -= 1
         if self._outstanding == 0:
-            self._coordinator.handle(RolloutOver(time.time()))
+            self._coordinator.end(time.time())
 
     def end(self) -> None:
         """End a phase of waiting."""
-        self._coordinator.handle(RolloutOver(time.time()))
+        self._coordinator.end(time.time())
 
     def report(self, worker: int, tokens: int) -> None:
         """Record a worker's token count for this phase."""
         self._tokens[worker] = tokens
 
-    def ask(self, event: WorkerIdle | Progress) -> Order:
+    def ask(self, event: Progress) -> Order:
         """A worker without requests asks what to do next."""
         self._idle.add(event.worker)
-        order = self._coordinator.handle(event)
-        assert order is not None, "a report is answered"
+        order = self._coordinator.order(event)
         if order.action is Action.STOP:
             self._ended_s = time.time()
         return order
@@ -148,7 +142,7 @@ class Dispatcher:
     def offer(self, passes: Sequence[OfferedPass]) -> None:
         """Passes of the update that idle workers may compute in this phase."""
         self._offered.extend(passes)
-        self._coordinator.handle(PassesOffered(len(passes)))
+        self._coordinator.offer(len(passes))
 
     def take(self) -> OfferedPass:
         """The next pass, for a worker whose order is to compute one."""

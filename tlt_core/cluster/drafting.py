@@ -109,7 +109,6 @@ class Drafting:
             folder=folder / _FOLDER.format(self._rank),
             resume=resume,
             peers=[folder / _FOLDER.format(rank) for rank in _followers(self._rank, self._hosts)],
-            loss=cfg.idle_training.loss,
         )
         self._trial_errors = cfg.idle_training.canary_errors
 

@@ -7,7 +7,7 @@ from typing import Any
 import ray
 
 from tlt_core.cluster.dispatcher import OfferedPass
-from tlt_core.idle_training.coordinator import Order, Progress, WorkerIdle
+from tlt_core.idle_training.coordinator import Order, Progress
 from tlt_core.items.types import GenerationRequest, Rollout
 from tlt_core.machine.getting_on import got_on
 
@@ -47,7 +47,7 @@ class RequestFeed:
         ray.get(self._pushed)
         self._report()
 
-    def ask(self, event: WorkerIdle | Progress) -> Order:
+    def ask(self, event: Progress) -> Order:
         """What this worker shall do while it has no request."""
         order: Order = ray.get(self._dispatcher.ask.remote(event))
         return order

@@ -35,7 +35,7 @@ from tlt_core.cluster.start_replica import Started, start_replica
 from tlt_core.cluster.weight_digest import WeightDigest
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.passes import Key
-from tlt_core.idle_training.coordinator import Action, Progress, WorkerIdle
+from tlt_core.idle_training.coordinator import Action, Progress
 from tlt_core.idle_training.training import IdleTraining, IdleTrainingResult
 from tlt_core.items.types import SamplingParams
 from tlt_core.machine.getting_on import got_on
@@ -157,7 +157,7 @@ class Worker:
                 on_captured=None if idle_training is None else idle_training.collect,
                 worker=self._rank,
             )
-        idle = WorkerIdle(self._rank, time.time(), _has_data(idle_training))
+        idle = Progress(self._rank, 0, time.time(), _has_data(idle_training))
         feed.flush()
         self._use_idle_time(idle, feed, idle_training, streamed)
         if idle_training is not None:
@@ -175,12 +175,12 @@ class Worker:
 
         None: of a worker that trains none."""
         feed, idle_training = RequestFeed(dispatcher, self._rank), self._drafting.idle_training
-        idle = WorkerIdle(self._rank, time.time(), _has_data(idle_training))
+        idle = Progress(self._rank, 0, time.time(), _has_data(idle_training))
         self._use_idle_time(idle, feed, idle_training, [])
         return None if idle_training is None else idle_training.result()
 
     def _use_idle_time(
-        self, idle: WorkerIdle, feed: RequestFeed, idle_training: IdleTraining | None, streamed: list[Key]
+        self, idle: Progress, feed: RequestFeed, idle_training: IdleTraining | None, streamed: list[Key]
     ) -> None:
         """Compute passes of the update or train the drafter, piece by piece, as ordered, else wait, until the order to
         stop.  A piece that has begun is finished.  streamed: gets the passes that were computed."""

@@ -20,12 +20,14 @@ twice `max_bytes` where a step fits into it.
 
 import logging
 from collections.abc import Mapping
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from tlt_core.idle_training.sequence_files import SequenceFileError, map_sequences, write_sequences
-from tlt_core.idle_training.writer import BackgroundWriter, WriteJob
+from tlt_core.items.store import write_atomically
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.model.sampling import splitmix64
 
@@ -57,22 +59,19 @@ class _File:
     path: Path
     nbytes: int  # of all sequences written to it
     ids: dict[str, None]  # of those that are still wanted, in order
-    job: WriteJob | None = None  # None: it is on disk
+    job: Future[None] | None = None  # None: it is on disk
 
 
 class SequenceBuffer:
     """See the module docstring.  For one thread; `folder` belongs to this buffer alone."""
 
-    def __init__(self, folder: Path, *, max_bytes: int, max_sequences: int, writer: BackgroundWriter) -> None:
-        """writer: the one that also writes the checkpoints that name these files, which are then on disk first."""
-        if min(max_bytes, max_sequences) < 1:
-            raise ValueError(f"max_bytes {max_bytes} or max_sequences {max_sequences} < 1")
+    def __init__(self, folder: Path, *, max_bytes: int, max_sequences: int, writer: Executor) -> None:
+        """writer: one thread, which also writes the checkpoints that name these files: they are then on disk first."""
         self._folder, self._writer = folder, writer
         self._max_bytes, self._max_sequences = max_bytes, max_sequences
-        self._steps: dict[int, dict[str, TrainSequence]] = {}  # by step and id
+        self._sequences: dict[str, TrainSequence] = {}  # by id
         self._files: list[_File] = []  # oldest first
-        self._file_of: dict[str, _File] = {}
-        self._count = self._bytes = self._tokens = 0
+        self._bytes = 0
 
     @classmethod
     def open(cls, folder: Path, index: Mapping[str, Any], **settings: Any) -> "SequenceBuffer":
@@ -84,60 +83,56 @@ class SequenceBuffer:
         buffer = cls(folder, **settings)
         for entry in index["files"]:
             file = _File(folder / entry["name"], entry["bytes"], dict.fromkeys(entry["sequences"]))
-            buffer._hold(file)
+            buffer._files.append(file)
             buffer._map(file)
         known = {file.path for file in buffer._files}
-        for path in [*folder.glob("seqs_*.safetensors"), *folder.glob(".seqs_*.safetensors.partial-*")]:
+        for path in [*folder.glob("seqs_*.safetensors"), *folder.glob(".*.partial-*")]:
             if path not in known:
                 path.unlink()
         buffer._evict()
         return buffer
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._sequences)
 
     @property
     def tokens(self) -> int:
         """Tokens of all sequences, prompts included."""
-        return self._tokens
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all sequences."""
-        return self._bytes
+        return sum(len(s.tokens_L) for s in self._sequences.values())
 
     def sequences(self) -> list[TrainSequence]:
         """All, step by step, in the order in which they came."""
-        return [s for step in sorted(self._steps) for s in self._steps[step].values()]
+        return sorted(self._sequences.values(), key=lambda s: s.step)
+
+    @property
+    def _newest_step(self) -> int:
+        return max((s.step for s in self._sequences.values()), default=0)
 
     def trainable(self) -> list[TrainSequence]:
         """Those that may be trained on."""
-        return [s for s in self.sequences() if not is_recent_and_held(s, newest_step=max(self._steps))]
+        newest = self._newest_step
+        return [s for s in self.sequences() if not is_recent_and_held(s, newest_step=newest)]
 
     def held(self) -> list[TrainSequence]:
         """Those that may not yet, of the newest step first."""
-        held = (s for s in self.sequences() if is_recent_and_held(s, newest_step=max(self._steps)))
+        newest = self._newest_step
+        held = (s for s in self._sequences.values() if is_recent_and_held(s, newest_step=newest))
         return sorted(held, key=lambda s: (-s.step, s.key))
 
-    def add(self, sequence: TrainSequence) -> bool:
-        """Keep a sequence, whose tensors must not change any more; it replaces the one of the same id.
-
-        False: the bounds have no room for it.
-        """
-        known = self._steps.get(sequence.step, {}).get(sequence.id)
-        if known is not None:
-            self._drop(known)
+    def add(self, sequence: TrainSequence) -> None:
+        """Keep a sequence, whose tensors must not change any more; it replaces the one of the same id."""
+        if sequence.id in self._sequences:
+            self._drop(self._sequences[sequence.id])
         self._insert(sequence)
         self._evict()
-        return sequence.id in self._steps.get(sequence.step, {})
 
     def end_step(self, step: int) -> None:
         """A step is finished: write its sequences to disk, in the background."""
         self._settle()
-        for number in sorted(number for number in self._steps if number <= step):
-            unwritten = [s for s in self._steps[number].values() if s.id not in self._file_of]
-            if unwritten:
-                self._write(number, unwritten)
+        written = {name for file in self._files for name in file.ids}
+        unwritten = (s for s in self.sequences() if s.step <= step and s.id not in written)
+        for number, own in groupby(unwritten, key=lambda s: s.step):
+            self._write(number, list(own))
 
     def index(self) -> dict[str, Any]:
         """What `open` needs, as JSON values: the files on disk or on their way there, of all steps that have ended."""
@@ -145,28 +140,24 @@ class SequenceBuffer:
         files = [{"name": f.path.name, "bytes": f.nbytes, "sequences": list(f.ids)} for f in self._files if f.ids]
         return {"files": files}
 
-    # ------------------------------------------------------------------------------------------ bounds
-
     def _evict(self) -> None:
         """Drop sequences until the bounds hold."""
         protected = self._protected() if self._over() else set()
         while self._over():
-            open_steps = ([s for i, s in self._steps[n].items() if i not in protected] for n in sorted(self._steps))
-            victims = next((open_step for open_step in open_steps if open_step), None)
-            if victims is None:
-                victims, protected = self.sequences(), set()
-            self._drop(min(victims, key=lambda s: (len(s.tokens_L), s.key)))
+            everything = self._sequences.values()
+            self._drop(min(everything, key=lambda s: (s.id in protected, s.step, len(s.tokens_L), s.key)))
 
     def _over(self) -> bool:
-        return self._count > self._max_sequences or self._bytes > self._max_bytes
+        return len(self) > self._max_sequences or self._bytes > self._max_bytes
 
     def _protected(self) -> set[str]:
         """The longest of the step before the newest one."""
         chosen: set[str] = set()
-        if len(self._steps) < 2:
-            return chosen
-        nbytes, last = 0, self._steps[sorted(self._steps)[-2]]
-        for sequence in sorted(last.values(), key=lambda s: (-len(s.tokens_L), s.key)):
+        newest = self._newest_step
+        before = [s for s in self._sequences.values() if s.step < newest]
+        last = max((s.step for s in before), default=0)
+        nbytes = 0
+        for sequence in sorted((s for s in before if s.step == last), key=lambda s: (-len(s.tokens_L), s.key)):
             nbytes += sequence.nbytes
             if nbytes * _KEPT_SHARE > self._max_bytes or (len(chosen) + 1) * _KEPT_SHARE > self._max_sequences:
                 break
@@ -174,24 +165,15 @@ class SequenceBuffer:
         return chosen
 
     def _insert(self, sequence: TrainSequence) -> None:
-        self._steps.setdefault(sequence.step, {})[sequence.id] = sequence
-        self._count += 1
-        self._tokens += len(sequence.tokens_L)
+        self._sequences[sequence.id] = sequence
         self._bytes += sequence.nbytes
 
     def _drop(self, sequence: TrainSequence) -> None:
-        del self._steps[sequence.step][sequence.id]
-        if not self._steps[sequence.step]:
-            del self._steps[sequence.step]
-        self._count -= 1
-        self._tokens -= len(sequence.tokens_L)
+        del self._sequences[sequence.id]
         self._bytes -= sequence.nbytes
-        file = self._file_of.pop(sequence.id, None)
-        if file is not None:
+        for file in [f for f in self._files if sequence.id in f.ids]:
             del file.ids[sequence.id]
             self._delete_if_empty(file)
-
-    # ------------------------------------------------------------------------------------------ files
 
     def _write(self, step: int, sequences: list[TrainSequence]) -> None:
         """Submit one file of sequences of one step.  A step that was sampled in parts has several."""
@@ -199,14 +181,16 @@ class SequenceBuffer:
         while name in taken:
             part += 1
             name = f"seqs_{step:06d}.{part}.safetensors"
-        job = self._writer.submit(self._folder / name, lambda path: write_sequences(path, sequences))
-        self._hold(_File(job.target, sum(s.nbytes for s in sequences), dict.fromkeys(s.id for s in sequences), job))
+        path = self._folder / name
+        job = self._writer.submit(write_atomically, path, lambda partial: write_sequences(partial, sequences))
+        self._files.append(_File(path, sum(s.nbytes for s in sequences), dict.fromkeys(s.id for s in sequences), job))
 
     def _settle(self) -> None:
         """Map what has been written since the last call."""
-        for file in [f for f in self._files if f.job is not None and f.job.done]:
-            assert file.job is not None, "chosen so"
-            error, file.job = file.job.error, None
+        for file in list(self._files):
+            if file.job is None or not file.job.done():
+                continue
+            error, file.job = file.job.exception(), None
             if error is not None:
                 self._give_up(file, f"was not written ({error})")
             elif file.ids:
@@ -221,20 +205,14 @@ class SequenceBuffer:
             self._give_up(file, str(error))
             return
         for sequence in mapped:
-            if sequence.id in self._steps.get(sequence.step, {}):
-                self._steps[sequence.step][sequence.id] = sequence
+            if sequence.id in self._sequences:
+                self._sequences[sequence.id] = sequence
             else:
                 self._insert(sequence)
-
-    def _hold(self, file: _File) -> None:
-        self._files.append(file)
-        self._file_of |= dict.fromkeys(file.ids, file)
 
     def _give_up(self, file: _File, reason: str) -> None:
         log.warning("%s %s: its %d sequences are not on disk", file.path, reason, len(file.ids))
         self._files.remove(file)
-        for name in file.ids:
-            del self._file_of[name]
 
     def _delete_if_empty(self, file: _File) -> None:
         if not file.ids and file.job is None and file in self._files:

@@ -7,6 +7,7 @@ counters as JSON in its header.  The target's tensors are not in it, nor are the
 import json
 import logging
 from collections.abc import Mapping
+from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt_core.idle_training.writer import BackgroundWriter, WriteJob
+from tlt_core.items.store import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -40,9 +41,10 @@ class IdleTrainingCheckpointError(ValueError):
 class TrainingCheckpoint:
     """The one checkpoint of a worker's training.  A failure is logged: it costs the drafter's progress, not the run."""
 
-    def __init__(self, folder: Path, writer: BackgroundWriter) -> None:
+    def __init__(self, folder: Path, writer: Executor) -> None:
+        """writer: one thread, to which the files that a checkpoint names are submitted before it."""
         self._path, self._writer = folder / _NAME, writer
-        self._latest: WriteJob | None = None
+        self._latest: Future[None] | None = None
 
     def load(self) -> IdleTrainingCheckpoint | None:
         """What was saved last; None where there is nothing, or nothing that can be read."""
@@ -55,40 +57,32 @@ class TrainingCheckpoint:
             return None
 
     def save(self, values: Mapping[str, Any], **parts: Mapping[str, Tensor]) -> None:
-        """Write in the background.  Nobody may change the tensors any more."""
+        """Write in the background; replaces a save that still waits.  values: JSON values.  parts: copies, on any
+        device; nobody may change them any more."""
         tensors = {f"{part}/{name}": tensor for part, own in parts.items() for name, tensor in own.items()}
-        self._warn()  # of an earlier save
-        self._latest = async_checkpoint(self._writer, self._path, tensors, values)
+        metadata = {"values": json.dumps(values)}  # now: what the values are made of may change
+
+        def write(partial: Path) -> None:
+            save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, partial, metadata=metadata)
+
+        if self._latest is not None and not self._latest.cancel():
+            self._warn(self._latest)
+        self._latest = self._writer.submit(write_atomically, self._path, write)
 
     def close(self) -> None:
         """Wait for what is being written."""
-        self._writer.close()
-        self._warn()
+        self._writer.shutdown()
+        if self._latest is not None:
+            self._warn(self._latest)
 
-    def _warn(self) -> None:
-        if self._latest is not None and self._latest.error is not None:
+    def _warn(self, save: Future[None]) -> None:
+        if save.done() and (error := save.exception()) is not None:
             log.warning(
                 "the drafter's training state could not be saved: %s: not written (%s); the file before it, if any, is "
                 "whole.  Free disk space or give another folder",
                 self._path,
-                self._latest.error,
+                error,
             )
-
-
-def async_checkpoint(
-    writer: BackgroundWriter, path: Path, tensors: Mapping[str, Tensor], values: Mapping[str, Any]
-) -> WriteJob:
-    """Write a checkpoint in the background; returns at once.
-
-    tensors: copies, on any device; nobody may change them any more.  values: JSON values.
-    """
-    metadata = {"values": json.dumps(values)}  # now: what the values are made of may change
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-
-    def write(partial: Path) -> None:
-        save_file({name: tensor.cpu() for name, tensor in contiguous.items()}, partial, metadata=metadata)
-
-    return writer.submit(path, write)
 
 
 def load_checkpoint(path: Path) -> IdleTrainingCheckpoint:

@@ -36,12 +36,9 @@ class Comparison(NamedTuple):
     @classmethod
     def of(cls, groups: Iterable[Group]) -> "Comparison":
         """Groups without a start do not count."""
-        total = cls()
-        for n, used, candidate in groups:
-            if n:
-                d = candidate - used
-                total = total.plus(cls(1.0, float(n), float(used), float(candidate), d * d, d * n, n * n))
-        return total
+        counts = [(n, used, candidate, candidate - used) for n, used, candidate in groups if n]
+        rows = [(1, n, used, candidate, d * d, d * n, n * n) for n, used, candidate, d in counts]
+        return cls(*(float(sum(column)) for column in zip(*rows, strict=True)))
 
     def plus(self, other: "Comparison") -> "Comparison":
         """Both together; their groups are counted as different ones."""

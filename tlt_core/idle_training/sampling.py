@@ -7,7 +7,7 @@ nothing: a window is trained with the whole context before it.
 
 The law.  Of all trained rows, sequence i gets the share w_i / W, where W is the sum of all w and
 
-    w_i = R_i ^ (1 + length_bias) * recency ^ min(current step - step_i, oldest_age)
+    w_i = R_i ^ (1 + length_bias) * recency ^ min(current step - step_i, OLDEST_AGE)
 
 so that long and recent sequences are preferred.  Sequences are served in the order of virtual start times
 ("start-time fair queueing": Goyal, Vin, Cheng, SIGCOMM 1996): a visit of n rows moves the start time on by n / w_i,
@@ -16,8 +16,8 @@ and the earliest is next.  No random number is drawn, so a resumed run repeats t
 Two bounds follow, with m_i the rows of the largest window of i:
 - law: between any two moments, |rows_i / w_i - rows_j / w_j| <= m_i / w_i + m_j / w_j;
 - no starvation: between two visits of the same window of i, no more than R_i * W / w_i + (sum of m) rows are trained,
-  with W / w_i at its largest in between and the sum over all sequences that were there.  `oldest_age` keeps this
-  finite however long a sequence stays.
+  with W / w_i at its largest in between and the sum over all sequences that were there.  OLDEST_AGE keeps this finite
+  however long a sequence stays.
 """
 
 import heapq
@@ -27,6 +27,8 @@ from typing import Any
 
 from tlt_core.drafter.eagle3.windows import Window
 from tlt_core.items.train_sequence import TrainSequence
+
+OLDEST_AGE = 6
 
 
 @dataclass(slots=True)
@@ -42,17 +44,9 @@ class _Flow:
 class WindowSampler:
     """Holds the queue.  Equal calls give equal picks, whatever the order of the sequences."""
 
-    def __init__(
-        self, *, window_rows: int, length_bias: float = 0.5, recency: float = 0.5, oldest_age: int = 6
-    ) -> None:
+    def __init__(self, *, window_rows: int, length_bias: float = 0.5, recency: float = 0.5) -> None:
         """window_rows: of one window at most; recency: weight of a sequence relative to one of the step after."""
-        if window_rows < 1 or not 0 < recency <= 1 or length_bias < -1 or oldest_age < 0:
-            raise ValueError(
-                f"window_rows {window_rows} < 1, recency {recency} outside (0, 1], length_bias {length_bias} < -1 or "
-                f"oldest_age {oldest_age} < 0"
-            )
-        self._window_rows, self._length_bias = window_rows, length_bias
-        self._recency, self._oldest_age = recency, oldest_age
+        self._window_rows, self._length_bias, self._recency = window_rows, length_bias, recency
         self._step = 0
         self._now = 0.0  # virtual time: when the latest pick was due
         self._sequences: dict[str, TrainSequence] = {}
@@ -62,16 +56,13 @@ class WindowSampler:
     def refresh(self, sequences: Iterable[TrainSequence], step: int) -> None:
         """Choose from these from now on; `step`: the current RL step.
 
-        New sequences are due now: they neither wait nor catch up with what others got before them.  Raises ValueError
-        on a sequence without rows.
+        New sequences are due now: they neither wait nor catch up with what others got before them.  All have rows.
         """
         self._sequences = by_id = {sequence.id: sequence for sequence in sequences}
         if by_id.keys() == self._flows.keys() and step == self._step:
             return  # a resumed run may ask once more than the uninterrupted one; the picks must not differ in a bit
         flows = {}
         for name, sequence in by_id.items():
-            if sequence.rows < 1:
-                raise ValueError(f"sequence {name} has {sequence.rows} rows to train on: leave it out")
             flow = self._flows.get(name)
             if flow is None:
                 flows[name] = _Flow(sequence.rows, sequence.step, start_time=0.0)
@@ -89,8 +80,6 @@ class WindowSampler:
         A window that is too large even when alone is given in parts.  No window comes twice: a step ends early when
         one is due again.
         """
-        if max_rows < 1:
-            raise ValueError(f"max_rows {max_rows} < 1")
         picked: list[Window] = []
         starts: set[tuple[str, int]] = set()
         room = max_rows
@@ -134,7 +123,7 @@ class WindowSampler:
         return (index + 1) * flow.rows // windows
 
     def _weight(self, flow: _Flow, step: int) -> float:
-        age = min(max(step - flow.step, 0), self._oldest_age)
+        age = min(max(step - flow.step, 0), OLDEST_AGE)
         return float(flow.rows ** (1 + self._length_bias) * self._recency**age)
 
     def _rebuild(self) -> None:

@@ -18,7 +18,7 @@ Owners: `curriculum` chooses what is trained on next; `candidate` has the drafte
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,24 +26,20 @@ import torch
 from torch import Tensor
 
 from conf.drafter import IdleTrainingConfig
-from tlt_core.drafter.eagle3.loss import LossKind
 from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainMetrics, TrainSettings
 from tlt_core.drafter.eagle3.weights import copy_of, fill, move_towards
 from tlt_core.idle_training.buffer import SequenceBuffer
-from tlt_core.idle_training.candidate import DrafterCandidate
+from tlt_core.idle_training.candidate import DrafterCandidate, TrialSettings
 from tlt_core.idle_training.checkpoint import IdleTrainingCheckpoint, TrainingCheckpoint
 from tlt_core.idle_training.comparison import Comparison
 from tlt_core.idle_training.curriculum import Curriculum
-from tlt_core.idle_training.peers import PeerFiles
-from tlt_core.idle_training.trial import TrialSettings
-from tlt_core.idle_training.writer import BackgroundWriter
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import SamplingParams
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.edge_weights import EdgeWeights
 
-ENOUGH = 0.75  # of a step's rows: where the next window does not fit, a pass over a piece of it costs almost as much
+_ENOUGH = 0.75  # of a step's rows: where the next window does not fit, a pass over a piece of it costs almost as much
 
 
 class IdleTrainingResult(NamedTuple):
@@ -58,23 +54,6 @@ class IdleTrainingResult(NamedTuple):
     trial: Comparison | None = None  # of the newest candidate with the drafter in use; None: there was no trial
     buffer_tokens: int = 0
     buffer_sequences: int = 0
-
-
-@dataclass(slots=True)
-class _Phase:
-    """Sums over a rollout phase."""
-
-    rows: int = 0
-    steps: int = 0
-    loss: float = 0.0  # sums over rows
-    overlap: float = 0.0
-    top1: float = 0.0
-
-    def add(self, metrics: TrainMetrics) -> None:
-        self.rows += metrics.rows
-        self.loss += metrics.loss * metrics.rows
-        self.overlap += metrics.overlaps[0] * metrics.rows
-        self.top1 += metrics.top1 * metrics.rows
 
 
 class IdleTraining:
@@ -92,7 +71,6 @@ class IdleTraining:
         folder: Path,
         resume: bool,
         peers: Sequence[Path] = (),
-        loss: LossKind = "soft_ce",
     ) -> None:
         """model: float32, the drafter in use, which becomes this object's.  depth: of the training-time test and of a
         trial's chains.  target: whose embedding and head are those of the policy in the engine, on the same device.
@@ -100,12 +78,13 @@ class IdleTraining:
         there.  resume: go on from what is there; else it is cleared.  peers: other workers' folders."""
         self._cfg, self._target = cfg, target
         self._settings = TrainSettings(
-            learning_rate=cfg.learning_rate, depth=depth, compute_dtype=compute_dtype, loss=loss
+            learning_rate=cfg.learning_rate, depth=depth, compute_dtype=compute_dtype, loss=cfg.loss
         )
         self._heads: dict[int, Tensor] = {}  # the draft vocabulary's rows of the LM head, by policy version
         self._policy_version = self._step = self._rejections = 0
-        self._phase = _Phase()
-        writer = BackgroundWriter()
+        self._passes: list[TrainMetrics] = []  # of this phase
+        self._updates = 0  # in this phase
+        writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="idle-training-writer")
         self._checkpoint = TrainingCheckpoint(folder, writer)
         saved = self._checkpoint.load() if resume else None
         self._buffer = SequenceBuffer.open(
@@ -115,8 +94,7 @@ class IdleTraining:
             max_sequences=cfg.max_sequences,
             writer=writer,
         )
-        self._peers = PeerFiles(peers)
-        self._curriculum = Curriculum(cfg, self._buffer, self._peers, self._heads)
+        self._curriculum = Curriculum(cfg, self._buffer, peers, self._heads)
         params = SamplingParams(temperature=temperature)
         trials = TrialSettings(target.embed_tokens.weight, depth, params, compute_dtype)
         self.candidate = DrafterCandidate(copy_of(model), trials, max_starts=cfg.canary_tokens)
@@ -128,11 +106,10 @@ class IdleTraining:
         self._trainer = Eagle3Trainer(model, self._target, self._settings, heads=self._heads)
         self._average = copy_of(model)  # of the trainer's weights, over its steps
 
-    # ------------------------------------------------------------------------------------------ rollout
-
     def begin(self, step: int, policy_version: int) -> None:
         """A rollout phase begins, with this policy in the engine."""
-        self._step, self._policy_version, self._phase = step, policy_version, _Phase()
+        self._step, self._policy_version = step, policy_version
+        self._passes, self._updates = [], 0
         if policy_version not in self._heads:
             self._keep_head(policy_version, self._target.head_weight[self.candidate.used.draft_ids_J])
         self.candidate.begin_phase()
@@ -146,12 +123,8 @@ class IdleTraining:
     def end(self) -> None:
         """The step's responses are complete: they go to disk in the background."""
         self._buffer.end_step(self._step)
-        kept = (*self._buffer.sequences(), *self._peers.sequences())
-        alive = {sequence.policy_version for sequence in kept} | {self._policy_version}
-        for version in self._heads.keys() - alive:
+        for version in self._heads.keys() - self._curriculum.versions() - {self._policy_version}:
             del self._heads[version]
-
-    # ------------------------------------------------------------------------------------------ idle time
 
     @property
     def has_data(self) -> bool:
@@ -162,7 +135,7 @@ class IdleTraining:
         """One bounded piece of work.  There must be data."""
         if self.candidate.in_trial:
             self.candidate.continue_trial()
-        elif self._trainer.rows < ENOUGH * self._cfg.rows_per_step and self.candidate.is_due(self._trainer.steps):
+        elif self._trainer.rows < _ENOUGH * self._cfg.rows_per_step and self.candidate.is_due(self._trainer.steps):
             self.candidate.start_trial(self._average, self._trainer.steps, self._buffer.held)
         else:
             began_s = time.perf_counter()
@@ -171,34 +144,31 @@ class IdleTraining:
 
     def _train(self) -> None:
         """An optimizer step, or gradients of some windows."""
-        if self._trainer.rows >= ENOUGH * self._cfg.rows_per_step:
+        if self._trainer.rows >= _ENOUGH * self._cfg.rows_per_step:
             self._trainer.apply()
             move_towards(self._average, self._trainer.model, 1 - self._cfg.average_decay)
-            self._phase.steps += 1
+            self._updates += 1
             return
         windows = self._curriculum.next(room=self._cfg.rows_per_step - self._trainer.rows)
         began_s = time.perf_counter()
         metrics = self._trainer.accumulate(windows)
         self._curriculum.trained(metrics.rows, time.perf_counter() - began_s)
-        self._phase.add(metrics)
+        self._passes.append(metrics)
 
     def result(self) -> IdleTrainingResult:
         """What came of the phase so far."""
-        phase = self._phase
-        rows = max(1, phase.rows)
+        rows = sum(m.rows for m in self._passes)
         return IdleTrainingResult(
-            rows=phase.rows,
-            steps=phase.steps,
+            rows=rows,
+            steps=self._updates,
             steps_total=self._trainer.steps,
-            loss=phase.loss / rows,
-            overlap=phase.overlap / rows,
-            top1=phase.top1 / rows,
+            loss=sum(m.loss * m.rows for m in self._passes) / max(1, rows),
+            overlap=sum(m.overlaps[0] * m.rows for m in self._passes) / max(1, rows),
+            top1=sum(m.top1 * m.rows for m in self._passes) / max(1, rows),
             trial=self.candidate.comparison,
             buffer_tokens=self._buffer.tokens,
             buffer_sequences=len(self._buffer),
         )
-
-    # ------------------------------------------------------------------------------------------ publish
 
     def adopt(self, parameters_N: Tensor, *, is_mine: bool) -> Eagle3Model:
         """These weights are in use from now on.  is_mine: they are this worker's own candidate, whose training goes
@@ -221,8 +191,6 @@ class IdleTraining:
         self.candidate.restart(0)
         self._rejections = 0
         return True
-
-    # ------------------------------------------------------------------------------------------ restarts
 
     def save(self) -> None:
         """Write what a restart needs, in the background.  Hidden states are files already, and the drafter in use is

@@ -1,7 +1,7 @@
 """Driver's side of drafter training: which of the workers' candidates is published, and what is reported of it.
 
 Workers train apart, from the weights in use.  Each tries its candidate on its own held-back responses
-(`idle_training/trial`).
+(`idle_training/candidate`).
 
     no trial                 nothing happens
     one, not worse           it is published as it is
@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 from tlt_core.cluster.drafting import DrafterPublished
 from tlt_core.cluster.messages import GenerateReport
-from tlt_core.idle_training.bubble import bubble
 from tlt_core.idle_training.comparison import Comparison
-from tlt_core.idle_training.coordinator import PhaseReport
+from tlt_core.idle_training.coordinator import PhaseReport, bubble
 from tlt_core.idle_training.training import IdleTrainingResult
 from tlt_core.items.store import read_json
 
@@ -114,10 +113,7 @@ def _total(trials: Iterable[Comparison | None]) -> Comparison:
 
 def bubble_metrics(phases: Sequence[PhaseReport]) -> dict[str, float]:
     """`idle/*` of a step: its rollout phases, several with dynamic sampling, and waiting for rewards."""
-    parts = [
-        bubble(p.spans, over_s=p.over_s, preempt_s=p.preempt_s, idle_by_reason_s=p.idle_by_reason_s) for p in phases
-    ]
-    return merge(parts, sum(s.end_s - s.start_s for p in phases for s in p.spans))
+    return merge([bubble(p) for p in phases], sum(s.end_s - s.start_s for p in phases for s in p.spans))
 
 
 def merge(parts: Sequence[Mapping[str, float]], worker_s: float) -> dict[str, float]:

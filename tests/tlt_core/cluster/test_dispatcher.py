@@ -7,7 +7,7 @@ import torch
 
 from tlt_core.cluster.dispatcher import Dispatcher
 from tlt_core.cluster.engines import Engines
-from tlt_core.idle_training.coordinator import Action, Progress, WorkerIdle
+from tlt_core.idle_training.coordinator import Action, Progress
 from tlt_core.items.types import FinishReason, GenerationRequest, NoiseKey, Rollout
 
 
@@ -47,7 +47,7 @@ def test_rollout_ends_when_the_last_response_is_in():
     dispatcher = begun("static", num_groups=2, size=1)
     requests = [dispatcher.pull(w, 9).requests[0] for w in range(2)]
     dispatcher.push(0, finish(requests[0]))
-    assert dispatcher.ask(WorkerIdle(0, time.time(), has_data=True)).action is Action.WAIT
+    assert dispatcher.ask(Progress(0, 0, time.time(), has_data=True)).action is Action.WAIT
     assert len(dispatcher.drain().finished) == 1
     assert dispatcher.drain().live == (0, 1)
     dispatcher.push(1, finish(requests[1]))
@@ -64,10 +64,10 @@ def test_workers_that_share_an_engine_wait_until_it_has_nothing_to_decode(dispat
     for request in first:
         dispatcher.push(0, finish(request))
     assert not dispatcher.pull(1, 9).exhausted, "the host has not said yet that it is done"
-    dispatcher.ask(WorkerIdle(0, time.time(), has_data=True))
+    dispatcher.ask(Progress(0, 0, time.time(), has_data=True))
     assert dispatcher.pull(1, 9) == ((), True)
     assert not dispatcher.pull(3, 9).exhausted
-    assert dispatcher.ask(WorkerIdle(1, time.time(), has_data=True)).action is Action.WAIT
+    assert dispatcher.ask(Progress(1, 0, time.time(), has_data=True)).action is Action.WAIT
     for request in second:
         dispatcher.push(2, finish(request))
     assert dispatcher.ask(Progress(1, 0, time.time(), has_data=True)).action is Action.STOP

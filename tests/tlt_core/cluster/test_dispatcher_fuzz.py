@@ -18,7 +18,7 @@ from tests.fuzz import cases, fuzz
 from tests.tlt_core.cluster.test_dispatcher import finish, groups
 from tlt_core.cluster.dispatcher import Dispatcher
 from tlt_core.cluster.engines import Engines
-from tlt_core.idle_training.coordinator import Action, IdleTrainingSettings, Progress, WorkerIdle
+from tlt_core.idle_training.coordinator import Action, IdleTrainingSettings, Progress
 from tlt_core.items.types import GenerationRequest, NoiseKey
 
 workers = st.integers(0, 3)
@@ -85,13 +85,7 @@ class AnyPhase(RuleBasedStateMachine):
 
     def ask(self, worker: int) -> Action:
         """A worker without requests asks, and does at once what it is told."""
-        began = worker in self.training or self.steps[worker]
-        event = (
-            Progress(worker, self.steps[worker], 0.0, has_data=True)
-            if began
-            else WorkerIdle(worker, 0.0, has_data=True)
-        )
-        action = self.dispatcher.ask(event).action
+        action = self.dispatcher.ask(Progress(worker, self.steps[worker], 0.0, has_data=True)).action
         assert (action is Action.STOP) == self.over
         self.training.add(worker)
         if action is Action.TRAIN:

@@ -19,6 +19,9 @@ def test_by_hand():
     assert comparison.error == pytest.approx(math.sqrt(2 / 1 * 2 * 4.5**2) / 40)
     assert not comparison.is_worse(errors=1.0)
     assert comparison.is_worse(errors=0.0)
+    one = Comparison.of([Group(10, 20, 19)])
+    assert one.is_worse(errors=9.0), "one group tells no error"
+    assert not Comparison().is_worse(errors=0.0)
 
 
 def test_change_is_how_far_lengths_may_lie_apart():
@@ -36,12 +39,6 @@ def test_workers_add_up():
     groups = [Group(10, 20, 24), Group(30, 60, 54), Group(7, 9, 9), Group(12, 40, 40)]
     assert Comparison.of(groups[:1]).plus(Comparison.of(groups[1:])) == Comparison.of(groups)
     assert Comparison().plus(Comparison.of(groups)) == Comparison.of(groups)
-
-
-def test_one_group_tells_no_error():
-    assert Comparison.of([Group(10, 20, 19)]).is_worse(errors=9.0)
-    assert not Comparison.of([Group(10, 20, 20)]).is_worse(errors=0.0)
-    assert not Comparison().is_worse(errors=0.0)
 
 
 def planted(gain: float, *, seed: int, groups: int = 8, starts: int = 128) -> Comparison:

@@ -98,12 +98,7 @@ def test_refreshing_again_changes_nothing():
 def test_windows_are_nearly_equal_and_cover_everything():
     sampler = WindowSampler(window_rows=10)
     sampler.refresh([Response("a", 32, step=0)], step=0)
-    assert places(sampler.next(1000)) == [
-        ("a", 0, 8),
-        ("a", 8, 16),
-        ("a", 16, 24),
-        ("a", 24, 32),
-    ]
+    assert places(sampler.next(1000)) == [("a", 0, 8), ("a", 8, 16), ("a", 16, 24), ("a", 24, 32)]
 
 
 def test_nothing_to_train_on():
@@ -112,24 +107,10 @@ def test_nothing_to_train_on():
     sampler.refresh([Response("a", 5, step=0)], step=0)
     sampler.refresh([], step=0)
     assert sampler.next(10) == []
-    with pytest.raises(ValueError, match="sequence a has 0 rows"):
-        sampler.refresh([Response("a", 0, step=0)], step=0)
 
 
-def test_a_new_sequence_neither_waits_nor_catches_up():
-    sampler = WindowSampler(window_rows=10, length_bias=0.0)
-    old = [Response("a", 100, step=0), Response("b", 100, step=0)]
-    sampler.refresh(old, step=0)
-    draw(sampler, rows=10_000)
-    sampler.refresh([*old, Response("new", 100, step=0)], step=0)
-    assert "new" in rows_of(sampler.next(30))
-    rows = rows_of(draw(sampler, rows=3000))
-    assert all(abs(rows[name] - 1000) <= 20 for name in ("a", "b", "new")), rows
-
-
-lengths = st.integers(1, 300)
 responses = st.builds(
-    lambda number, rows, step: Response(f"s{number}", rows, step), st.integers(0, 12), lengths, st.integers(0, 4)
+    lambda number, *of: Response(f"s{number}", *of), st.integers(0, 12), st.integers(1, 300), st.integers(0, 4)
 )
 pools = st.lists(responses, min_size=1, max_size=10, unique_by=lambda c: c.id)
 samplers = st.builds(
@@ -137,7 +118,6 @@ samplers = st.builds(
     window_rows=st.integers(1, 80),
     length_bias=st.sampled_from([0.0, 0.5, 1.0]),
     recency=st.sampled_from([0.3, 0.5, 1.0]),
-    oldest_age=st.integers(0, 3),
 )
 
 
@@ -184,30 +164,6 @@ def test_law_holds_at_every_moment(sampler, pool, max_rows):
                 assert abs(normalised[i] - normalised[j]) <= slack * (1 + 1e-9)
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), sampler=samplers, keeper=lengths)
-def test_joins_and_leaves_starve_nobody(data, sampler, keeper):
-    """One sequence stays while others come and go and steps pass; its windows keep coming within the bound."""
-    stays, step = Response("stays", keeper, 0), 0
-    worst, largest, since, seen = 0.0, {}, {}, 0
-    for turn in range(12):
-        step += data.draw(st.integers(0, 1))
-        others = [c._replace(id=f"{c.id}.{c.rows}.{c.step}") for c in data.draw(pools)]
-        sampler.refresh([stays, *others], step)
-        worst = max(worst, sum(weight(sampler, n, step) for n in sampler._flows) / weight(sampler, "stays", step))
-        largest |= {c.id: min(c.rows, sampler._window_rows) for c in (stays, *others)}
-        visits = 12 if turn < 11 else 700
-        for _ in range(visits):
-            for window in sampler.next(100):
-                seen += window.end - window.start
-                if window.sequence.id == "stays":
-                    gap = seen - since.get(window.start, 0)
-                    # A sequence that left and came back pays its largest window once more: 12 turns at most.
-                    assert gap <= keeper * worst + 12 * sum(largest.values()) + 1e-6
-                    since[window.start] = seen
-    assert since
-
-
 @settings(max_examples=40, deadline=None)
 @given(sampler=samplers, pool=pools, cut=st.integers(0, 30))
 def test_resume_gives_the_same_picks(sampler, pool, cut):
@@ -220,7 +176,6 @@ def test_resume_gives_the_same_picks(sampler, pool, cut):
         window_rows=sampler._window_rows,
         length_bias=sampler._length_bias,
         recency=sampler._recency,
-        oldest_age=sampler._oldest_age,
     )
     resumed.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
     resumed.refresh(list(reversed(pool)), step=4)

@@ -1,6 +1,5 @@
 """Acceptance estimates against the rates that made the rounds."""
 
-import json
 import random
 from statistics import fmean
 
@@ -126,16 +125,3 @@ def test_a_small_change_leaves_what_is_known(change: float, weight: int) -> None
     slow, fast = (before - one.expected(range(9, 10))[LONG].accepted for one in (unchanged, model))
     assert slow <= fast
     assert slow / fast == pytest.approx(weight / 100, rel=0.05)
-
-
-def test_state_survives_json_and_loads_with_fewer_strategies() -> None:
-    model = Acceptance(STRATEGIES)
-    play(model, LONG, [0.9, 0.2], 20)
-    play(model, TREE, [0.9, 0.2], 5)
-    state = json.loads(json.dumps(model.state_dict()))
-    other = Acceptance(STRATEGIES)
-    other.load_state_dict(state)
-    assert other.expected([0, 1, 7]) == model.expected([0, 1, 7])
-    smaller = Acceptance((SHORT,))
-    smaller.load_state_dict(state)
-    assert smaller.expected([0])[SHORT].accepted > smaller.expected([1])[SHORT].accepted

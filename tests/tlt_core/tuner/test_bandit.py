@@ -1,9 +1,5 @@
 """The bandit finds the best strategy of each bucket."""
 
-import json
-
-import pytest
-
 from tlt_core.items.speculation import OFF, RoundReport, Strategy
 from tlt_core.tuner.bandit import BucketedGreedy
 
@@ -54,17 +50,3 @@ def test_a_window_forgets() -> None:
     assert picks[2][-50:].count(B) > 30
     learner.clear("eagle")
     assert learner.pick(2) in (A, B, OFF)
-
-
-def test_the_same_seed_repeats_and_state_goes_on() -> None:
-    first, second = bandit(), bandit()
-    assert play(first, {2: B}, 50) == play(second, {2: B}, 50)
-    third = bandit(seed=99)
-    third.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert play(first, {2: A, 6: B}, 80) == play(third, {2: A, 6: B}, 80)
-
-
-@pytest.mark.parametrize("thresholds", [(), (2, 4), (1, 4, 4), (1, 8, 4)])
-def test_thresholds_must_ascend_from_one(thresholds: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="ascend from 1"):
-        BucketedGreedy((A,), thresholds=thresholds, epsilon=0.1, window=10, seed=0)

@@ -2,12 +2,8 @@
 
 import json
 
-from tests.tlt_core.rollout.playing import PARAMS, Oracle, assert_same, requests
-from tests.tlt_core.rollout.playing import play as decode
 from tlt_core.items.speculation import OFF, RoundReport, Strategy
-from tlt_core.rollout.engine import RolloutEngine, Speculation
 from tlt_core.tuner.collapse import CollapseCheck
-from tlt_core.tuner.policies import make_tuner
 
 CHAIN = Strategy("eagle3", 3, 1, 3)
 NGRAM = Strategy("ngram", 4, 1, 4)
@@ -62,37 +58,3 @@ def test_the_check_goes_on_after_a_restart_and_forgets_drafters_that_are_gone():
     fewer = CollapseCheck(["third"])
     fewer.load_state_dict(state)
     assert fewer.state_dict() == CollapseCheck(["third"]).state_dict()
-
-
-def test_a_spoilt_publish_is_found_in_the_engine_and_speculation_falls_back(decoder, caplog):
-    """The drafter is spoilt in step 1 and mended in step 2: meanwhile the other one takes over; tokens stay."""
-    params = PARAMS["T=1"]
-    everything = [r for step in range(4) for r in requests(12, step=step)]
-    plain = decode(RolloutEngine(decoder, max_live=6, max_len=96), everything, params)[0]
-    drafter, spare = Oracle(plain), Oracle(plain, wrong_every=4)
-    tuner, check = make_tuner("fixed", (CHAIN, NGRAM)), CollapseCheck(["eagle3"])
-    speculation = Speculation({"eagle3": drafter, "ngram": spare}, tuner, (CHAIN, NGRAM))
-    engine = RolloutEngine(decoder, max_live=6, max_len=96, speculation=speculation)
-
-    used = []
-
-    def on_round(trace):
-        used.append(trace.report.strategy.drafter)
-        if collapsed := check.observe(trace.report):
-            tuner.suspend(collapsed)
-
-    for step in range(4):
-        drafter.wrong_every = 1 if step == 1 else 0
-        if step and check.published("eagle3"):
-            tuner.resume("eagle3")
-        used.clear()
-        finished, _ = decode(engine, requests(12, step=step), params, on_round=on_round)
-        assert_same({key: rollout for key, rollout in plain.items() if key.step == step}, finished)
-        assert bool(check.suspended) == (step == 1)
-        if step == 1:
-            first_other = used.index("ngram")
-            assert first_other <= 16
-            assert set(used[first_other:]) == {"ngram"}
-        else:
-            assert set(used) == {"eagle3"}
-    assert caplog.text.count("has collapsed") == 1

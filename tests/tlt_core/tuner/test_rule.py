@@ -1,6 +1,5 @@
 """The rule alone, with rates given by hand."""
 
-import json
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -100,13 +99,3 @@ def test_a_change_makes_a_drafter_due_at_once() -> None:
     assert CHAIN not in play(subject, 8, **settings)
     subject.reset("eagle")
     assert play(subject, 2, **settings) == [CHAIN, OFF]
-
-
-def test_it_goes_on_exactly_after_a_restart() -> None:
-    subject, again = Rule([CHAIN, OTHER]), Rule([CHAIN, OTHER])
-    play(subject, 77, rate=lambda _: 50.0, hope=200.0, strategies=(CHAIN, OTHER))
-    again.load_state_dict(json.loads(json.dumps(subject.state_dict())))
-    choices = [play(one, 500, rate=lambda _: 50.0, hope=200.0, strategies=(CHAIN, OTHER)) for one in (subject, again)]
-    assert choices[0] == choices[1]
-    assert {OFF, CHAIN, OTHER} == set(choices[0])
-    assert subject.state_dict() == again.state_dict()

@@ -32,7 +32,7 @@ _PASS_ROWS = 512  # starts of one pass
 
 
 class AcceptanceMeasure(NamedTuple):
-    """Sums over starts, so measures of parts can be added up."""
+    """Sums over starts."""
 
     starts: int
     accepted_by_depth: tuple[int, ...]  # entry k: starts whose first k + 1 drafts were right
@@ -63,30 +63,15 @@ def measure_acceptance(
     starts = [window for s in sorted(sequences, key=lambda s: s.rows) for window in whole(s)]
     if not starts:
         raise ValueError(f"no row of {len(sequences)} sequences to start a draft from: they need three tokens each")
-    total, reached = 0, torch.zeros(depth, dtype=torch.int64)
+    runs: list[Tensor] = []
     for part in passes(starts):
-        measure = measure_starts(model, embedding_VD, part, depth=depth, params=params, compute_dtype=compute_dtype)
-        total += measure.starts
-        reached += torch.tensor(measure.accepted_by_depth)
-    return AcceptanceMeasure(total, tuple(reached.tolist()))
-
-
-def measure_starts(
-    model: Eagle3Model,
-    embedding_VD: Tensor,
-    starts: Sequence[Window],
-    *,
-    depth: int,
-    params: SamplingParams,
-    compute_dtype: torch.dtype = torch.float32,
-) -> AcceptanceMeasure:
-    """The same from the rows of these windows, which must be trained ones, in one pass."""
-    runs = start_runs(model, embedding_VD, starts, depth=depth, params=params, compute_dtype=compute_dtype)
+        runs += start_runs(model, embedding_VD, part, depth=depth, params=params, compute_dtype=compute_dtype)
     accepted_N = torch.cat(runs)
     reached = (accepted_N[:, None] > torch.arange(depth)).sum(0)
     return AcceptanceMeasure(len(accepted_N), tuple(reached.tolist()))
 
 
+@torch.inference_mode()
 def start_runs(
     model: Eagle3Model,
     embedding_VD: Tensor,
@@ -97,27 +82,12 @@ def start_runs(
     compute_dtype: torch.dtype = torch.float32,
 ) -> list[Tensor]:
     """Accepted drafts of a chain begun at each row of these windows, which must be trained ones: [rows of the window]
-    int64 for each, on the CPU, in one pass.  A chain ends with its response."""
-    ends = [min(s.end + depth - 1, len(s.sequence.tokens_L) - 2) for s in starts]
-    chains = [Window(s.sequence, s.start, end) for s, end in zip(starts, ends, strict=True)]
-    runs = accepted_runs(model, embedding_VD, chains, depth=depth, params=params, compute_dtype=compute_dtype)
-    return [run_T[: s.end - s.start].cpu() for s, run_T in zip(starts, runs, strict=True)]
+    int64 for each, on the CPU, in one pass.
 
-
-@torch.inference_mode()
-def accepted_runs(
-    model: Eagle3Model,
-    embedding_VD: Tensor,
-    windows: Sequence[Window],
-    *,
-    depth: int,
-    params: SamplingParams,
-    compute_dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, ...]:
-    """Accepted drafts of a chain begun at each query row, [rows of the window] int64 for each window, in one pass.
-
-    A chain begun at row p, that is after p + 2 tokens, ends with its window.
+    A chain begun at row p, that is after p + 2 tokens, ends with its response.
     """
+    ends = [min(s.end + depth - 1, len(s.sequence.tokens_L) - 2) for s in starts]
+    windows = [Window(s.sequence, s.start, end) for s, end in zip(starts, ends, strict=True)]
     pack = Pack.of(windows, model.fc.weight.device)
     first = sum(pack.context)
     positions_T, targets_T, streams_T = pack.positions_R[first:] + 2, pack.targets_T(), pack.streams_T()
@@ -130,9 +100,6 @@ def accepted_runs(
     with torch.autocast(pack.device.type, torch.bfloat16, enabled=half):
         embeds_RD = F.embedding(pack.tokens_R, embedding_VD).float()
         for k, y_TD in enumerate(drafted_depths(model, embeds_RD, pack, depth=depth)):
-            alive_N = alive_N[positions_T[alive_N] + k < ends_T[alive_N]]
-            if not len(alive_N):  # all chains that were right so far ended with their responses
-                break
             rows_N = alive_N + k
             noise_NJ = None
             if params.temperature:
@@ -140,9 +107,10 @@ def accepted_runs(
             columns_N = perturbed_scores(model.logits(y_TD[rows_N]), noise_NJ, params)[:, 0].argmax(-1)
             alive_N = alive_N[model.draft_ids_J[columns_N] == targets_T[rows_N]]
             runs_T[alive_N] += 1
+            alive_N = alive_N[positions_T[alive_N] + k + 1 < ends_T[alive_N]]  # others end with their responses
             if not len(alive_N):
                 break
-    return runs_T.split(pack.queries)
+    return [run_T[: s.rows].cpu() for s, run_T in zip(starts, runs_T.split(pack.queries), strict=True)]
 
 
 def passes(starts: Sequence[Window]) -> Iterator[list[Window]]:

@@ -13,11 +13,12 @@ Shapes: B live rows, T positions of a catch-up, E tapped width, D hidden size, J
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from kernels.sampling.coupled_sample import gumbel_noise
 from kernels.tree.draft_children import draft_children
 from kernels.tree.tree_layout import TreeLayout
 from tlt_core.drafter.eagle3.cache import DraftCache, DraftLevels
@@ -25,16 +26,13 @@ from tlt_core.drafter.eagle3.files import export_weights, import_weights
 from tlt_core.drafter.eagle3.model import Attend, Eagle3Model, blank_eagle3
 from tlt_core.drafter.eagle3.native import ChainSettings, NativeEagle3
 from tlt_core.drafter.eagle3.static import DraftParts, StaticEagle3
-from tlt_core.drafter.eagle3.tree import TreeBuilder, draft_keys, draft_noise, perturbed_scores
+from tlt_core.drafter.eagle3.tree import TreeBuilder, draft_keys, perturbed_scores
 from tlt_core.items.hidden_states import HiddenStates
 from tlt_core.items.speculation import DraftTree, LiveView, Strategy
 from tlt_core.items.static_shapes import Inputs
 from tlt_core.items.types import GenerationRequest, SamplingParams
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.packed import PackedLinear, can_pack
-
-AddLevel = Callable[[TreeBuilder, Tensor, int], Tensor]
-"""add_level(tree, logits_NJ, level) -> columns of the children, [B, b w]"""
 
 
 class Eagle3Drafter:
@@ -71,7 +69,6 @@ class Eagle3Drafter:
         )
         self._hidden: HiddenStates | None = None
         self._done = [0] * max_live  # positions of each row that the cache holds
-        self._prompts = [b""] * max_live  # of each row
         self._noise_ids_J = self._net.draft_ids_J.to(torch.int32)
         self.load_weights(export_weights(model))
         self._native = NativeEagle3.of(self._net)
@@ -102,7 +99,6 @@ class Eagle3Drafter:
     def admit(self, row: int, request: GenerationRequest) -> None:
         """A request begins in a row."""
         self._done[row] = 0
-        self._prompts[row] = request.prompt_tokens.numpy().tobytes()
 
     def borrow(self, hidden: HiddenStates) -> None:
         """Where to read hidden states.  When `propose` is called, those of all tokens but the newest must be there."""
@@ -113,7 +109,6 @@ class Eagle3Drafter:
         """The request in row `source` is now in row `target`, whose own request has ended."""
         self._cache.move(source, target, self._done[source])
         self._done[target], self._done[source] = self._done[source], 0
-        self._prompts[target] = self._prompts[source]
 
     def release(self, row: int, tokens: Tensor) -> None:
         """The request in `row` ended."""
@@ -136,13 +131,15 @@ class Eagle3Drafter:
             len(limits), width=width, error_scale=self._error_scale, min_draft_probs=view.min_draft_probs
         )
         y_ND = self._catch_up(view, depth=depth)
-        if width == 1 and self._native is not None and not self._filters(view.params):
-            self._draft_chain(self._native, tree, view, lengths_B, y_ND, depth=depth)
+        net = None if self._filters(view.params) else self._native
+        keys_BL2 = draft_keys(view, lengths_B, depth=depth)
+        if width == 1 and net is not None:
+            self._draft_chain(net, tree, view, lengths_B, y_ND, keys_BL2)
             return tree.finish(self._net.draft_ids_J, limits_B, tokens=strategy.tokens)
-        children = self._children(view, lengths_B, depth=depth, width=width)
-        levels = self._cache.draft(_positions(view.lengths), levels=depth - 1, width=width)
+        levels = self._cache.draft([length - 1 for length in view.lengths], levels=depth - 1, width=width)
         for level in range(depth):
-            columns_BM = children(tree, self._net.logits(y_ND), level)
+            logits_NJ = self._net.logits(y_ND)
+            columns_BM = self._add_level(tree, logits_NJ, keys_BL2[:, level], view.params, native=net is not None)
             if level + 1 < depth:
                 if tree.is_hopeless():
                     break
@@ -155,14 +152,14 @@ class Eagle3Drafter:
         return params.top_p < 1 or 0 < params.top_k < len(self._noise_ids_J)
 
     def _draft_chain(
-        self, net: NativeEagle3, tree: TreeBuilder, view: LiveView, lengths_B: Tensor, y_BD: Tensor, *, depth: int
+        self, net: NativeEagle3, tree: TreeBuilder, view: LiveView, lengths_B: Tensor, y_BD: Tensor, keys_BL2: Tensor
     ) -> None:
-        self._cache.reserve(depth - 1)
+        self._cache.reserve(keys_BL2.shape[1] - 1)
         drafted = net.chain(
             y_BD,
             self._cache.from_position_0(),
             ends_B=lengths_B - 1,
-            keys_BL2=draft_keys(view, lengths_B, depth=depth),
+            keys_BL2=keys_BL2,
             ids_J=self._noise_ids_J,
             embeddings_VD=self._embedding.weight,
             rope_C21d=self._cache.rope_C21d,
@@ -170,27 +167,19 @@ class Eagle3Drafter:
         )
         tree.add_chain(drafted.columns_Nw, drafted.values_Nw)
 
-    def _children(self, view: LiveView, lengths_B: Tensor, *, depth: int, width: int) -> AddLevel:
-        """What turns a level's logits into its children."""
-        params, ids_J = view.params, self._noise_ids_J
-        if self._native is not None and not self._filters(params):
-            keys_BL2 = draft_keys(view, lengths_B, depth=depth)
-
-            def choose(tree: TreeBuilder, logits_NJ: Tensor, level: int) -> Tensor:
-                keys_N2 = keys_BL2[:, level].repeat_interleave(len(logits_NJ) // len(keys_BL2), dim=0)
-                temperature, scale = params.temperature, self._error_scale
-                return tree.add_children(
-                    draft_children(logits_NJ, keys_N2, ids_J, width=width, temperature=temperature, error_scale=scale)
-                )
-
-            return choose
-        noise_BLJ = draft_noise(view, lengths_B, ids_J, depth=depth)
-
-        def filter_and_choose(tree: TreeBuilder, logits_NJ: Tensor, level: int) -> Tensor:
-            noise_BJ = None if noise_BLJ is None else noise_BLJ[:, level]
+    def _add_level(
+        self, tree: TreeBuilder, logits_NJ: Tensor, keys_B2: Tensor, params: SamplingParams, *, native: bool
+    ) -> Tensor:
+        """Turn a level's logits into its children; returns their columns, [B, b w].  keys: of the level's noise."""
+        ids_J, scale = self._noise_ids_J, self._error_scale
+        if not native:
+            noise_BJ = gumbel_noise(keys_B2, ids_J) if params.temperature else None
             return tree.add_level(perturbed_scores(logits_NJ, noise_BJ, params))
-
-        return filter_and_choose
+        keys_N2 = keys_B2.repeat_interleave(len(logits_NJ) // len(keys_B2), dim=0)
+        children = draft_children(
+            logits_NJ, keys_N2, ids_J, width=tree.width, temperature=params.temperature, error_scale=scale
+        )
+        return tree.add_children(children)
 
     def _run(
         self, embeds_TD: Tensor, hidden_TD: Tensor, rope_T21d: Tensor, attend: Attend, layout: TreeLayout
@@ -213,36 +202,14 @@ class Eagle3Drafter:
 
         The last position is run in any case: its y is needed.
         """
-        ends = _positions(view.lengths)
-        shared_s = self._share_prompts(view)
+        ends = [length - 1 for length in view.lengths]  # position t needs the token at t + 1
         starts = [max(0, min(done, end - 1)) for done, end in zip(self._done, ends, strict=False)]
         y_BD, seconds, total = self._advance(view, starts, ends)
         # A round that used this drafter leaves at most its depth plus one; the rest was decoded without it.
         usual = len(ends) * (1 + depth)
-        self.backlog_s = shared_s + seconds * max(0.0, 1 - usual / total)
+        self.backlog_s = seconds * max(0.0, 1 - usual / total)
         self._done[: len(ends)] = ends
         return y_BD
-
-    def _share_prompts(self, view: LiveView) -> float:
-        """Run a prompt that several rows share once, and copy the result.  Returns the seconds."""
-        began_s = time.perf_counter()
-        siblings: dict[bytes, list[int]] = {}
-        for row, request in enumerate(view.requests):
-            if not self._done[row] and len(request.prompt_tokens) > 1:
-                siblings.setdefault(self._prompts[row], []).append(row)
-        groups = [rows for rows in siblings.values() if len(rows) > 1]
-        if not groups:
-            return 0.0
-        ends = list(self._done[: len(view.lengths)])
-        for rows in groups:
-            ends[rows[0]] = len(view.requests[rows[0]].prompt_tokens) - 1
-        self._advance(view, self._done[: len(ends)], ends)
-        for first, *others in groups:
-            for row in others:
-                self._cache.move(first, row, ends[first])
-            for row in (first, *others):
-                self._done[row] = ends[first]
-        return time.perf_counter() - began_s
 
     def _advance(self, view: LiveView, starts: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, float, int]:
         """Run positions starts .. ends - 1 of each row; y of each row's last one, [B, D], seconds, and how many."""
@@ -263,8 +230,3 @@ class Eagle3Drafter:
         embeds_ND = self._embedding(tokens_Bw.flatten())
         rope_N21d, attend = levels.rope(), levels.attend(parents_Bw)
         return self._run(embeds_ND, y_ND, rope_N21d, attend, levels.layout())
-
-
-def _positions(lengths: Sequence[int]) -> list[int]:
-    """Positions that can be run: t needs the token at t + 1."""
-    return [length - 1 for length in lengths]

@@ -11,7 +11,6 @@ Shapes: V target vocabulary, J draft vocabulary.
 """
 
 import json
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -53,8 +52,6 @@ _ONLY = {  # settings of which one value is implemented
     "tie_word_embeddings": False,
     "quantization_config": None,
 }
-
-_log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -102,8 +99,7 @@ def import_weights(model: Eagle3Model, tensors: Mapping[str, Tensor]) -> Iterato
         fused = torch.cat(values) if len(values) > 1 else values[0]
         yield f"{module}.weight", fused / _columns(model, fused) if module == "fc" else fused
     yield "draft_ids_J", _draft_ids(model, rest)
-    if rest.pop("embed_tokens.weight", None) is not None:
-        _log.info("the drafter's own embed_tokens is not used: the target's embedding is shared, as in the servers")
+    rest.pop("embed_tokens.weight", None)  # the target's embedding is shared, as in the servers
     if rest:
         raise ModelError(f"tensor {min(rest)} is not part of a one-layer EAGLE-3 drafter; export it without")
 
@@ -161,12 +157,9 @@ def save_eagle3(model: Eagle3Model, out_dir: Path, *, dtype: torch.dtype) -> Non
 
 def _stored(model: Eagle3Model, dtype: torch.dtype) -> dict[str, Tensor]:
     """Copies of `export_weights` on the CPU."""
-    return {
-        name: (value.to(dtype) if value.is_floating_point() else value)
-        .cpu()
-        .clone(memory_format=torch.contiguous_format)
-        for name, value in export_weights(model).items()
-    }
+    tensors = export_weights(model).items()
+    typed = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors}
+    return {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in typed.items()}
 
 
 def _check_finite(tensors: Mapping[str, Tensor], folder: Path, consequence: str) -> None:
@@ -194,17 +187,22 @@ def _config_json(model: Eagle3Model, dtype: torch.dtype) -> dict[str, Any]:
     return raw
 
 
-def check_eagle3(folder: Path, target: DecoderConfig) -> None:
-    """Does the folder hold a drafter for this target?  Reads config.json, and of the weights names, shapes and the maps
-    of token ids alone.  Raises ModelError naming what does not fit."""
+def check_eagle3(folder: Path, target: DecoderConfig) -> Eagle3Model:
+    """The drafter for this target that a folder holds, without memory for its weights.  Reads config.json, and of the
+    weights names, shapes and the maps of token ids alone.  Raises ModelError naming what does not fit."""
     model = _described(folder, target)
     try:
         with safe_open(folder / "model.safetensors", framework="pt") as file:
             tensors = {}
             for name in file.keys():  # noqa: SIM118, not a dictionary
-                part = file.get_slice(name)
-                _check_kind(folder, name, part.get_dtype())
-                tensors[name] = file.get_tensor(name) if name in _MAPS else _shape_alone(part.get_shape())
+                part, known = file.get_slice(name), _MAPS.get(name, _WEIGHTS)
+                if (kind := part.get_dtype()) not in known:
+                    raise ModelError(
+                        f"drafter {folder}: {name} is stored as {kind}, but only {', '.join(known)} can be read; "
+                        "export it again, not quantised"
+                    )
+                whole = name in _MAPS
+                tensors[name] = file.get_tensor(name) if whole else torch.empty(part.get_shape(), device="meta")
     except (OSError, SafetensorError) as error:
         raise _unreadable(folder, error) from None
     try:
@@ -212,25 +210,15 @@ def check_eagle3(folder: Path, target: DecoderConfig) -> None:
             pass
     except ModelError as error:
         raise ModelError(f"drafter {folder}: {error}") from None
-
-
-def _check_kind(folder: Path, name: str, kind: str) -> None:
-    known = _MAPS.get(name, _WEIGHTS)
-    if kind not in known:
-        raise ModelError(
-            f"drafter {folder}: {name} is stored as {kind}, but only {', '.join(known)} can be read; export it again, "
-            "not quantised"
-        )
+    return model
 
 
 def load_eagle3(folder: Path, target: DecoderConfig, *, device: torch.device | str = "cpu") -> Eagle3Model:
     """Read a drafter for this target, in float32.  Raises ModelError naming what does not fit."""
-    check_eagle3(folder, target)  # before memory is taken for it
-    described = _described(folder, target)
+    model = check_eagle3(folder, target)  # before memory is taken for it
     tensors = load_file(folder / "model.safetensors")
     _check_finite(tensors, folder, "make another one with 'tlt warmup', or copy it again")
-    model = blank_eagle3(described.config, dtype=torch.float32)
-    model.tap_scales = described.tap_scales
+    model.to_empty(device="cpu")
     with torch.no_grad():
         state = model.state_dict()
         floats = {n: v.float() if v.is_floating_point() else v for n, v in tensors.items()}
@@ -291,10 +279,6 @@ def _read_scales(values: Sequence[float], *, count: int) -> tuple[float, ...]:
     if len(scales) != count or not all(math.isfinite(scale) and scale > 0 for scale in scales):
         raise ModelError(f"tap_scales={list(scales)} must be {count} positive numbers; export the drafter again")
     return scales
-
-
-def _shape_alone(shape: Sequence[int]) -> Tensor:
-    return torch.empty(tuple(shape), device="meta")
 
 
 def _unreadable(folder: Path, error: Exception) -> ModelError:

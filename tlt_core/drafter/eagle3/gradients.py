@@ -9,7 +9,9 @@ inputs x_k and outputs y_k of use k of y = x W^T:
 Products are in autocast's dtype, as `F.linear`'s are; each weight is cast once a pass.
 """
 
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,64 +27,53 @@ class _Uses(NamedTuple):
     gradients: list[Tensor]  # of the outputs; in backward's order, as `inputs` are
 
 
-class LateGradients:
-    """While entered, the linear layers of a model leave their weights' gradients to `add`.
+@contextmanager
+def late_gradients(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """While entered, the linear layers of a model, which have no biases, leave their weights' gradients to `add`.
 
-    with LateGradients(model) as late:  loss(model).backward();  late.add()
+    with late_gradients(model) as add:  loss(model).backward();  add()
 
     Other uses of the weights (a slice of one) get their gradients from autograd, and both add up.  One pass at a time.
-    Raises ValueError on a layer with a bias.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
-        if any(linear.bias is not None for linear in self._linears):
-            raise ValueError("a layer has a bias, whose gradient would be left out")
-        self._uses: dict[Tensor, _Uses] = {}
-
-    def __enter__(self) -> "LateGradients":
-        for linear in self._linears:  # of these objects alone: the network's code need not know how it is trained
-            linear.forward = _Late(linear.weight, self._uses)  # type: ignore[assignment, method-assign]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for linear in self._linears:
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad]
+    passes: dict[Tensor, _Uses] = {}
+    for linear in linears:  # of these objects alone: the network's code need not know how it is trained
+        linear.forward = partial(_late, linear.weight, passes)  # type: ignore[method-assign]
+    try:
+        yield partial(_add, passes)
+    finally:
+        for linear in linears:
             del linear.forward  # the class's own again
-        self._forget()
-
-    @torch.no_grad()
-    def add(self) -> None:
-        """Add the gradients of all uses so far to the weights' .grad."""
-        for weight, uses in self._uses.items():
-            if uses.inputs:
-                gradient = torch.cat(uses.gradients).T @ torch.cat(uses.inputs)
-                weight.grad = gradient.to(weight.dtype) if weight.grad is None else weight.grad.add_(gradient)
-        self._forget()
-
-    def _forget(self) -> None:
-        for uses in self._uses.values():  # the graph holds them, so they must not keep anything for its sake
-            uses.inputs.clear()
-            uses.gradients.clear()
-        self._uses.clear()
+        _forget(passes)
 
 
-class _Late:
+@torch.no_grad()
+def _add(passes: dict[Tensor, _Uses]) -> None:
+    """Add the gradients of all uses so far to the weights' .grad."""
+    for weight, uses in passes.items():
+        if uses.inputs:
+            gradient = torch.cat(uses.gradients).T @ torch.cat(uses.inputs)
+            weight.grad = gradient.to(weight.dtype) if weight.grad is None else weight.grad.add_(gradient)
+    _forget(passes)
+
+
+def _forget(passes: dict[Tensor, _Uses]) -> None:
+    for uses in passes.values():  # the graph holds them, so they must not keep anything for its sake
+        uses.inputs.clear()
+        uses.gradients.clear()
+    passes.clear()
+
+
+def _late(weight: Tensor, passes: dict[Tensor, _Uses], x_TI: Tensor) -> Tensor:
     """`forward` of one layer."""
-
-    def __init__(self, weight: Tensor, uses: dict[Tensor, _Uses]) -> None:
-        self._weight, self._uses = weight, uses
-
-    def __call__(self, x_TI: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return F.linear(x_TI, self._weight)
-        device = x_TI.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self._weight.dtype
-        if self._weight not in self._uses:
-            self._uses[self._weight] = _Uses(self._weight.detach().to(dtype), [], [])
-        result: Tensor = _LateLinear.apply(x_TI.to(dtype), self._weight, self._uses[self._weight])
-        return result
+    if not torch.is_grad_enabled():
+        return F.linear(x_TI, weight)
+    device = x_TI.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    if weight not in passes:
+        passes[weight] = _Uses(weight.detach().to(dtype), [], [])
+    result: Tensor = _LateLinear.apply(x_TI.to(dtype), weight, passes[weight])
+    return result
 
 
 class _LateLinear(torch.autograd.Function):

@@ -140,12 +140,12 @@ def rope_table(config: Eagle3Config, length: int, *, dtype: torch.dtype, device:
     return table[:, :, None].to(device, dtype)
 
 
-def tap_scales(taps_TE: Tensor, *, count: int = 3) -> tuple[float, ...]:
+def tap_scales(taps_TE: Tensor) -> tuple[float, ...]:
     """A power of two for each third of the taps that brings its usual size near one.
 
     The median over tokens: massive activations sit on very few of them.
     """
-    rms_3 = taps_TE.float().unflatten(-1, (count, -1)).square().mean(-1).sqrt().median(dim=0).values
+    rms_3 = taps_TE.float().unflatten(-1, (3, -1)).square().mean(-1).sqrt().median(dim=0).values
     return tuple(2.0 ** -round(math.log2(max(rms, 1e-6))) for rms in rms_3.tolist())
 
 

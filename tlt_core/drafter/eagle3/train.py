@@ -1,6 +1,6 @@
 """Training of the EAGLE-3 drafter with its own outputs as inputs ("training-time test", see `depths`).
 
-    TrainSequence -> windows --accumulate--> drafted_depths: y of depth 1, 2, ... -> draft_loss -> gradients
+    TrainSequence -> windows --accumulate--> drafted_depths: y of depth 1, 2, ... -> distill_loss -> gradients
                                   --apply--> AdamW
 
 Row p of a sequence reads token p + 1 and predicts token p + 2.  Depth k + 1 is trained on the rows p whose draft began
@@ -12,7 +12,13 @@ sampled token.  With N rows trained at depth 1, all losses are sums over rows:
 so micro-steps add up to the step, however sequences are cut into windows and windows into passes.
 
 This is how EAGLE-3 is trained (Li et al., arXiv 2503.01840), the gradient running through the y of the depths before.
-L_k is one of the losses in `loss`.  No noise is added to features.
+No noise is added to features.
+
+L_k is one of the losses in `kernels/loss/distill_loss`.  The target's p is not renormalised over the draft vocabulary.
+That would not change the best q of soft_ce, which is p / m; but so each position is weighted by m, the chance that a
+draft can be right at all.  The overlap a is the acceptance probability of an optimally coupled first draft.  Drafting
+with the target's own noise reaches at least (1 - tv) / (1 + tv) (Daliri, Musco, Suresh, arXiv 2408.07978).  So tv is
+the figure that matters, but its gradient vanishes where q gives no probability to what p expects.
 """
 
 import logging
@@ -25,9 +31,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.loss.distill_loss import LossKind, distill_loss
 from tlt_core.drafter.eagle3.depths import drafted_depths, pad_rows
-from tlt_core.drafter.eagle3.gradients import LateGradients
-from tlt_core.drafter.eagle3.loss import LossKind, draft_loss
+from tlt_core.drafter.eagle3.gradients import late_gradients
 from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.drafter.eagle3.windows import Pack, Window, whole
 from tlt_core.items.train_sequence import TrainSequence
@@ -46,12 +52,11 @@ class TrainSettings:
     learning_rate: float = 5e-4
     warmup_steps: int = 20
     total_steps: int = 0  # the rate then decays linearly to a tenth of its peak; 0: constant
-    weight_decay: float = 0.0  # of matrices
     max_grad_norm: float = 1.0
     depth: int = 3  # steps of the training-time test
     depth_decay: float = 0.8  # weight of depth k + 1 relative to depth k
     compute_dtype: torch.dtype = torch.float32  # bfloat16: matrix products alone, weights stay float32
-    loss: LossKind = "soft_ce"  # see `loss`
+    loss: LossKind = "soft_ce"  # see the module docstring
 
 
 class TrainMetrics(NamedTuple):
@@ -84,19 +89,12 @@ class Eagle3Trainer:
         self.rows = 0  # accumulated since the latest update
         self.embedding_VD = target.embed_tokens.weight.detach()  # the same memory
         self._heads = {0: target.head_weight.detach()[model.draft_ids_J]} if heads is None else heads
-        parameters = list(model.parameters())
-        groups = [
-            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": settings.weight_decay},
-            {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
-        ]
-        # Fused: one pass over memory; as far from float64 arithmetic as the unfused update (1e-5 after 50 steps).
-        self._optimizer = torch.optim.AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
+        self._optimizer = torch.optim.AdamW(
+            model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
 
     def step(self, sequences: Sequence[TrainSequence]) -> TrainMetrics:
-        """One update on whole sequences together.  Raises ValueError when none of their rows is trained, or when
-        gradients were accumulated that are not theirs."""
-        if self.rows:
-            raise ValueError(f"{self.rows} rows were accumulated before this step: apply them first")
+        """One update on whole sequences together.  Raises ValueError when none of their rows is trained."""
         metrics = self.accumulate([w for s in sequences for w in whole(s)])
         self.apply()
         return metrics
@@ -104,27 +102,23 @@ class Eagle3Trainer:
     def accumulate(self, windows: Sequence[Window]) -> TrainMetrics:
         """Add the gradient of these windows' summed loss, in one pass.  Raises ValueError when nothing in them is
         trained."""
-        with LateGradients(self.model) as late:
+        with late_gradients(self.model) as add:
             loss, metrics = self._losses(windows)
             loss.backward()  # type: ignore[no-untyped-call]
-            late.add()
+            add()
         self.rows += metrics.rows
         return metrics
 
     def apply(self) -> float:
         """Update with the mean gradient of the rows accumulated; returns its norm before clipping.
 
-        A gradient that is not finite is dropped, with a warning: the weights stay as they are.  Raises ValueError when
-        there is none.
+        A gradient that is not finite is dropped, with a warning: the weights stay as they are.
         """
-        if not self.rows:
-            raise ValueError("no gradient was accumulated: call accumulate first")
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients)) / self.rows
         if math.isfinite(norm):
             torch._foreach_mul_(gradients, min(1.0, self.settings.max_grad_norm / (norm + 1e-6)) / self.rows)
-            for group in self._optimizer.param_groups:
-                group["lr"] = self.learning_rate
+            self._optimizer.param_groups[0]["lr"] = self.learning_rate
             self._optimizer.step()
         else:
             log.warning("the drafter's gradient norm is %s at its step %d, which changes nothing", norm, self.steps)
@@ -152,10 +146,9 @@ class Eagle3Trainer:
     def _losses(self, windows: Sequence[Window]) -> tuple[Tensor, TrainMetrics]:
         """Summed loss, and metrics."""
         settings = self.settings
-        trained = [w for w in windows if w.rows]
-        if not trained:
+        if not windows:
             raise ValueError("nothing to train: no row predicts a sampled token (a sequence needs three tokens)")
-        pack = Pack.of(trained, self.model.fc.weight.device, halo=settings.depth - 1)
+        pack = Pack.of(windows, self.model.fc.weight.device, halo=settings.depth - 1)
         probs_TJ = pack.probs_TJ(self._heads)
         losses, overlaps, counts, top1 = [], [], [], 0.0
         half = settings.compute_dtype == torch.bfloat16
@@ -169,7 +162,7 @@ class Eagle3Trainer:
                 if k == 0:
                     agreed_N = logits_NJ.detach().argmax(-1) == probs_NJ.argmax(-1)
                     top1 = float(agreed_N.sum()) / max(1, len(rows_N))
-                result = draft_loss(logits_NJ, probs_NJ, kind=settings.loss)
+                result = distill_loss(logits_NJ, probs_NJ, kind=settings.loss)
                 losses.append(settings.depth_decay**k * result.loss)
                 overlaps.append(float(result.overlap) / max(1, len(rows_N)))
                 counts.append(len(rows_N))

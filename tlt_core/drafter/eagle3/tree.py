@@ -30,7 +30,6 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.sampling.coupled_sample import gumbel_noise
 from kernels.tree.draft_children import Children, best_children
 from tlt_core.items.speculation import NO_MIN_DRAFT_PROBS, DraftTree, LiveView, MinDraftProbs
 from tlt_core.items.static_shapes import PaddedTree
@@ -38,19 +37,8 @@ from tlt_core.items.types import SamplingParams
 from tlt_core.model.sampling import policy_scores, row_keys
 
 
-def draft_noise(view: LiveView, lengths_B: Tensor, ids_J: Tensor, *, depth: int) -> Tensor | None:
-    """The target's noise at the next `depth` positions of every row on the draft vocabulary, [B, depth, J] float32.
-
-    None at temperature 0.  ids_J: int32 target ids.
-    """
-    if view.params.temperature == 0:
-        return None
-    keys_BL2 = draft_keys(view, lengths_B, depth=depth)
-    return gumbel_noise(keys_BL2.flatten(0, 1), ids_J).unflatten(0, (-1, depth))
-
-
 def draft_keys(view: LiveView, lengths_B: Tensor, *, depth: int) -> Tensor:
-    """Keys of that noise, [B, depth, 2] int32."""
+    """Keys of the target's noise at the next `depth` positions of every row, [B, depth, 2] int32."""
     positions_BL = lengths_B[:, None] + torch.arange(depth, device=lengths_B.device)
     return row_keys(view.streams_B[: len(lengths_B), None], positions_BL)
 
@@ -68,7 +56,7 @@ class TreeBuilder:
     def __init__(
         self, rows: int, *, width: int, error_scale: float, min_draft_probs: MinDraftProbs = NO_MIN_DRAFT_PROBS
     ) -> None:
-        self._rows, self._width, self._scale = rows, width, error_scale
+        self._rows, self.width, self._scale = rows, width, error_scale
         self._log_min_prob = math.log(min_draft_probs.token) if min_draft_probs.token > 0 else None
         self._min_level_sum = min_draft_probs.level
         self._tokens: list[Tensor] = []  # [B, .] each, as are the next two
@@ -83,13 +71,13 @@ class TreeBuilder:
         [B, b w]."""
         scores_NJ = scores_BbJ.reshape(-1, scores_BbJ.shape[-1])
         if self._values_wanted:
-            return self.add_children(best_children(scores_NJ, width=self._width, error_scale=self._scale))
+            return self.add_children(best_children(scores_NJ, width=self.width, error_scale=self._scale))
         return self._add(scores_NJ.argmax(dim=-1).view(self._rows, -1))
 
     def add_children(self, children: Children) -> Tensor:
         """Add children that were chosen elsewhere, of N = B b nodes in row order; returns as `add_level`."""
         if self._values_wanted:
-            values_Bbw = children.values_Nw.view(self._rows, -1, self._width)
+            values_Bbw = children.values_Nw.view(self._rows, -1, self.width)
             if self._beam_Bb is not None:
                 values_Bbw = values_Bbw + self._all(self._values).gather(1, self._beam_Bb)[..., None]
             self._values.append(values_Bbw.flatten(1))
@@ -97,7 +85,7 @@ class TreeBuilder:
 
     def _add(self, columns_BM: Tensor) -> Tensor:
         above = columns_BM.new_full((self._rows, 1), -1) if self._beam_Bb is None else self._beam_Bb
-        self._parents.append(above.repeat_interleave(self._width, dim=1))
+        self._parents.append(above.repeat_interleave(self.width, dim=1))
         self._depths.append(above.new_full(columns_BM.shape[1:], len(self._tokens) + 1))
         self._tokens.append(columns_BM)
         return columns_BM
@@ -112,7 +100,7 @@ class TreeBuilder:
 
     @property
     def _values_wanted(self) -> bool:
-        return self._width > 1 or self._log_min_prob is not None
+        return self.width > 1 or self._log_min_prob is not None
 
     def is_hopeless(self) -> bool:
         """Whether another level is not worth drafting: it cannot promise more than the newest one, which promises too
@@ -126,7 +114,7 @@ class TreeBuilder:
         """Pick the nodes of the newest level to expand next; returns their index in it, [B, w]."""
         newest = self._tokens[-1]
         values_BM = self._values[-1] if self._values else newest  # a chain without values has one node to choose from
-        picked_Bw = values_BM.topk(self._width, dim=1).indices
+        picked_Bw = values_BM.topk(self.width, dim=1).indices
         self._beam_Bb = picked_Bw + self._count
         self._count += newest.shape[1]
         return picked_Bw
@@ -137,7 +125,7 @@ class TreeBuilder:
         keep_BM = depths_M <= limits_B[:, None]
         if self._log_min_prob is not None:  # a parent's value is at least its child's
             keep_BM &= self._all(self._values) >= self._log_min_prob
-        if self._width == 1:
+        if self.width == 1:
             keep_BM &= depths_M <= tokens
         else:
             values_BM = self._all(self._values)

@@ -1,17 +1,16 @@
 """A drafter's parameters: copied, averaged, and as one vector, as workers exchange them."""
 
+import copy
+
 import torch
 from torch import Tensor
 
-from tlt_core.drafter.eagle3.model import Eagle3Model, blank_eagle3
+from tlt_core.drafter.eagle3.model import Eagle3Model
 
 
 def copy_of(model: Eagle3Model) -> Eagle3Model:
     """The same weights in memory of their own, without gradients."""
-    copied = blank_eagle3(model.config, dtype=model.fc.weight.dtype, device=model.fc.weight.device)
-    copied.tap_scales = model.tap_scales
-    copied.load_state_dict(model.state_dict())
-    return copied.requires_grad_(False)
+    return copy.deepcopy(model).requires_grad_(False)
 
 
 @torch.no_grad()

@@ -28,24 +28,16 @@ from tlt_core.items.train_sequence import TrainSequence
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Rows start .. end - 1 of a sequence; those before them are its context.
-
-    Raises ValueError on rows that the sequence does not have.
-    """
+    """Rows start .. end - 1 of a sequence, all of them trained ones; those before them are its context."""
 
     sequence: TrainSequence
-    start: int
+    start: int  # at least `sequence.earliest`
     end: int  # at most L - 2
-
-    def __post_init__(self) -> None:
-        length = len(self.sequence.tokens_L)
-        if not 0 <= self.start < self.end <= length - 2:
-            raise ValueError(f"rows {self.start} to {self.end} of a sequence of {length} tokens: it has {length - 2}")
 
     @property
     def rows(self) -> int:
         """Rows that are trained (at depth 1)."""
-        return max(self.end - max(self.start, self.sequence.earliest), 0)
+        return self.end - self.start
 
 
 def whole(sequence: TrainSequence) -> list[Window]:

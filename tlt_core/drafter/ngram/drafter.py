@@ -23,7 +23,7 @@ Shapes: B live requests, one slot each; W new tokens of the request that lags mo
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -96,13 +96,7 @@ class NgramDrafter:
     ) -> None:
         """max_index_tokens: bound over all prompts, at about 0.5 kB per token.  The prompts that were used longest ago
         are forgotten first; prompts with live requests are kept, but stop growing.  min_match: shortest text to
-        recognise.  min_probability: nodes with a lower estimated chance of acceptance are not drafted.  Raises
-        ValueError."""
-        if max_index_tokens < 0 or min_match < 1 or not 0 <= min_probability < 1:
-            raise ValueError(
-                f"max_index_tokens {max_index_tokens} must be 0 or more, min_match {min_match} 1 or more, "
-                f"min_probability {min_probability} in [0, 1)"
-            )
+        recognise.  min_probability: nodes with a lower estimated chance of acceptance are not drafted."""
         self._max_index_tokens = max_index_tokens
         self._min_match = min_match
         self._min_probability = min_probability
@@ -138,17 +132,7 @@ class NgramDrafter:
         coupled = view.params.temperature > 0
         tree = _Tree([], [], [], [])
         for row, stream in enumerate(streams):
-            draft = _Draft(
-                row=row,
-                depth=min(strategy.depth, view.room[row] - 1),
-                width=strategy.width,
-                tokens=strategy.tokens,
-                next_position=view.lengths[row],
-                stream=stream if coupled else None,
-                stops=view.params.stop_token_ids,
-                least=max(self._min_probability, view.min_draft_probs.token),
-            )
-            self._draft(draft, tree)
+            self._draft(row, view, strategy, stream if coupled else None, tree)
         return DraftTree.of_lists(*tree)
 
     def move(self, source: int, target: int) -> None:
@@ -195,22 +179,30 @@ class NgramDrafter:
             for token, share in q.items()
             if share >= _NEGLIGIBLE_TOKEN
         ]
-        if len(found) > 1:
-            found.sort(reverse=True)
+        found.sort(reverse=True)
         return found, escape
 
-    def _draft(self, draft: "_Draft", tree: "_Tree") -> None:
-        """Best-first: take the node with the highest estimated chance, and queue its children."""
-        live = self._rows[draft.row]
-        automaton, last = live.group.automaton, len(tree.tokens) + draft.tokens
+    def _draft(self, row: int, view: LiveView, strategy: Strategy, stream: int | None, tree: "_Tree") -> None:
+        """Best-first: take the node with the highest estimated chance, and queue its children.
+
+        stream: base of the request's noise; None: rank by probability alone."""
+        live = self._rows[row]
+        automaton, last = live.group.automaton, len(tree.tokens) + strategy.tokens
+        deepest, stops = min(strategy.depth, view.room[row] - 1), view.params.stop_token_ids
+        least = max(self._min_probability, view.min_draft_probs.token)
         queue: list[tuple[float, int, int, int, Candidate]] = []  # -chance, tie-break, parent, depth, what
         parent, depth, chance, state, matched = -1, 0, 1.0, live.cursor.state, live.cursor.matched
         pushed = 0
         while len(tree.tokens) < last:
-            if depth < draft.depth and (parent < 0 or tree.tokens[parent] not in draft.stops):
+            if depth < deepest and (parent < 0 or tree.tokens[parent] not in stops):
                 found, escape = self.candidates(automaton, state, matched)
-                for share, candidate in draft.rank(found, escape, depth):
-                    if chance * share >= draft.least:
+                ranked = (
+                    [(c.probability, c) for c in found]
+                    if stream is None
+                    else _ranked(found, escape, stream, view.lengths[row] + depth)
+                )
+                for share, candidate in ranked[: strategy.width]:
+                    if chance * share >= least:
                         pushed += 1
                         heapq.heappush(queue, (-chance * share, pushed, parent, depth + 1, candidate))
             if not queue:
@@ -219,7 +211,7 @@ class NgramDrafter:
             chance, parent = -chance, len(tree.tokens)
             tree.tokens.append(token)
             tree.parents.append(above)
-            tree.rows.append(draft.row)
+            tree.rows.append(row)
             tree.depths.append(depth)
 
     def _catch_up(self, view: LiveView) -> list[int]:
@@ -271,28 +263,14 @@ class _Tree(NamedTuple):
     depths: list[int]
 
 
-class _Draft(NamedTuple):
-    """What is asked for in one slot."""
-
-    row: int
-    depth: int
-    width: int
-    tokens: int
-    next_position: int  # index of the first token drafted
-    stream: int | None  # None: rank by probability alone
-    stops: Sequence[int]  # tokens that nothing follows
-    least: float  # least chance of a node
-
-    def rank(self, found: list[Candidate], escape: float, depth: int) -> list[tuple[float, Candidate]]:
-        """Children to draft below a node at this depth, best first, each with its chance of being chosen."""
-        if self.stream is None or not found:
-            return [(candidate.probability, candidate) for candidate in found[: self.width]]
-        low, high = position_key(self.stream, self.next_position + depth)
-        timed = [(clock(low, high, candidate.token) / candidate.probability, candidate) for candidate in found]
-        if len(timed) > 1:
-            timed.sort()
-        total = sum([1 / time for time, _ in timed])
-        return [(math.exp(-escape * time) / (time * total), candidate) for time, candidate in timed[: self.width]]
+def _ranked(found: list[Candidate], escape: float, stream: int | None, position: int) -> list[tuple[float, Candidate]]:
+    """Candidates in the order in which the noise of a position favours them, each with its chance of being chosen."""
+    if stream is None:
+        return [(candidate.probability, candidate) for candidate in found]
+    low, high = position_key(stream, position)
+    timed = sorted([(clock(low, high, candidate.token) / candidate.probability, candidate) for candidate in found])
+    total = sum([1 / time for time, _ in timed])
+    return [(math.exp(-escape * time) / (time * total), candidate) for time, candidate in timed]
 
 
 def clock(low: int, high: int, token: int) -> float:

@@ -14,30 +14,26 @@ amortised (Blumer et al. 1985; for several sequences Mohri, Moreno, Weinstein 20
 whole sequence is always the longest string of its class, because nothing can precede its first token.  A split takes
 only shorter strings out of a class, so every `last` stays valid.
 
-Counting walks at most `count_depth` links up from the new end.  Only a text that repeats itself many times needs more;
+Counting walks at most `_COUNT_DEPTH` links up from the new end.  Only a text that repeats itself many times needs more;
 there the counts of short strings become too small.
 """
 
 ROOT = 0  # the empty string
+_COUNT_DEPTH = 64
 
 
 class SuffixAutomaton:
     """See the module docstring.  Read the lists, never write to them."""
 
-    __slots__ = ("_clock", "_count_depth", "count", "length", "link", "next", "recent")
+    __slots__ = ("_clock", "count", "length", "link", "next", "recent")
 
-    def __init__(self, *, count_depth: int = 64) -> None:
+    def __init__(self) -> None:
         self.next: list[dict[int, int]] = [{}]
         self.link = [-1]
         self.length = [0]
         self.count = [0]
         self.recent = [0]  # number of the latest append that saw the string: orders states by age
         self._clock = 0
-        self._count_depth = count_depth
-
-    def __len__(self) -> int:
-        """States, at most two per appended token and the root."""
-        return len(self.link)
 
     def is_new(self, last: int, token: int) -> bool:
         """Whether `append` would make a state; if not, another sequence has the same beginning."""
@@ -109,7 +105,7 @@ class SuffixAutomaton:
         link, count, recent = self.link, self.count, self.recent
         self._clock += 1
         clock, state = self._clock, end
-        for _ in range(self._count_depth):
+        for _ in range(_COUNT_DEPTH):
             if state <= ROOT:
                 return
             count[state] += 1

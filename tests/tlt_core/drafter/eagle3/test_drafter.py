@@ -6,17 +6,16 @@ import pytest
 import torch
 
 from kernels.attention.packed_attention import packed_causal_attention
+from kernels.sampling.coupled_sample import gumbel_noise
 from tests.tlt_core.drafter.eagle3.reference import lively_model, paths, propose
 from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
-from tlt_core.drafter.eagle3.files import export_weights, import_weights
-from tlt_core.drafter.eagle3.model import blank_eagle3
-from tlt_core.drafter.eagle3.tree import TreeBuilder, draft_noise, perturbed_scores
+from tlt_core.drafter.eagle3.files import export_weights
+from tlt_core.drafter.eagle3.tree import TreeBuilder, draft_keys, perturbed_scores
 from tlt_core.items.hidden_states import HiddenStates
 from tlt_core.items.speculation import LiveView, MinDraftProbs, Strategy
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.model.config import ModelError
 from tlt_core.model.load import random_decoder
-from tlt_core.model.packed import can_pack
 from tlt_core.model.sampling import choose, row_keys, stream_key
 from tlt_core.rollout.draft_check import check_tree
 
@@ -71,13 +70,9 @@ def move(drafter, source, target):
 class Bench:
     """Rows of random tokens, as the engine would tell a drafter about them."""
 
-    def __init__(self, decoder, lengths, *, seed=0, prompt=1, alike=()):
-        """alike: rows with the prompt of the first of them."""
+    def __init__(self, decoder, lengths, *, seed=0):
         generator = torch.Generator().manual_seed(seed)
         self.tokens = [torch.randint(0, 64, (MAX_LEN,), generator=generator) for _ in lengths]
-        for row in alike:
-            self.tokens[row][:prompt] = self.tokens[alike[0]][:prompt]
-        self.prompt = prompt
         self.taps = [taps_of(decoder, tokens) for tokens in self.tokens]
         self.decoder = decoder
         self.keys = [NoiseKey(seed, 1, row, 0) for row in range(len(lengths))]
@@ -86,7 +81,7 @@ class Bench:
     def admit(self, drafter):
         drafter.borrow(hidden_states(self.decoder, len(self.keys) + 1))
         for row, key in enumerate(self.keys):
-            drafter.admit(row, GenerationRequest(key, self.tokens[row][: self.prompt].int()))
+            drafter.admit(row, GenerationRequest(key, self.tokens[row][:1].int()))
 
     def record(self, drafter, row, start, end, *, place=None):
         positions = torch.arange(start, end).flip(0)  # the order is free
@@ -99,7 +94,7 @@ class Bench:
         for place, row in enumerate(rows):
             tokens[place, : self.lengths[row]] = self.tokens[row][: self.lengths[row]]
         return LiveView(
-            requests=[GenerationRequest(self.keys[row], self.tokens[row][: self.prompt].int()) for row in rows],
+            requests=[GenerationRequest(self.keys[row], self.tokens[row][:1].int()) for row in rows],
             tokens_BC=tokens,
             lengths=[self.lengths[row] for row in rows],
             room=[50] * len(rows) if room is None else room,
@@ -126,16 +121,16 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+GREEDY, TOP_K, TOP_P = (
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0.7, top_k=5),
+    SamplingParams(top_p=0.6),
+)
+
+
 @pytest.mark.parametrize("strategy", [CHAIN, TREE, Strategy("eagle3", 3, 2, 14), Strategy("eagle3", 6, 4, 3)], ids=str)
 @pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0),
-        SamplingParams(),
-        SamplingParams(temperature=0.7, top_k=5),
-        SamplingParams(top_p=0.6),
-    ],
-    ids=["greedy", "T1", "top_k", "top_p"],
+    "params", [GREEDY, SamplingParams(), TOP_K, SamplingParams(top_p=0.6)], ids=["greedy", "T1", "top_k", "top_p"]
 )
 def test_proposals_equal_a_recomputation_without_caches(decoder, model, strategy, params):
     bench = Bench(decoder, [7, 2, 12, 5])
@@ -153,20 +148,6 @@ def test_proposals_equal_a_recomputation_without_caches(decoder, model, strategy
             assert paths(tree, row) == set(bench.expected(model, decoder, view, row, row, strategy)), row
         assert not paths(tree, 3)  # room for one token: nothing to draft
         assert max(len(path) for path in paths(tree, 2)) <= 2
-
-
-def test_a_late_sibling_drafts_from_the_hidden_states_of_a_live_one(decoder, model):
-    """They are not recorded for it; wrong ones would change no token of a response, only what is accepted."""
-    bench = Bench(decoder, [20, 14], prompt=12, alike=(0, 1))
-    drafter = Eagle3Drafter(model, decoder, max_live=3, max_len=MAX_LEN)
-    bench.admit(drafter)
-    bench.record(drafter, 0, 0, 19)
-    drafter._hidden.share(0, 1, 11)
-    bench.record(drafter, 1, 11, 13)
-    drafter.release(0, bench.tokens[0])  # a row drafts alone that never ran its prompt
-    move(drafter, 1, 0)
-    view = bench.view(SamplingParams(), rows=[1])
-    assert paths(drafter.propose(view, CHAIN), 0) == set(bench.expected(model, decoder, view, 0, 1, CHAIN))
 
 
 @pytest.mark.parametrize("strategy", [CHAIN, TREE], ids=str)
@@ -243,31 +224,6 @@ def test_new_weights_are_used_at_once(decoder, model, tiny_config):
     assert same(drafter.propose(view, CHAIN), before)
 
 
-def test_the_target_is_only_read(decoder, model):
-    before = {name: p.clone() for name, p in decoder.named_parameters()}
-    bench = Bench(decoder, [6, 8])
-    drafter = ready(bench, model, decoder)
-    drafter.propose(bench.view(SamplingParams()), TREE)
-    assert all(torch.equal(p, before[name]) for name, p in decoder.named_parameters())
-    assert drafter._embedding.weight.data_ptr() == decoder.embed_tokens.weight.data_ptr()
-
-
-def test_packed_bfloat16_equals_plain(model, tiny_config):
-    half = random_decoder(tiny_config, seed=0, dtype=torch.bfloat16)
-    if not can_pack(half):
-        pytest.skip("this CPU has no bfloat16 kernels in oneDNN")
-    bench = Bench(half, [40, 9, 17])
-    packed, plain = ready(bench, model, half), ready(bench, model, half)
-    plain._net = blank_eagle3(model.config, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for name, value in import_weights(plain._net, export_weights(model)):
-            plain._net.state_dict()[name].copy_(value)
-    assert not list(packed._net.lm_head.parameters())
-    for strategy in (CHAIN, TREE):
-        view = bench.view(SamplingParams())
-        assert same(packed.propose(view, strategy), plain.propose(view, strategy))
-
-
 def test_coupled_first_child_of_a_perfect_drafter_is_the_targets_choice():
     """Same distribution, same noise: the same token, at every temperature and with every filter."""
     generator = torch.Generator().manual_seed(0)
@@ -280,45 +236,14 @@ def test_coupled_first_child_of_a_perfect_drafter_is_the_targets_choice():
         SamplingParams(temperature=1.3, top_k=7),
     ):
         view = LiveView([], torch.zeros(400, 1), lengths.tolist(), [9] * 400, streams, params)
-        noise = draft_noise(view, lengths, torch.arange(64, dtype=torch.int32), depth=3)
+        keys, ids = draft_keys(view, lengths, depth=3), torch.arange(64, dtype=torch.int32)
         for level in range(3):
+            noise = gumbel_noise(keys[:, level], ids) if params.temperature else None
             target = choose(logits, row_keys(streams, lengths + level), params).tokens_N
             for width in (1, 4):
                 tree = TreeBuilder(400, width=width, error_scale=1.0)
-                columns = tree.add_level(perturbed_scores(logits, None if noise is None else noise[:, level], params))
+                columns = tree.add_level(perturbed_scores(logits, noise, params))
                 assert torch.equal(columns.view(400, width)[:, 0], target)
-
-
-def test_hit_rates_predict_hits():
-    """The theorem in `tree`: Gumbel errors of scale c make the target choose the r-th child that often."""
-    generator = torch.Generator().manual_seed(1)
-    scale, count = 0.5, 20_000
-    scores = torch.randn(1, 1, 12, generator=generator) * 1.5
-    errors = -(-torch.rand(count, 12, generator=generator).log()).log() * scale
-    chosen = (scores[0, 0] + errors).argmax(-1)
-    tree = TreeBuilder(1, width=4, error_scale=scale)
-    columns = tree.add_level(scores)[0]
-    values = tree._values[0][0].exp()
-    hits = torch.stack([(chosen == column).float().mean() for column in columns])
-    assert float(values.sum()) > 0.5
-    torch.testing.assert_close(hits, values, atol=0.012, rtol=0)  # 3 standard errors
-
-
-@pytest.mark.parametrize("strategy", [Strategy("eagle3", 5, 1, 5), Strategy("eagle3", 4, 3, 12)], ids=str)
-def test_the_floor_cuts_what_is_improbable(decoder, model, strategy):
-    """The higher the least the less is kept, each draft a subtree of the one before; nothing is above certainty."""
-    bench = Bench(decoder, [7, 9, 12, 5])
-    drafter = ready(bench, model, decoder)
-    view = bench.view(SamplingParams())
-    kept = []
-    for least in (0.0, 1e-9, 0.02, 0.1, 0.3, 1.0):
-        tree = drafter.propose(view._replace(min_draft_probs=MinDraftProbs(token=least)), strategy)
-        check_tree(tree, view, strategy, vocab_size=64)
-        kept.append({(row, path) for row in range(4) for path in paths(tree, row)})
-    assert kept[0] == kept[1]
-    assert all(less <= more for more, less in itertools.pairwise(kept))
-    assert len({len(paths) for paths in kept}) >= 4, "the min_draft_probs were chosen to matter"
-    assert not kept[-1]
 
 
 @pytest.mark.parametrize("width", [1, 3])
@@ -341,16 +266,6 @@ def test_what_reaches_the_floor_by_hand(width):
         tree.add_level(second)
         found = paths(tree.finish(torch.arange(6), torch.tensor([9]), tokens=99), 0)
         assert set(found) == {path for path, value in values.items() if value >= least}
-
-
-def test_embedding_updates_reach_the_drafter(decoder, model, tiny_config):
-    """The policy's embedding is read in place: after an update of the policy nothing has to be sent."""
-    own = random_decoder(tiny_config, seed=0, dtype=torch.float32)
-    bench = Bench(own, [6, 8])
-    drafter = ready(bench, model, own)
-    own.load_weights([("embed_tokens.weight", torch.randn(64, 32, generator=torch.Generator().manual_seed(2)))])
-    view = bench.view(SamplingParams())
-    assert paths(drafter.propose(view, CHAIN), 0) == set(bench.expected(model, own, view, 0, 0, CHAIN))
 
 
 def test_catching_up_is_not_the_price_of_drafting(decoder, model):

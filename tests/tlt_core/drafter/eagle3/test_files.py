@@ -119,18 +119,15 @@ def test_foreign_spellings(tiny_config, tmp_path):
         ({"hidden_size": 16}, "hidden_size is 16, but the target's is 32"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 15, 27]}, r"between 0 and 2 of this target, got \(2, 15, 27\)"),
         ({"num_hidden_layers": 2}, "num_hidden_layers=2"),
-        ({"norm_before_residual": True}, "norm_before_residual=True"),
         ({"fc_norm": True}, "fc_norm=True"),
         ({"draft_vocab_size": 9}, r"d2t has shape|lm_head.weight has shape \(8, 32\)"),
-        ({"draft_vocab_size": None}, r"lm_head.weight has shape \(8, 32\)"),
         ({"draft_vocab_size": 65}, "draft_vocab_size 65 is larger"),
         ({"intermediate_size": 40}, r"gate_proj.weight has shape \(48, 32\)"),
         ({"model_type": "gpt2"}, "model_type 'gpt2'"),
-        ({"tap_scales": []}, r"tap_scales=\[\] must be 3 positive numbers"),
         ({"tap_scales": [1, 0, 1]}, "must be 3 positive numbers"),
         ({"tap_scales": "abc"}, "config.json has a malformed value"),
-        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0, which is no positive whole number"),
-        ({"eagle_aux_hidden_state_layer_ids": "abc"}, "eagle_aux_hidden_state_layer_ids are no list of numbers"),
+        ({"num_attention_heads": 0, "head_dim": None}, "num_attention_heads is 0"),
+        ({"eagle_aux_hidden_state_layer_ids": "abc"}, "eagle_aux_hidden_state_layer_ids are no list"),
     ],
 )
 def test_a_configuration_that_does_not_fit(tiny_config, tmp_path, change, message):
@@ -147,7 +144,6 @@ def test_a_configuration_that_does_not_fit(tiny_config, tmp_path, change, messag
     [
         ({"lm_head.weight": None}, "lm_head.weight is missing"),
         ({"d2t": None}, "d2t is missing"),
-        ({"d2t": IDS}, "must hold offsets"),
         ({"d2t": IDS - torch.arange(8) + 1}, "must hold offsets"),
         ({"t2d": torch.zeros(64, dtype=torch.bool)}, "t2d and d2t name different tokens"),
         ({"fc.bias": torch.zeros(32)}, "fc.bias is not part"),
@@ -155,7 +151,6 @@ def test_a_configuration_that_does_not_fit(tiny_config, tmp_path, change, messag
         ({"norm.weight": torch.ones(32, dtype=torch.complex64)}, "norm.weight is stored as C64, but only F64, F32"),
         ({"t2d": torch.ones(64).to(torch.float8_e4m3fn)}, "t2d is stored as F8_E4M3, but only BOOL"),
         ({"d2t": torch.tensor([0] * 7 + [2**63 - 7])}, "must hold offsets"),  # the sum and the difference wrap round
-        ({"norm.weight": torch.ones(32).to(torch.float8_e4m3fn)}, "norm.weight is stored as F8_E4M3"),
     ],
 )
 def test_tensors_that_do_not_fit(tiny_config, tmp_path, change, message):
@@ -188,19 +183,18 @@ def test_a_folder_that_is_none(tiny_config, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"x")
     with pytest.raises(ModelError, match="not a readable drafter folder"):
         load_eagle3(tmp_path, tiny_config)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ModelError, match=r"config\.json must hold a JSON object"):
+        check_eagle3(tmp_path, tiny_config)
 
 
 def test_a_check_takes_no_memory_for_the_weights(tiny_config, tmp_path):
     """A config.json that names a quarter of a terabyte."""
     save_eagle3(tiny_model(tiny_config), tmp_path, dtype=torch.float32)
-    check_eagle3(tmp_path, tiny_config)
     raw = json.loads((tmp_path / "config.json").read_text())
     wide = 2**31
     (tmp_path / "config.json").write_text(json.dumps(raw | {"intermediate_size": wide}))
     with pytest.raises(ModelError, match=rf"gate_proj.weight has shape \(48, 32\), .* implies \({wide}, 32\)"):
-        check_eagle3(tmp_path, tiny_config)
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ModelError, match=r"config\.json must hold a JSON object"):
         check_eagle3(tmp_path, tiny_config)
 
 

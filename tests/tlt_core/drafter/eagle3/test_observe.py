@@ -32,17 +32,13 @@ def test_observe_is_the_target(tiny_config):
 
 
 @pytest.mark.parametrize(
-    ("length", "first", "earliest", "rows"), [(9, 4, 2, 5), (9, 2, 0, 7), (9, 1, 0, 7), (3, 2, 0, 1)]
+    ("length", "first", "earliest", "rows"), [(9, 4, 2, 5), (9, 2, 0, 7), (9, 1, 0, 7), (3, 2, 0, 1), (2, 1, 0, 0)]
 )
 def test_trained_rows(length, first, earliest, rows):
     """Row p predicts token p + 2: the sampled ones, save token 1, for which there is no row."""
     sequence = blank(length, first)
     assert (sequence.earliest, sequence.rows) == (earliest, rows)
     assert sequence.nbytes == 4 * length + 4 * 6 * (length - 1) + (4 * 4 + 4) * (length - first)
-
-
-def test_two_tokens_are_not_enough():
-    assert blank(2, 1).rows == 0
 
 
 def test_probabilities_from_the_head(tiny_config):

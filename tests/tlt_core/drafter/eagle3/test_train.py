@@ -13,7 +13,7 @@ from tlt_core.drafter.eagle3.cache import DraftCache
 from tlt_core.drafter.eagle3.model import eagle3_from_target, tap_scales
 from tlt_core.drafter.eagle3.observe import observe
 from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
-from tlt_core.drafter.eagle3.windows import Window, cut
+from tlt_core.drafter.eagle3.windows import cut
 
 
 def learnt(decoder, steps, *, settings, sequences=None, state=None):
@@ -60,33 +60,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(decoder, caplog):
     assert not all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
 
 
-def test_only_the_drafter_learns(decoder):
-    before = {name: p.clone() for name, p in decoder.named_parameters()}
-    trainer, _ = learnt(decoder, 0, settings=TrainSettings(warmup_steps=0, learning_rate=1e-2))
-    untrained = trainer.state_dict()
-    for _ in range(3):
-        trainer.step(pupils(decoder))
-    assert all(torch.equal(p, before[name]) for name, p in decoder.named_parameters())
-    assert all(p.grad is None for p in decoder.parameters())
-    assert all(bool((p != untrained[f"model.{name}"]).any()) for name, p in trainer.model.named_parameters())
-    assert trainer.model.draft_ids_J.tolist() == IDS.tolist()
-
-
-def test_prompts_are_not_trained(decoder, model):
-    """Distributions from the first sampled token on, and nothing else, enter."""
-    (sequence,) = observe(decoder, texts((12,)), model, firsts=[5], dtype=torch.float32)
-    trainer = Eagle3Trainer(model, decoder, TrainSettings())
-    before = trainer.measure([sequence])
-    assert before.rows == 12 - 5
-    assert sequence.lognorms_P.shape == (7,)
-    for row in range(7):
-        lognorms = sequence.lognorms_P.clone()
-        lognorms[row] += 1
-        assert trainer.measure([replace(sequence, lognorms_P=lognorms)]) != before
-    model_rows = Window(sequence, 3, 10)  # rows 3 .. 9 read tokens 4 .. 10, the first of which is of the prompt
-    assert trainer.accumulate([model_rows]).rows == 7
-
-
 def test_a_step_is_its_micro_steps(decoder):
     """One update on whole sequences, or the same rows in passes of other sizes: the same mean, clipped as one."""
     sequences = pupils(decoder)
@@ -124,18 +97,7 @@ def test_the_first_update_by_hand(decoder):
     assert rates[9] == pytest.approx(0.3e-3)
 
 
-def test_nothing_to_apply_and_nothing_forgotten(decoder):
-    trainer, _ = learnt(decoder, 0, settings=TrainSettings())
-    with pytest.raises(ValueError, match="call accumulate first"):
-        trainer.apply()
-    sequences = pupils(decoder)
-    trainer.accumulate(cut(sequences[0], rows=4)[:1])
-    with pytest.raises(ValueError, match="4 rows were accumulated"):
-        trainer.step(sequences)
-    assert trainer.steps == 0
-
-
-@pytest.mark.parametrize("stop", [1, 3, 5])
+@pytest.mark.parametrize("stop", [3, 5])
 def test_preempted_between_micro_steps_repeats_to_the_bit(decoder, tmp_path, stop):
     """Killed after any pass, whatever is accumulated by then; a new trainer goes on from the file."""
     windows = [w for _ in range(3) for s in pupils(decoder) for w in cut(s, rows=5)]
@@ -152,7 +114,7 @@ def test_preempted_between_micro_steps_repeats_to_the_bit(decoder, tmp_path, sto
     part, _ = learnt(decoder, 0, settings=settings)
     go_on(part, 0, stop)
     save_file(part.state_dict(), tmp_path / "trainer.safetensors")
-    other = lively_model_of(decoder)
+    other = lively_model(decoder.config, IDS, seed=8)
     again = Eagle3Trainer(other, decoder, settings)
     again.accumulate(windows[:1])  # whatever it did before
     again.load_state_dict(load_file(tmp_path / "trainer.safetensors"))
@@ -160,10 +122,6 @@ def test_preempted_between_micro_steps_repeats_to_the_bit(decoder, tmp_path, sto
     go_on(again, stop, len(windows) - 1)
     assert whole.rows > 0
     same(whole, again)
-
-
-def lively_model_of(decoder):
-    return lively_model(decoder.config, IDS, seed=8)
 
 
 def same(one, other):
@@ -197,10 +155,5 @@ def test_starts_as_the_targets_last_layer(tiny_config):
 
 def test_too_short_to_train(decoder, model):
     trainer = Eagle3Trainer(model, decoder, TrainSettings())
-    short = blank(2, 1)
     with pytest.raises(ValueError, match="needs three tokens"):
-        trainer.step([short])
-    (sequence,) = observe(decoder, texts((12,)), model, firsts=[5], dtype=torch.float32)
-    with pytest.raises(ValueError, match="nothing to train"):
-        trainer.accumulate([Window(sequence, 0, 3)])
-    assert trainer.steps == 0
+        trainer.step([blank(2, 1)])

@@ -9,7 +9,7 @@ import torch
 from tests.tlt_core.drafter.eagle3.training_texts import texts
 from tlt_core.drafter.eagle3.observe import observe
 from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
-from tlt_core.drafter.eagle3.windows import Pack, Window, cut
+from tlt_core.drafter.eagle3.windows import Pack, Window, cut, whole
 
 SETTINGS = TrainSettings(depth=4)
 
@@ -28,10 +28,6 @@ def gradient(model, decoder, passes, settings=SETTINGS):
     return sum(m.loss * m.rows for m in metrics), sum(m.rows for m in metrics), grads
 
 
-def whole(sequence):
-    return Window(sequence, sequence.earliest, len(sequence.tokens_L) - 2)
-
-
 def close(found, expected):
     assert found[1] == expected[1]
     assert found[0] == pytest.approx(expected[0], rel=1e-5)
@@ -40,38 +36,24 @@ def close(found, expected):
         assert float(difference) < 1e-4, name  # fp32; measured 1e-5
 
 
-@pytest.mark.parametrize("rows", [1, 5, 7, 100])
-def test_windows_add_up_to_the_sequence(decoder, model, sequences, rows):
+@pytest.mark.parametrize(("rows", "loss"), [(1, "soft_ce"), (5, "soft_ce"), (7, "tv"), (100, "tv")])
+def test_windows_add_up_to_the_sequence(decoder, model, sequences, rows, loss):
     """Loss and gradient, with windows shorter than the depth too."""
+    settings = replace(SETTINGS, loss=loss)
     for sequence in sequences:
         windows = cut(sequence, rows=rows)
         assert sum(w.rows for w in windows) == sequence.rows
         assert len(windows) == -(-sequence.rows // rows)
-        close(gradient(model, decoder, [[w] for w in windows]), gradient(model, decoder, [[whole(sequence)]]))
-
-
-def test_total_variation_adds_up(decoder, model, sequences):
-    settings = TrainSettings(loss="tv")
-    windows = [w for s in sequences for w in cut(s, rows=6)]
-    expected = gradient(model, decoder, [[whole(s) for s in sequences]], settings)
-    close(gradient(model, decoder, [windows[::2], windows[1::2]], settings), expected)
+        expected = gradient(model, decoder, [whole(sequence)], settings)
+        close(gradient(model, decoder, [[w] for w in windows], settings), expected)
 
 
 def test_windows_of_several_sequences_in_one_pass(decoder, model, sequences):
     """Interleaved, and two of one sequence together."""
     pieces = [w for s in sequences for w in cut(s, rows=9)]
-    expected = gradient(model, decoder, [[whole(s) for s in sequences]])
+    expected = gradient(model, decoder, [[w for s in sequences for w in whole(s)]])
     close(gradient(model, decoder, [pieces[::2], pieces[1::2]]), expected)
     close(gradient(model, decoder, [pieces[::-1]]), expected)
-
-
-def test_prompt_rows_in_a_window_do_not_count(decoder, model, sequences):
-    """A window may begin anywhere, at the first row too."""
-    sequence = sequences[0]
-    assert (sequence.earliest, Window(sequence, 0, 9).rows, Window(sequence, 0, 5).rows) == (5, 4, 0)
-    found = gradient(model, decoder, [[Window(sequence, 0, 9), Window(sequence, 9, 38)]])
-    close(found, gradient(model, decoder, [[whole(sequence)]]))
-    close(gradient(model, decoder, [[Window(sequence, 0, 5), Window(sequence, 0, 38)]]), found)
 
 
 def test_a_window_does_not_see_later_positions_or_neighbours(decoder, model, sequences):
@@ -89,7 +71,7 @@ def test_a_window_does_not_see_later_positions_or_neighbours(decoder, model, seq
     # A neighbour adds its own gradient and changes nothing of ours: its loss is taken out by its distributions.
     silent = [replace(s, lognorms_P=torch.full_like(s.lognorms_P, math.inf)) for s in (sequences[1], changed)]
     other = replace(silent[0], taps_LE=silent[0].taps_LE * 2, tokens_L=(silent[0].tokens_L + 3) % 64)
-    packs = [[whole(s), Window(first, 12, 20), whole(silent[1])] for s in (silent[0], other)]
+    packs = [[*whole(s), Window(first, 12, 20), *whole(silent[1])] for s in (silent[0], other)]
     one, two = (gradient(model, decoder, [pack]) for pack in packs)
     assert one[0] == two[0] == pytest.approx(before[0], rel=1e-6)
     assert all(torch.equal(one[2][name], two[2][name]) for name in one[2])
@@ -103,17 +85,11 @@ def test_only_context_rows_are_added(sequences):
     assert [len(pack.counted_N(k)) for k in range(4)] == [5 + 2, 5 + 2, 5 + 2, 5 + 1]
 
 
-@pytest.mark.parametrize(("start", "end"), [(-1, 3), (3, 3), (5, 39)])
-def test_impossible_windows(sequences, start, end):
-    with pytest.raises(ValueError, match="of a sequence of 40 tokens: it has 38"):
-        Window(sequences[0], start, end)
-
-
 def test_windows_in_bfloat16(decoder, model, sequences):
     """The same gradients to the rounding of bfloat16: other kernels run there."""
-    expected = gradient(model, decoder, [[whole(s) for s in sequences]])
+    expected = gradient(model, decoder, [[w for s in sequences for w in whole(s)]])
     half = TrainSettings(depth=4, compute_dtype=torch.bfloat16)
-    for passes in ([[whole(s) for s in sequences]], [[w] for s in sequences for w in cut(s, rows=9)]):
+    for passes in ([[w for s in sequences for w in whole(s)]], [[w] for s in sequences for w in cut(s, rows=9)]):
         loss, rows, grads = gradient(model, decoder, passes, half)
         assert rows == expected[1]
         assert loss == pytest.approx(expected[0], rel=1e-2)

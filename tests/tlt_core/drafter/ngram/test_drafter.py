@@ -74,14 +74,6 @@ def test_finished_siblings_and_earlier_visits_are_remembered():
     assert tree.depths_N.tolist() == [1, 2, 3]
 
 
-def drafts_after(drafter, token):
-    own = request(sample=1)
-    drafter.admit(0, own)
-    tree = drafter.propose(view([own], [[*PROMPT, token]]), CHAIN)
-    drafter.release(0, torch.tensor([*PROMPT]))
-    return paths(tree)
-
-
 def test_repeats_of_the_own_text_are_drafted_without_end():
     """In a loop the longest match is the text up to one period ago."""
     drafter, own = NgramDrafter(), request()
@@ -340,23 +332,3 @@ def test_estimate_by_hand():
     assert found[0].probability == pytest.approx(2 / 3 + 1 / 3 * 3 / 4 * 1 / 4)
     assert found[1].probability == pytest.approx(1 / 3 * 3 / 4 * 3 / 4)
     assert escape == pytest.approx(1 / 3 * 1 / 4)
-
-
-def test_estimate_for_a_text_whose_state_was_split_since():
-    """6 occurred in 5 6 only; after 8 6 9 came, 6 goes on with 7 or 9, whatever state it was in before."""
-    automaton = SuffixAutomaton()
-    for sequence in ((5, 6, 7), (8, 6, 9)):
-        if sequence == (8, 6, 9):
-            state, matched = automaton.step(ROOT, 0, 6)
-        end = ROOT
-        for token in sequence:
-            end = automaton.append(end, token)
-    found, _ = NgramDrafter().candidates(automaton, state, matched)
-    assert {candidate.token: candidate.matched for candidate in found} == {7: 2, 9: 2}
-    assert found[0].probability == found[1].probability
-
-
-@pytest.mark.parametrize("wrong", [{"min_match": 0}, {"max_index_tokens": -1}, {"min_probability": 1.0}])
-def test_wrong_options_are_refused(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        NgramDrafter(**wrong)

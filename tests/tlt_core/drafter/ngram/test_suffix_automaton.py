@@ -11,9 +11,9 @@ from tlt_core.drafter.ngram.suffix_automaton import ROOT, SuffixAutomaton
 Text = tuple[int, ...]
 
 
-def grow(sequences: Sequence[Text], rng: random.Random, **options: int) -> tuple[SuffixAutomaton, list[int]]:
+def grow(sequences: Sequence[Text], rng: random.Random) -> tuple[SuffixAutomaton, list[int]]:
     """Append the sequences' tokens in a random interleaving; returns their ends too."""
-    automaton = SuffixAutomaton(**options)
+    automaton = SuffixAutomaton()
     ends, fed = [ROOT] * len(sequences), [0] * len(sequences)
     order = [index for index, sequence in enumerate(sequences) for _ in sequence]
     rng.shuffle(order)
@@ -60,11 +60,11 @@ def test_substrings_counts_and_continuations(alphabet, count, length, seed):
         followed = {c: automaton.count[t] for c, t in automaton.next[state].items()}
         assert followed == {c: expected[(*text, c)] for c in range(alphabet) if (*text, c) in expected}
     paths = {ROOT: 1}  # distinct strings = distinct paths from the root: nothing but the substrings is recognised
-    for state in sorted(range(len(automaton)), key=lambda s: automaton.length[s]):
+    for state in sorted(range(len(automaton.link)), key=lambda s: automaton.length[s]):
         for target in automaton.next[state].values():
             paths[target] = paths.get(target, 0) + paths[state]
     assert sum(paths.values()) - 1 == len(expected)
-    assert len(automaton) <= 2 * sum(map(len, sequences)) + 1
+    assert len(automaton.link) <= 2 * sum(map(len, sequences)) + 1
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -110,40 +110,3 @@ def test_step_is_the_longest_suffix_that_occurs_while_the_index_grows(seed):
     for position, token in enumerate(foreign, start=1):
         state, matched = automaton.step(state, matched, token)
         assert matched == max(n for n in range(position + 1) if n == 0 or foreign[position - n : position] in final)
-
-
-def test_step_leaves_a_state_that_was_split():
-    """The text b stands in the state of {ab, b} until b gets one of its own, and bc one apart from abc's."""
-    automaton, ends = SuffixAutomaton(), {}
-    a, b, c, d, x, y = range(6)
-    for name in ((a, b, c), (x, b, d), (y, b, c)):
-        if name == (x, b, d):
-            state, matched = automaton.step(ROOT, 0, b)
-            assert (state, matched) == (find(automaton, (a, b)), 1)
-        end = ROOT
-        for token in name:
-            end = ends[name] = automaton.append(end, token)
-    assert automaton.step(state, matched, c) == (find(automaton, (b, c)), 2)
-    assert automaton.step(state, matched, d) == (find(automaton, (b, d)), 2)
-    assert find(automaton, (b, c)) != ends[a, b, c]
-
-
-def test_shared_beginnings_make_no_states_but_count():
-    """Three visits of 1 2 3, one of them going on to 4."""
-    automaton = SuffixAutomaton()
-    for sequence in ((1, 2, 3), (1, 2, 3), (1, 2, 3, 4)):
-        end = ROOT
-        for token in sequence:
-            end = automaton.append(end, token)
-    assert len(automaton) == 5
-    assert not automaton.is_new(ROOT, 1)
-    assert automaton.is_new(ROOT, 2)  # 2 occurs, but no sequence begins with it
-    assert [automaton.count[find(automaton, text)] for text in ((1,), (2, 3), (3,), (3, 4))] == [3, 3, 3, 1]
-
-
-def test_counting_stops_after_count_depth_links():
-    """a^n: the walk from a^6 reaches a^6, a^5, a^4 only, so the shorter ones keep what they had."""
-    automaton, end = SuffixAutomaton(count_depth=3), ROOT
-    for _ in range(6):
-        end = automaton.append(end, 0)
-    assert [automaton.count[find(automaton, (0,) * n)] for n in range(1, 7)] == [3, 3, 3, 3, 2, 1]

@@ -1,16 +1,17 @@
 """A trial's measurement: the same counts however it is cut, group by group."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.tlt_core.drafter.eagle3.training_texts import lively_decoder, texts
-from tlt_core.drafter.eagle3.acceptance import accepted_runs
+from tlt_core.drafter.eagle3.acceptance import start_runs
 from tlt_core.drafter.eagle3.model import eagle3_from_target
 from tlt_core.drafter.eagle3.observe import observe
 from tlt_core.drafter.eagle3.windows import Window
-from tlt_core.idle_training.trial import Measurement, PairedTrial, TrialSettings, group_of, trial_windows
+from tlt_core.idle_training.candidate import Trial, TrialSettings, group_of, trial_windows
 from tlt_core.items.types import NoiseKey, SamplingParams
 
 PARAMS = SamplingParams(temperature=1.0)
@@ -21,14 +22,8 @@ def held(tiny_config):
     """Two prompts of step 3, with three responses and one; one of step 2.  And the decoder, and a drafter."""
     decoder = lively_decoder(tiny_config)
     model = eagle3_from_target(decoder, torch.arange(64), scales=(1.0,) * 3, seed=1)
-    sequences = observe(
-        decoder,
-        texts((30, 11, 18, 40, 25)),
-        model,
-        firsts=[4, 1, 9, 2, 3],
-        dtype=torch.float32,
-        streams=[1, 2, 3, 4, 5],
-    )
+    options = {"firsts": [4, 1, 9, 2, 3], "dtype": torch.float32, "streams": [1, 2, 3, 4, 5]}
+    sequences = observe(decoder, texts((30, 11, 18, 40, 25)), model, **options)
     keys = [(3, 7), (3, 7), (3, 7), (3, 9), (2, 9)]
     named = [replace(s, key=NoiseKey(0, *key, i)) for i, (key, s) in enumerate(zip(keys, sequences, strict=True))]
     return decoder, model, named
@@ -53,25 +48,26 @@ def test_one_window_of_each_response(held):
     assert trial_windows([], rows=10, max_starts=20) == []
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("pass_rows", [1, 24, 1000])
-def test_counts_by_group_are_those_of_the_runs(held, pass_rows, dtype):
-    """In bfloat16 the measurement casts the weights once; the runs here cast them in every product."""
+@pytest.mark.parametrize(
+    ("pass_rows", "dtype", "steps"), [(1, torch.float32, 5), (24, torch.bfloat16, 4), (1000, torch.float32, 3)]
+)
+def test_counts_by_group_are_those_of_the_runs(held, pass_rows, dtype, steps):
     decoder, model, responses = held
     embedding = decoder.embed_tokens.weight
-    measurement = Measurement(model, trial_windows(responses, rows=64, max_starts=1000))
-    steps = 0
-    while not measurement.done:
-        measurement.step(TrialSettings(embedding, 3, PARAMS, dtype, pass_rows))
-        steps += 1
-    assert steps == {1: 5, 24: 4, 1000: 3}[pass_rows]
-    expected: dict[tuple[int, int], tuple[int, int]] = {}
+    windows = trial_windows(responses, rows=64, max_starts=1000)
+    trial = Trial(model, model, windows, TrialSettings(embedding, 3, PARAMS, dtype, pass_rows))
+    taken = 0
+    while not trial.done:
+        trial.step()
+        taken += 1
+    assert taken == 2 * steps
+    starts, accepted = Counter(), Counter()
     for s in responses:
         span = Window(s, s.earliest, s.earliest + s.rows)
-        (run_T,) = accepted_runs(model, embedding, [span], depth=3, params=PARAMS, compute_dtype=dtype)
-        starts, accepted = expected.get(group_of(s), (0, 0))
-        expected[group_of(s)] = starts + len(run_T), accepted + int(run_T.sum())
-    assert measurement.counts == expected
-    assert sum(accepted for _, accepted in expected.values()) > 0
-    itself = PairedTrial(measurement, measurement, 0.0).comparison()
+        (run_T,) = start_runs(model, embedding, [span], depth=3, params=PARAMS, compute_dtype=dtype)
+        starts[group_of(s)] += len(run_T)
+        accepted[group_of(s)] += int(run_T.sum())
+    assert trial.used_counts == {group: (starts[group], accepted[group]) for group in starts}
+    assert accepted.total() > 0
+    itself = trial.comparison()
     assert (itself.gain, itself.groups) == (0, 3)
