@@ -7,11 +7,8 @@
     vllm tlt                           the same vLLM and drafter with our plug-in: adaptive draft length, exact sampling
     llama.cpp, llama.cpp fp16          in an environment of its own, with the model converted to GGUF
 
-Greedy and at temperature 1, with 1 to 16 live requests and a fixed number of new tokens.  The model is the one that the
-run starts from, or the run's policy if `rollout.speculation.drafter_path` names a drafter for it.  An engine that does
-not run here gets a row that says why.  Rows name the precision of each engine.  `--instructions avx2` limits engines to
-the instructions of a processor without AVX-512.  Variables that the user has set for this reach the engines too, and
-the report names them.
+The model is the one that the run starts from, or the run's policy if `rollout.speculation.drafter_path` names a drafter
+for it.  An engine that does not run here gets a row that says why.
 """
 
 import os
@@ -26,7 +23,7 @@ from prefect import flow
 from bench.engines import llama_cpp
 from bench.engines.environment import PeerError
 from bench.engines.greedy_agreement import LogProbs, agreement, float32_log_probs
-from bench.engines.measure import Case, Contest, EngineSpec, Measured, compete, cores, own_environment
+from bench.engines.measure import Case, Contest, EngineSpec, compete, cores, own_environment
 from bench.report import write_report
 from bench.verdicts import summarise, verdict
 from conf.load import ConfigError
@@ -65,6 +62,7 @@ _LIMITS = {  # variables for each value of `--instructions`
     "all": {},
     "avx2": {"TLT_NATIVE_KERNELS": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
+# Variables that may change the instructions of an engine.
 _TELLING = ("TLT_NATIVE_", "ATEN_", "ONEDNN_", "DNNL_", "GGML_", "MKL_", "OMP_", "KMP_")
 
 
@@ -110,13 +108,14 @@ def bench_engines(
     failed = [{"configuration": name, "reason": f"left out: {reason}"} for name, reason in contest.failed.items()]
     tokenizer = load_tokenizer(model)
     agreements = agreements_of(contest, prompts, enders=tokenizer.all_special_ids, log_probs=float32_log_probs(model))
+    told = {name: value for name, value in os.environ.items() if name.startswith(_TELLING)}
     return write_report(
         out,
         command=command,
         repeats=repeats,
         rows=[*rows, *agreements, *missing, *failed],
         verdicts=[*verdicts_of(contest), *agreement_verdicts(agreements)],
-        environment=_telling(limits),
+        environment=dict(sorted({**limits, **told}.items())),
     )
 
 
@@ -124,7 +123,10 @@ def engines(
     cfg: RunConfig, model: Path, *, max_live: int, max_len: int, with_llama: bool = False
 ) -> tuple[list[EngineSpec], list[dict[str, Any]]]:
     """Engines that can run here, and a row for each that cannot."""
-    threads = cfg.cluster.threads_per_worker
+    threads, speculation = cfg.cluster.threads_per_worker, cfg.rollout.speculation
+    if speculation.drafter_path is not None:  # other processes may have another working folder
+        drafter = str(Path(speculation.drafter_path).absolute())
+        speculation = speculation.model_copy(update={"drafter_path": drafter})
     common = {
         "model": str(model.absolute()),
         "dtype": cfg.rollout.dtype,
@@ -144,19 +146,18 @@ def engines(
     specs = [
         own("plain", "builtin.py", speculation=off),
         own("plain float32 torch", "builtin.py", kernels="0", dtype="float32", speculation=off),
-        own("adaptive", "builtin.py", speculation=_absolute(cfg.rollout.speculation).model_dump(mode="json")),
+        own("adaptive", "builtin.py", speculation=speculation.model_dump(mode="json")),
         own("transformers", "hf.py", dtype=torchs, lookup_tokens=0),
         own("transformers lookup", "hf.py", most_live=1, dtype=torchs, lookup_tokens=_LOOKUP_TOKENS),
     ]
     missing = []
     if with_llama:
         try:
-            folders = {"environments": artifacts_dir() / "peers", "work_dir": cfg.run_dir / "bench-engines"}
-            specs += llama_cpp.specs(common, **folders)
+            specs += llama_cpp.specs(common, artifacts_dir() / "peers", work_dir=cfg.run_dir / "bench-engines")
         except (PeerError, ModelError) as error:
             missing.append({"configuration": llama_cpp.NAME, "reason": f"left out: {error}"})
     python = vllm_environment.vllm_python()
-    kinds = _vllm_kinds(cfg.rollout.speculation)
+    kinds = _vllm_kinds(speculation)
     reason = ""
     if not python.is_file():
         reason = "left out: vLLM's environment is not there; 'make vllm-env' builds it"
@@ -169,9 +170,11 @@ def engines(
         return specs, [*missing, *({"configuration": name, "reason": reason} for name in kinds)]
     # The scheduler in a process of its own would compete with the computing threads for the same cores.
     environment = vllm_environment.environment(python, threads=threads) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    for name, settings in kinds.items():
-        specs.append(EngineSpec(name, _FILES / "vllm_llm.py", python, environment, common | settings))
-    return specs, missing
+    file = _FILES / "vllm_llm.py"
+    return [
+        *specs,
+        *(EngineSpec(name, file, python, environment, common | own) for name, own in kinds.items()),
+    ], missing
 
 
 def limited(specs: Sequence[EngineSpec], limits: Mapping[str, str]) -> list[EngineSpec]:
@@ -181,12 +184,6 @@ def limited(specs: Sequence[EngineSpec], limits: Mapping[str, str]) -> list[Engi
     return [spec._replace(environment={**limits, **spec.environment}, optional=spec.name != "plain") for spec in specs]
 
 
-def _telling(limits: Mapping[str, str]) -> dict[str, str]:
-    """Variables that may change the instructions of an engine."""
-    found = {name: value for name, value in os.environ.items() if name.startswith(_TELLING)}
-    return dict(sorted({**limits, **found}.items()))
-
-
 def _vllm_kinds(speculation: SpeculationConfig) -> dict[str, dict[str, Any]]:
     kinds: dict[str, dict[str, Any]] = {
         "vllm": {"speculative": None, "eager": False},
@@ -194,20 +191,13 @@ def _vllm_kinds(speculation: SpeculationConfig) -> dict[str, dict[str, Any]]:
         "vllm ngram": {"speculative": _NGRAM, "eager": False},
     }
     if speculation.drafter_path is not None:
-        drafter = str(Path(speculation.drafter_path).absolute())
-        eagle3 = {"method": "eagle3", "model": drafter}
+        eagle3 = {"method": "eagle3", "model": speculation.drafter_path}
         for tokens in _EAGLE3_TOKENS:
             chains = eagle3 | {"num_speculative_tokens": tokens}
             kinds[f"vllm eagle3 {tokens}"] = {"speculative": chains, "eager": False}
         longest = eagle3 | {"num_speculative_tokens": max(_DRAFT_LENGTHS)}
         kinds["vllm tlt"] = {"speculative": longest, "eager": False, "tlt": {"strategies": _DRAFT_LENGTHS}}
     return kinds
-
-
-def _absolute(speculation: SpeculationConfig) -> SpeculationConfig:
-    """With an absolute path, since other processes may have another working folder."""
-    path = speculation.drafter_path
-    return speculation.model_copy(update={"drafter_path": path and str(Path(path).absolute())})
 
 
 def rows_of(contest: Contest) -> list[dict[str, Any]]:
@@ -250,7 +240,7 @@ def _against(contest: Contest, name: str, rival: str, variants: Sequence[str], b
         mine = contest.measured.get((name, case))
         measured = [contest.measured[other, case] for other in variants if (other, case) in contest.measured]
         if measured and mine:
-            fastest = max(measured, key=_median_rate)
+            fastest = max(measured, key=lambda runs: statistics.median(m.tokens_per_s for m in runs))
             ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(mine, fastest, strict=True)]
             claim = f"{name} over {rival}, {case.live} live, temperature {case.temperature:g}"
             verdicts.append(verdict(claim, ratios, bound))
@@ -262,16 +252,13 @@ def agreements_of(
 ) -> list[dict[str, Any]]:
     """A row for each engine: its greedy tokens beside those of transformers, on the largest batch."""
     cases = [case for name, case in contest.measured if name == _REFERENCE and case.temperature == 0]
-    if not cases:
-        return []
-    case = max(cases, key=lambda case: case.live)
-    reference = contest.measured[_REFERENCE, case][0].tokens
     rows = []
+    case = max(cases, key=lambda case: case.live, default=None)
     for name, other in contest.measured:
         if name != _REFERENCE and other == case:
-            theirs = contest.measured[name, case][0].tokens
-            found = agreement(prompts[: case.live], reference, theirs, enders=enders, log_probs=log_probs)
-            rows.append({"configuration": name, "compared_with": _REFERENCE, "live": case.live, **found._asdict()})
+            reference, theirs = (contest.measured[one, other][0].tokens for one in (_REFERENCE, name))
+            found = agreement(prompts[: other.live], reference, theirs, enders=enders, log_probs=log_probs)
+            rows.append({"configuration": name, "compared_with": _REFERENCE, "live": other.live, **found._asdict()})
     return rows
 
 
@@ -279,7 +266,3 @@ def agreement_verdicts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     """Where greedy tokens first differ from those of transformers, both tokens must be nearly equally likely."""
     claim = "{} parts from transformers at near-ties"
     return [verdict(claim.format(row["configuration"]), [row["largest_gap"]], _NEAR_TIE, at_most=True) for row in rows]
-
-
-def _median_rate(runs: Sequence[Measured]) -> float:
-    return statistics.median(m.tokens_per_s for m in runs)

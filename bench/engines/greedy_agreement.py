@@ -2,9 +2,6 @@
 
 Rounding differs between engines, so either of two almost equally likely tokens may win, and then another text follows.
 After a wrong conversion, engines differ at tokens that are far from equally likely.
-
-    reference  5 9 9 4 ...
-    theirs     5 9 7 1 ...     equal: 2 of 4 tokens;  gap: |log p(9) - log p(7)| after 5 9, of the model in float32
 """
 
 from collections.abc import Callable, Collection, Sequence

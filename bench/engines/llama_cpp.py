@@ -23,7 +23,7 @@ from tlt_core.model.config import DecoderConfig, ModelError
 from tlt_core.model.load import load_config, read_tensors
 
 NAME = "llama.cpp"
-PEER = environment.Peer(NAME, "", ("xllamacpp==2026.10.11549",))
+PEER = environment.Peer(NAME, ("xllamacpp==2026.10.11549",))
 _PROCESS = Path(__file__).with_name("processes") / "llama_cpp.py"
 _ARCHITECTURES = {
     "llama": gguf.MODEL_ARCH.LLAMA,
@@ -37,7 +37,7 @@ _TYPES = {
 }
 
 
-def specs(common: Mapping[str, Any], *, environments: Path, work_dir: Path) -> list[EngineSpec]:
+def specs(common: Mapping[str, Any], environments: Path, *, work_dir: Path) -> list[EngineSpec]:
     """Both variants, ready to start.  common: settings of every engine; work_dir: folder for converted models.
 
     Raises PeerError or ModelError where llama.cpp cannot be had for this model.

@@ -5,52 +5,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.engines import environment
-from bench.engines.environment import Peer
-from bench.engines.line_process import LineProcess
+from bench.engines.environment import LineProcess, Peer
 from conf.load import ConfigError
 from conf.run import RunConfig
 
 _PROCESS = Path(__file__).with_name("trl_process.py")
 _MOST_IN_A_PASS = 8  # responses of an update's pass; they are padded, and longer passes take more memory
 
-TRL = Peer(
-    "trl",
-    "torch==2.13.0",
-    (
-        "accelerate==1.15.0",
-        "annotated-doc==0.0.7",
-        "anyio==4.16.0",
-        "click==8.5.1",
-        "datasets==5.2.0",
-        "dill==0.4.1",
-        "h11==0.16.0",
-        "hf-xet==1.8.0",
-        "httpcore2==2.16.2",
-        "httpx2==2.16.2",
-        "huggingface_hub==2.4.0",
-        "idna==3.20",
-        "multiprocess==0.70.19",
-        "numpy==2.4.6",
-        "packaging==26.3",
-        "pandas==3.1.1",
-        "psutil==7.2.2",
-        "pyarrow==26.0.1",
-        "python-dateutil==4.0.0",
-        "PyYAML==6.0.4",
-        "regex==2026.11.19",
-        "safetensors==0.8.0",
-        "shellingham==1.5.4",
-        "tokenizers==0.23.3",
-        "tqdm==4.70.1",
-        "transformers==5.24.0",
-        "trl==1.16.0",
-        "truststore==0.10.5",
-        "typer==0.29.2",
-        "tzdata==2026.6",
-        "xxhash==4.1.0",
-    ),
-)
-
+TRL = Peer("trl", ("torch==2.13.0", "transformers==5.24.0", "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"))
 _LOSSES = {"token_mean": "dapo", "sequence_mean": "grpo", "constant": "dr_grpo"}
 _SCALES = {"grpo": "group", "dr_grpo": "none"}
 Score = Callable[[Sequence[int], Sequence[str]], list[float]]
