@@ -1,13 +1,7 @@
-"""`tlt bench demo`: what a newcomer's first run takes and brings.
-
-Reads the run of the configuration, or trains it first where there is none: the times of its stages, and validation
-before the first step beside validation at the end.
-"""
+"""`tlt bench demo`: what a newcomer's first run takes and brings.  The run is trained first where there is none."""
 
 import itertools
-import json
 import re
-from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +10,8 @@ from bench.report import write_report
 from bench.verdicts import summarise, verdict
 from conf.run import RunConfig
 from flows.train import train
+from tlt_core.machine import provenance
+from tlt_core.run.summary import rows_of
 
 _LONGEST_S = 15 * 60
 _QUIET_S = 15.0  # a line at least so often
@@ -23,16 +19,15 @@ _STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
 
 
 def bench_demo(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
-    """Write the report of one finished run.  repeats: not used, a run is measured once."""
-    if not _attempts(cfg.run_dir):
+    """Times of the run's stages, and validation at start and end.  repeats: not used, a run is measured once."""
+    if not any("took_s" in attempt for attempt in provenance.attempts(cfg.run_dir)[-1:]):
         train(cfg)
-    attempts = _attempts(cfg.run_dir)
-    if len(attempts) != 1:
+    attempt, *more = provenance.attempts(cfg.run_dir)
+    if more:
         raise ValueError(f"{cfg.run_dir} was resumed, so its time means nothing: remove the folder and run again")
-    attempt = attempts[0]
     took = attempt["took_s"]
     total_s = sum(took.values())
-    steps = [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = rows_of(cfg.run_dir)
     validations = [s for s in steps if "val-core/all/reward/greedy" in s]
     gaps = _gaps(cfg.run_dir / "log.txt")
     figures = {"total s": total_s} | {f"{stage} s": seconds for stage, seconds in took.items()}
@@ -54,13 +49,6 @@ def bench_demo(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
         ],
         attempt=attempt,
     )
-
-
-def _attempts(run_dir: Path) -> list[Mapping[str, Any]]:
-    """Of a run that has ended; none where it has not."""
-    record = run_dir / "run.json"
-    attempts = json.loads(record.read_text())["attempts"] if record.is_file() else []
-    return attempts if attempts and "took_s" in attempts[-1] else []
 
 
 def _gaps(log: Path) -> list[float]:

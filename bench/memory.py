@@ -1,7 +1,4 @@
-"""`tlt bench memory`: the memory plan of a run, and the memory that its workers took.
-
-Reads the run of the configuration, or trains it first where there is none.
-"""
+"""`tlt bench memory`: the memory plan of a run, and what its workers took.  It is trained first where there is none."""
 
 from pathlib import Path
 from typing import Any

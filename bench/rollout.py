@@ -7,9 +7,6 @@
             entropy, so drafts are hardly ever right
 
 All configurations have the same requests, lengths and noise.  Engines run in turn on the threads of one worker.
-
-"adaptive" is the tuner with the state of the previous repeat, as in a run from its second step on; "from nothing" is
-the tuner without it.
 """
 
 import dataclasses
@@ -96,15 +93,9 @@ def _word_problems(cfg: RunConfig, tokenizer: Any, *, vocab_size: int) -> list[P
     tasks = (GymTask(name="gsm_symbolic"),)
     wanted = GymData(kind="reasoning_gym", tasks=tasks, num_train=_RAW_PROMPTS, num_validation=1, seed=cfg.data.seed)
     with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent) / "data"
-        dataset.prepare(
-            wanted,
-            tokenizer=tokenizer,
-            vocab_size=vocab_size,
-            max_prompt_tokens=_RAW_PROMPT_TOKENS,
-            out_dir=folder,
-        )
-        return dataset.load(folder, "train", tokenizer)
+        own = {"vocab_size": vocab_size, "max_prompt_tokens": _RAW_PROMPT_TOKENS, "out_dir": Path(parent) / "data"}
+        dataset.prepare(wanted, tokenizer=tokenizer, **own)
+        return dataset.load(own["out_dir"], "train", tokenizer)
 
 
 def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path) -> Sequence[Workload]:
@@ -119,26 +110,24 @@ def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path) -> Seq
         stop_token_ids=stop_token_ids(policy, tokenizer, also=cfg.rollout.stop_token_ids),
     )
     decoder = load_decoder(policy, dtype=dtype, device="cpu")
-    requests = _requests(share, cfg.rollout.num_samples, seed=cfg.seed)
-    rl = Workload("rl", decoder, requests, params, cfg.rollout.max_live_requests)
-    rl = fix_lengths(rl, seed=cfg.seed)
+    seed, samples = cfg.seed, cfg.rollout.num_samples
+    requests = _requests(share, samples, seed=seed)
+    rl = fix_lengths(Workload("rl", decoder, requests, params, cfg.rollout.max_live_requests), seed=seed)
     ordered = sorted(rl.requests, key=lambda r: r.max_new_tokens or 0)
     median = ordered[len(ordered) // 2].max_new_tokens or params.max_new_tokens
     short_params = dataclasses.replace(params, max_new_tokens=median)
-    short_requests = requests + [
-        request
-        for step, part in enumerate(later, start=2)
-        for request in _requests(part, cfg.rollout.num_samples, seed=cfg.seed, step=step)
-    ]
+    for step, part in enumerate(later, start=2):
+        requests = requests + _requests(part, samples, seed=seed, step=step)
     raw_params = dataclasses.replace(params, max_new_tokens=_RAW_TOKENS)
     problems = _word_problems(cfg, tokenizer, vocab_size=decoder.config.vocab_size)
-    raw_requests = _requests(problems, _RAW_SAMPLES, seed=cfg.seed)
     raw = load_decoder(start, dtype=dtype, device="cpu")
     return (
         rl,
         rl._replace(name="tail", requests=ordered[:-_LONGEST][: _AMONG - _LONGEST] + ordered[-_LONGEST:]),
-        fix_lengths(Workload("short", decoder, short_requests, short_params, rl.max_live), seed=cfg.seed),
-        fix_lengths(Workload("raw", raw, raw_requests, raw_params, _RAW_LIVE), seed=cfg.seed),
+        fix_lengths(Workload("short", decoder, requests, short_params, rl.max_live), seed=seed),
+        fix_lengths(
+            Workload("raw", raw, _requests(problems, _RAW_SAMPLES, seed=seed), raw_params, _RAW_LIVE), seed=seed
+        ),
     )
 
 
@@ -168,10 +157,8 @@ def _rows(workload: Workload, measured: Mapping[str, Sequence[Measured]]) -> lis
 
 def _verdicts(workload: str, measured: Mapping[str, Sequence[Measured]]) -> list[dict[str, Any]]:
     plain = measured["off"]
-    best = max(
-        (runs for name, runs in measured.items() if name == "off" or name.startswith("fixed")),
-        key=lambda runs: statistics.median(m.figures["tokens_per_s"] for m in runs),
-    )
+    fixed = [runs for name, runs in measured.items() if name == "off" or name.startswith("fixed")]
+    best = max(fixed, key=lambda runs: statistics.median(m.figures["tokens_per_s"] for m in runs))
     verdicts = []
     for name, title in ((_KEPT, "adaptive"), ("cost_model", "adaptive from nothing")):
         claims = [(f"over plain, {figure}", figure, plain, bound) for figure, bound in _CLAIMS[workload]]

@@ -4,7 +4,6 @@ Each configuration is one training run.  The runs take turns with blocks of step
 other load on the machine affects all of them.  The first step of a block warms up and does not count.
 """
 
-import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from flows.train import train
 from tasks.coldstart import cold_start
 from tasks.prepare import prepare_data, prepare_model
 from tasks.warmup import warm_up_drafter
+from tlt_core.run.summary import rows_of
 
 _FIXED = StrategyConfig(drafter="eagle3", depth=4, width=1, tokens=4)  # a usual setting of serving engines
 
@@ -50,11 +50,12 @@ def variants(cfg: RunConfig, drafter: Path) -> dict[str, RunConfig]:
     trained   as static, but they train the drafter
     tlt       as static, but they do both
     """
-    validation = cfg.evaluation.model_copy(update={"every_steps": 0})
     kept = {"every_steps": cfg.num_steps, "keep_last": 1, "keep_best": 0, "keep_step_files": MOST_STEPS}
-    saving = cfg.checkpoint.model_copy(update=kept)
-    tracking = cfg.tracking.model_copy(update={"register_models": False})
-    common = {"evaluation": validation, "checkpoint": saving, "tracking": tracking}
+    common = {
+        "evaluation": cfg.evaluation.model_copy(update={"every_steps": 0}),
+        "checkpoint": cfg.checkpoint.model_copy(update=kept),
+        "tracking": cfg.tracking.model_copy(update={"register_models": False}),
+    }
     base = cfg.model_copy(update=common).with_drafter(drafter)
     adaptive = base.rollout.speculation
     off = adaptive.model_copy(update={"policy": "off", "drafter_path": None})
@@ -81,7 +82,8 @@ def variants(cfg: RunConfig, drafter: Path) -> dict[str, RunConfig]:
 
 
 def take_turns(runs: Mapping[str, RunConfig], *, num_steps: int, blocks: int) -> Iterator[int]:
-    """Train all of them from the start; yields the number of steps done after each block.
+    """Train all of them from the start; yields the number of steps done after each block.  In the end the checkpoints
+    are deleted: they are large, and a benchmark is never resumed.
 
     Raises ConfigError if a block would have only one step, which would not count.
     """
@@ -99,10 +101,6 @@ def take_turns(runs: Mapping[str, RunConfig], *, num_steps: int, blocks: int) ->
         for name in names[turn:] + names[:turn]:
             train(runs[name].model_copy(update={"num_steps": (index + 1) * block}))
         yield (index + 1) * block
-
-
-def drop_checkpoints(runs: Mapping[str, RunConfig]) -> None:
-    """Delete the runs' checkpoints: they are large, and a benchmark is never resumed."""
     for run in runs.values():
         shutil.rmtree(run.run_dir / "checkpoints", ignore_errors=True)
 
@@ -112,9 +110,8 @@ def steps_of(run: RunConfig, *, with_first: bool = False) -> list[dict[str, floa
 
     `timing_s/step` is without the checkpoint that ends a block: a run writes one every many steps, a block has few.
     """
-    rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
     attempts: dict[float, list[dict[str, float]]] = {}
-    for row in rows:
+    for row in rows_of(run.run_dir):
         if row["step"] > 0:
             row["timing_s/step"] -= row.get("timing_s/save_checkpoint", 0.0)
             attempts.setdefault(row["training/resume_attempt"], []).append(row)

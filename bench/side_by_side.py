@@ -1,9 +1,8 @@
 """Rollout engines side by side: the same requests decoded under several speculation policies, interleaved.
 
-One engine per configuration, all in this process on the same threads.  Every repeat runs each configuration once, in
-turn forwards and backwards, so that a machine that slows down affects all of them alike.  Tokens must be the same up to
-near-ties, which are counted.  A near-tie may end a response early or late, so every response is decoded to the length
-that it has in plain decoding (`fix_lengths`), and the work is the same for all.
+Every repeat runs each configuration once, in turn forwards and backwards, so that a machine that slows down affects all
+of them alike.  A near-tie may flip a token and end a response early or late, so every response is decoded to the length
+that it has in plain decoding (`fix_lengths`).
 """
 
 import dataclasses
@@ -22,8 +21,8 @@ from tlt_core.rollout.engine import RoundTrace
 
 log = logging.getLogger(__name__)
 
-TAIL_LIVE = 4  # rounds with at most so many live requests are the tail
-BANDS = {"1 live": (1, 1), "2 live": (2, 2), "3-4 live": (3, 4), "5-8 live": (5, 8), "above": (9, 1 << 30)}
+_TAIL_LIVE = 4  # rounds with at most so many live requests are the tail
+_BANDS = {"1 live": (1, 1), "2 live": (2, 2), "3-4 live": (3, 4), "5-8 live": (5, 8), "above": (9, 1 << 30)}
 
 
 class Workload(NamedTuple):
@@ -79,54 +78,37 @@ def fix_lengths(workload: Workload, *, seed: int) -> Workload:
 def run(workload: Workload, cfg: SpeculationConfig, *, seed: int, tuner: Mapping[str, Any] | None = None) -> Measured:
     """Decode the workload with a new engine, drafter and tuner.  tuner: state of another run's tuner to go on with."""
     longest = max(len(r.prompt_tokens) for r in workload.requests)
-    engine = build.make_engine(
-        workload.decoder,
-        cfg,
-        max_live=workload.max_live,
-        max_len=longest + workload.params.max_new_tokens,
-        seed=seed,
-    )
+    max_len = longest + workload.params.max_new_tokens
+    engine = build.make_engine(workload.decoder, cfg, max_live=workload.max_live, max_len=max_len, seed=seed)
     if engine.speculation is not None and tuner is not None:
         engine.speculation.tuner.load_state_dict(tuner)
     elif cfg.policy == "cost_model":  # the others choose without knowing what a round costs
         build.calibrate(engine)
     rounds: list[RoundTrace] = []
     started_s = time.perf_counter()
-    done = engine.decode_all(workload.requests, workload.params, on_round=rounds.append)
-    finished = {rollout.key: rollout for rollout in done}
+    finished = {r.key: r for r in engine.decode_all(workload.requests, workload.params, on_round=rounds.append)}
     seconds = time.perf_counter() - started_s
     tokens = sum(len(r.completion) for r in finished.values())
-    tail = [r for r in rounds if r.report.live <= TAIL_LIVE]
-    live_rounds = sum(r.report.live for r in rounds)
-    active = [r for r in rounds if not r.report.strategy.is_off]
-    return Measured(
-        {
-            "seconds": seconds,
-            "tokens_per_s": tokens / seconds,
-            "tail_tokens_per_s": sum(r.tokens for r in tail) / max(sum(r.seconds for r in tail), 1e-9),
-            "tail_share": sum(r.seconds for r in tail) / seconds,
-            "tokens_per_request_round": tokens / live_rounds,
-            "accept_length": (
-                1.0 + sum(sum(r.report.accepted) for r in active) / sum(r.report.live for r in active)
-                if active
-                else 1.0
-            ),
-            "active_frac": len(active) / len(rounds),
-            "draft_share": sum(r.report.draft_s for r in rounds) / seconds,
-            "rounds": float(len(rounds)),
-            "tokens": float(tokens),
-        }
-        | {f"{band}: {name}": value for band in BANDS for name, value in _band(rounds, *BANDS[band]).items()},
-        finished,
-        {} if engine.speculation is None else engine.speculation.tuner.state_dict(),
-    )
+    tail = [r for r in rounds if r.report.live <= _TAIL_LIVE]
+    active = [r.report for r in rounds if not r.report.strategy.is_off]
+    figures = {
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "tail_tokens_per_s": sum(r.tokens for r in tail) / max(sum(r.seconds for r in tail), 1e-9),
+        "tokens_per_request_round": tokens / sum(r.report.live for r in rounds),
+        "accept_length": 1 + sum(sum(r.accepted) for r in active) / max(sum(r.live for r in active), 1),
+        "active_frac": len(active) / len(rounds),
+        "rounds": float(len(rounds)),
+        "tokens": float(tokens),
+    }
+    for band, (fewest, most) in _BANDS.items():
+        own = [r for r in rounds if fewest <= r.report.live <= most]
+        figures |= {f"{band}: {name}": value for name, value in _band(own).items()} if own else {}
+    return Measured(figures, finished, {} if engine.speculation is None else engine.speculation.tuner.state_dict())
 
 
-def _band(rounds: Sequence[RoundTrace], fewest: int, most: int) -> dict[str, float]:
-    """Means over the rounds with `fewest` to `most` live requests; empty where there are none."""
-    own = [r for r in rounds if fewest <= r.report.live <= most]
-    if not own:
-        return {}
+def _band(own: Sequence[RoundTrace]) -> dict[str, float]:
+    """Means over these rounds."""
     count, seconds = len(own), sum(r.seconds for r in own)
     return {
         "rounds": float(count),

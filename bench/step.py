@@ -1,6 +1,5 @@
 """`tlt bench step`: the phases of a training step."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from bench.report import write_report
 from bench.verdicts import summarise, verdict
 from conf.run import RunConfig
 from flows.train import train
+from tlt_core.run.summary import rows_of
 
 _PHASES = ("gen", "reward", "update_actor", "update_weights", "save_checkpoint", "tracking", "overhead")
 _CLAIMS = (  # figure, claim, bound, at most
@@ -25,19 +25,12 @@ def bench_step(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
     """
     validation = cfg.evaluation.model_copy(update={"every_steps": 0})
     tracking = cfg.tracking.model_copy(update={"register_models": False})
-    run = cfg.model_copy(
-        update={
-            "name": f"bench-{cfg.name}",
-            "num_steps": repeats + 1,
-            "evaluation": validation,
-            "tracking": tracking,
-        }
-    )
+    changes = {"name": f"bench-{cfg.name}", "num_steps": repeats + 1, "evaluation": validation, "tracking": tracking}
+    run = cfg.model_copy(update=changes)
     shutil.rmtree(run.run_dir, ignore_errors=True)  # an earlier benchmark would be resumed
     train(run)
     shutil.rmtree(run.run_dir / "checkpoints")
-    lines = (run.run_dir / "metrics.jsonl").read_text().splitlines()
-    steps = [row for row in map(json.loads, lines) if row["step"] > 1]
+    steps = [row for row in rows_of(run.run_dir) if row["step"] > 1]
     names = [f"timing_s/{phase}" for phase in _PHASES]
     names += ["timing_s/step", "perf/rollout_tokens_per_s", "idle/idle_ratio", *(figure for figure, *_ in _CLAIMS)]
     row = {"configuration": cfg.name, **summarise(steps, names)}

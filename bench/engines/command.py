@@ -171,10 +171,8 @@ def engines(
     # The scheduler in a process of its own would compete with the computing threads for the same cores.
     environment = vllm_environment.environment(python, threads=threads) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     file = _FILES / "vllm_llm.py"
-    return [
-        *specs,
-        *(EngineSpec(name, file, python, environment, common | own) for name, own in kinds.items()),
-    ], missing
+    specs += [EngineSpec(name, file, python, environment, common | settings) for name, settings in kinds.items()]
+    return specs, missing
 
 
 def limited(specs: Sequence[EngineSpec], limits: Mapping[str, str]) -> list[EngineSpec]:

@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.engines import environment
-from bench.engines.environment import LineProcess, Peer
+from bench.engines.environment import LineProcess, Peer, variables
 from conf.load import ConfigError
 from conf.run import RunConfig
 
@@ -72,18 +71,16 @@ def arguments(cfg: RunConfig, *, num_steps: int, out: Path) -> dict[str, Any]:
     }
 
 
-class Trl:
+class Trl(LineProcess):
     """A trainer that waits before each of its steps.  Raises PeerError when it cannot go on."""
 
     def __init__(self, python: Path, settings: Mapping[str, Any], log: Path) -> None:
         """Start it, and wait until its model is loaded."""
-        variables = environment.variables(threads=settings["threads"])
-        self._process = LineProcess("TRL's process", [str(python), "-P", str(_PROCESS)], environment=variables, log=log)
-        self.close = self._process.close
-        self.versions: dict[str, str] = self._process.ask(settings)["ready"]
+        command = [str(python), "-P", str(_PROCESS)]
+        super().__init__("TRL's process", command, environment=variables(threads=settings["threads"]), log=log)
+        self.versions: dict[str, str] = self.ask(settings)["ready"]
 
     def step(self, score: Score) -> TrlStep:
         """One step.  score: rewards of responses, by the rows of their prompts."""
-        asked = self._process.ask({"go": True})["score"]
-        rewards = score(asked["rows"], asked["responses"])
-        return TrlStep(**self._process.ask({"rewards": rewards})["step"])
+        asked = self.ask({"go": True})["score"]
+        return TrlStep(**self.ask({"rewards": score(asked["rows"], asked["responses"])})["step"])

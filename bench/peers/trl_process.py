@@ -42,11 +42,6 @@ class _Link:
         self.lengths = [len(ids) for ids in completion_ids]
         return self.rewards
 
-    def wait(self) -> None:
-        """Until the next step may begin."""
-        if not sys.stdin.readline():
-            raise SystemExit(1)
-
     def tell(self, seconds: float) -> None:
         """A step has ended."""
         figures = {"seconds": seconds, "rollout_s": self.rollout_s, "tokens": sum(self.lengths)}
@@ -64,7 +59,8 @@ def _trainer(settings: dict[str, Any], link: _Link) -> tuple[Any, dict[str, str]
 
     class _Steps(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            link.wait()
+            if not sys.stdin.readline():
+                raise SystemExit(1)
             self.began_s = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -72,11 +68,9 @@ def _trainer(settings: dict[str, Any], link: _Link) -> tuple[Any, dict[str, str]
 
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=getattr(torch, settings["weights"]))
-    given = settings["token_ids"]
-    found = tokenizer(text=settings["prompts"])["input_ids"]
-    if found != given:
+    if tokenizer(text=settings["prompts"])["input_ids"] != settings["token_ids"]:
         raise SystemExit("TRL's tokens of the prompts are not ours")
-    rows = Dataset.from_dict({"prompt": settings["prompts"], "row": list(range(len(given)))})
+    rows = Dataset.from_dict({"prompt": settings["prompts"], "row": list(range(len(settings["prompts"])))})
     trainer = trl.GRPOTrainer(
         model=model,
         processing_class=tokenizer,

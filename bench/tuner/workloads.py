@@ -1,7 +1,6 @@
 """Simulated workloads: the throughput of each policy, and how soon it follows a drafter that turns bad and good again.
 
-The clock is virtual, so the figures are the same on any machine, also on a busy one.  `tlt bench rollout` compares the
-same policies on a real model.
+The clock is virtual, so the figures are the same on any machine, also on a busy one.
 
 In some workloads speculation pays (tail, near break-even, heavy tail).  In others it cannot pay, and a tuner must not
 lose (hostile), or everything is over before much can be learnt (short).
@@ -12,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from bench.tuner.simulator import Engine, Hits, pass_seconds
+from bench.tuner.simulator import Engine, Hits, PlayedRound, pass_seconds
 from bench.tuner.threshold import ThresholdTuner
 from tlt_core.items.speculation import OFF, Strategy
 from tlt_core.tuner.policies import Kind, RecordedTuner, make_tuner
@@ -104,14 +103,13 @@ def recovery(kind: str, strategies: Sequence[Strategy], *, live: int, seed: int)
         engine.hits["eagle3"] = hits
         engine.history.clear()
         engine.run(adaptive, _WINDOW)
-        while not (recovered := _does_well(engine)) and len(engine.history) < NEVER:
+        while not (recovered := _does_well(engine.history[-_WINDOW:])) and len(engine.history) < NEVER:
             engine.run(adaptive, 1)
         figures[f"rounds_{name}"] = float(len(engine.history) - _WINDOW if recovered else NEVER)
         engine.run(adaptive, _SETTLE)
     return figures
 
 
-def _does_well(engine: Engine) -> bool:
-    latest = engine.history[-_WINDOW:]
+def _does_well(latest: Sequence[PlayedRound]) -> bool:
     best = sum(r.best_rate * r.seconds for r in latest)
     return sum(r.tokens for r in latest) >= _RECOVERED * best

@@ -36,11 +36,9 @@ def build(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Callable
         for row, tokens in enumerate(job["prompts"]):
             ids_BL[row, longest - len(tokens) :] = torch.tensor(tokens)
             mask_BL[row, longest - len(tokens) :] = 1
-        sampling = (
-            {"do_sample": True, "temperature": job["temperature"], "top_k": 0, "top_p": 1.0}
-            if job["temperature"]
-            else {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-        )
+        sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        if job["temperature"]:
+            sampling = {"do_sample": True, "temperature": job["temperature"], "top_k": 0, "top_p": 1.0}
 
         def run() -> list[list[int]]:
             torch.manual_seed(job["seed"])

@@ -29,12 +29,13 @@ def main() -> None:
         os.sched_setaffinity(0, settings["cores"])  # before any thread exists: all of them inherit it
     engine = runpy.run_path(sys.argv[1])
     decode = engine["build"](settings)
-    _reply(replies, {"ready": engine["describe"](settings)})
+    print(json.dumps({"ready": engine["describe"](settings)}), file=replies, flush=True)
     for line in sys.stdin:
         job = json.loads(line)
         _, first_seconds = _timed(decode, job | {"new_tokens": 1})
         tokens, seconds = _timed(decode, job)
-        _reply(replies, {"seconds": seconds, "first_seconds": first_seconds, "tokens": tokens})
+        reply = {"seconds": seconds, "first_seconds": first_seconds, "tokens": tokens}
+        print(json.dumps(reply), file=replies, flush=True)
 
 
 def _timed(decode, job):  # type: ignore[no-untyped-def]  # of a module that no import names
@@ -48,11 +49,6 @@ def _timed(decode, job):  # type: ignore[no-untyped-def]  # of a module that no 
     if wrong or len(tokens) != len(job["prompts"]):
         raise ValueError(f"{job['new_tokens']} tokens were wanted for each prompt, the engine made {wrong}")
     return tokens, seconds
-
-
-def _reply(replies, value):  # type: ignore[no-untyped-def]
-    replies.write(json.dumps(value) + "\n")
-    replies.flush()
 
 
 if __name__ == "__main__":
