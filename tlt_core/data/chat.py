@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from conf.data import DataConfig
 from tlt_core.data.question import DataError
 
 _NO_VARIABLES: Mapping[str, Any] = {}
@@ -36,6 +37,12 @@ def encode_prompt(
             remedies.insert(0, "leave data.system_prompt (--system-prompt) out and put its text into data.instruction")
         told = "a user's message" if system_prompt is None else "a system message before the user's"
         raise DataError(f"the model's chat template fails on {told} ({error}): {', or '.join(remedies)}") from None
+
+
+def encode_question(tokenizer: Any, question: str, cfg: DataConfig) -> list[int]:
+    """Token ids of a question's prompt, as a data set's configuration wants it.  Raises DataError."""
+    text, variables = question + cfg.instruction, cfg.chat_template_kwargs
+    return encode_prompt(tokenizer, text, system_prompt=cfg.system_prompt, template_kwargs=variables)
 
 
 def check_variables(tokenizer: Any, template_kwargs: Mapping[str, Any], *, setting: str) -> None:

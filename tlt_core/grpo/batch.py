@@ -3,9 +3,7 @@
     ScoredBatch -> passes (`passes`) -> [optimizer step][worker] TrainBatch -> one pass at a time (`micro_batch`)
 
 Sequences are packed back to back, never padded.  A group of responses stays in one minibatch, and in one pack of groups
-(`packs`).  Which sequences share a pass depends on their pack alone.  So a pass can be computed as soon as its pack has
-been scored (`run/streamed_update`), and its gradient is the same wherever and whenever that happens.  Passes are dealt
-to the workers so that each has about the same amount to compute.
+(`packs`).  Passes are dealt to the workers so that each has about the same amount to compute.
 
 Shapes: S sequences of a share, T their tokens, C their completion tokens; R responses of the rollout batch.
 """
@@ -68,10 +66,6 @@ class TrainBatch:
         """Completion tokens, int64."""
         return self.lengths_S - self.prompt_lens_S
 
-    def with_old_logprobs(self, old_logprobs_C: Tensor) -> "TrainBatch":
-        """The same share with the log-probabilities of the policy before the RL step's first optimizer step."""
-        return replace(self, old_logprobs_C=old_logprobs_C)
-
 
 def make_train_batches(
     scored: ScoredBatch,
@@ -100,28 +94,21 @@ def make_train_batches(
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     groups = rollouts.prompt_ids_R.unique()
     groups = groups[torch.randperm(len(groups), generator=generator)]
-    pack_of = pack_of or _packs_of(rollouts, cfg)
+    if not pack_of:  # nothing was planned before the rollout
+        lens = dict(zip(rollouts.prompt_ids_R.tolist(), rollouts.prompt_lens_R.tolist(), strict=True))
+        pack_of = packs(list(lens), list(lens.values()), groups_per_pack=cfg.groups_per_pack)
     planned = power_of_two(planned_sequences or -(-len(rollouts) // cfg.num_minibatches))
     minibatches = []
     for part in groups.tensor_split(cfg.num_minibatches):
         chosen = (torch.isin(rollouts.prompt_ids_R, part) & kept_R).nonzero().flatten()
         if len(chosen):
-            passes = [
-                p
-                for p in make_passes(scored, chosen.tolist(), cfg, algorithm, pack_of=pack_of)
-                if p.key not in streamed
-            ]
+            passes = make_passes(scored, chosen.tolist(), cfg, algorithm, pack_of=pack_of)
+            left = [p for p in passes if p.key not in streamed]
+            counts = {"num_tokens": int(rollouts.response_lens_R[chosen].sum()), "num_sequences": len(chosen)}
             minibatches.append(
                 [
-                    train_batch(
-                        scored,
-                        share,
-                        num_tokens=int(rollouts.response_lens_R[chosen].sum()),
-                        num_sequences=len(chosen),
-                        planned_sequences=planned,
-                        ref_logprobs_T=ref_logprobs_T,
-                    )
-                    for share in _deal(rollouts, passes, num_workers=num_workers)
+                    train_batch(scored, share, **counts, planned_sequences=planned, ref_logprobs_T=ref_logprobs_T)
+                    for share in _deal(rollouts, left, num_workers=num_workers)
                 ]
             )
     orders = [list(range(len(minibatches)))]
@@ -132,15 +119,9 @@ def make_train_batches(
 def make_forward_batches(rollouts: RolloutBatch, *, num_workers: int) -> list[TrainBatch]:
     """All responses, one share per worker, for log-probabilities only (of the reference model, for example)."""
     alone = [Pass((row, 0), [row], needs_grad=False) for row in range(len(rollouts))]
-    num_tokens, zeros_R = int(rollouts.response_lens_R.sum()), torch.zeros(len(rollouts))
+    counts = {"num_tokens": int(rollouts.response_lens_R.sum()), "num_sequences": len(rollouts)}
     return [
-        _take(
-            rollouts,
-            [row for p in share for row in p.rows],
-            zeros_R,
-            num_tokens=num_tokens,
-            num_sequences=len(rollouts),
-        )
+        _take(rollouts, [row for p in share for row in p.rows], torch.zeros(len(rollouts)), **counts)
         for share in _deal(rollouts, alone, num_workers=num_workers)
     ]
 
@@ -206,12 +187,6 @@ def _deal(rollouts: RolloutBatch, passes: Sequence[Pass], *, num_workers: int) -
     return [[passes[index] for index in share] for share in shares]
 
 
-def _packs_of(rollouts: RolloutBatch, cfg: UpdateConfig) -> dict[int, int]:
-    """Packs of groups where nothing was planned before the rollout."""
-    lens = dict(zip(rollouts.prompt_ids_R.tolist(), rollouts.prompt_lens_R.tolist(), strict=True))
-    return packs(list(lens), list(lens.values()), groups_per_pack=cfg.groups_per_pack)
-
-
 def train_batch(
     scored: ScoredBatch,
     passes: Sequence[Pass],
@@ -223,14 +198,8 @@ def train_batch(
 ) -> TrainBatch:
     """What one worker computes.  The counts are those of the whole optimizer step, 0 while they are not known."""
     rows = [row for p in passes for row in p.rows]
-    batch = _take(
-        scored.rollouts,
-        rows,
-        scored.advantages_R,
-        num_tokens=num_tokens,
-        num_sequences=num_sequences,
-        ref_logprobs_T=ref_logprobs_T,
-    )
+    counts = {"num_tokens": num_tokens, "num_sequences": num_sequences}
+    batch = _take(scored.rollouts, rows, scored.advantages_R, **counts, ref_logprobs_T=ref_logprobs_T)
     passes_S = torch.tensor([index for index, p in enumerate(passes) for _ in p.rows], dtype=torch.int64)
     return replace(batch, passes_S=passes_S, planned_sequences=planned_sequences)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tlt_core.grpo.batch import TrainBatch, offsets_of
-from tlt_core.grpo.passes import fill
+from tlt_core.grpo.passes import fill, tokens_added
 
 
 class MicroBatch(NamedTuple):
@@ -43,27 +43,16 @@ def micro_batches(batch: TrainBatch, *, token_budget: int, skip_zero_advantage: 
     skip_zero_advantage: sequences whose advantage is 0 have their own passes, without gradient.
     """
     live_S = batch.advantages_S != 0 if skip_zero_advantage else torch.ones(len(batch), dtype=torch.bool)
-    for chosen in _filled(batch, live_S, token_budget) if batch.passes_S is None else _dealt(batch.passes_S):
+    dealt = None
+    if batch.passes_S is not None:
+        counts = batch.passes_S.unique_consecutive(return_counts=True)[1]
+        dealt = [part.tolist() for part in torch.arange(len(batch)).split(counts.tolist())]
+    for chosen in _filled(batch, live_S, token_budget) if dealt is None else dealt:
         yield _micro_batch(batch, chosen, needs_grad=bool(live_S[chosen[0]]))
 
 
-def _dealt(passes_S: Tensor) -> Iterator[list[int]]:
-    counts = passes_S.unique_consecutive(return_counts=True)[1]
-    first = 0
-    for count in counts.tolist():
-        yield list(range(first, first + count))
-        first += count
-
-
 def _filled(batch: TrainBatch, live_S: Tensor, token_budget: int) -> Iterator[list[int]]:
-    prompts: list[int] = batch.prompt_ids_S.tolist()
-    prompt_lens: list[int] = batch.prompt_lens_S.tolist()
-    responses: list[int] = batch.response_lens_S.tolist()
-
-    def cost(sequence: int, run: Sequence[int]) -> int:
-        shared = bool(run) and prompts[run[-1]] == prompts[sequence]
-        return responses[sequence] + (0 if shared else prompt_lens[sequence])
-
+    cost = tokens_added(batch.prompt_ids_S, batch.prompt_lens_S, batch.response_lens_S)
     for needs_grad in (True, False):
         yield from fill((live_S == needs_grad).nonzero().flatten().tolist(), cost, budget=token_budget)
 

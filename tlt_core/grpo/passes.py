@@ -64,14 +64,8 @@ def make_passes(
     """
     rollouts = scored.rollouts
     prompts: list[int] = rollouts.prompt_ids_R.tolist()
-    prompt_lens: list[int] = rollouts.prompt_lens_R.tolist()
-    lens: list[int] = rollouts.response_lens_R.tolist()
+    cost = tokens_added(rollouts.prompt_ids_R, rollouts.prompt_lens_R, rollouts.response_lens_R)
     skips = skips_zero_advantage(cfg, algorithm)
-
-    def cost(row: int, run: Sequence[int]) -> int:
-        shared = bool(run) and prompts[run[-1]] == prompts[row]
-        return lens[row] + (0 if shared else prompt_lens[row])
-
     by_pack: dict[tuple[int, bool], list[int]] = {}
     for row in rows:
         needs_grad = not skips or float(scored.advantages_R[row]) != 0
@@ -97,6 +91,17 @@ def skips_zero_advantage(cfg: UpdateConfig, algorithm: AlgorithmConfig) -> bool:
 
 Cost = Callable[[int, Sequence[int]], int]
 """cost(item, run): tokens that an item adds to a run."""
+
+
+def tokens_added(prompt_ids_S: Tensor, prompt_lens_S: Tensor, response_lens_S: Tensor) -> Cost:
+    """Of sequences: responses to one prompt that follow each other share it."""
+    prompts, lens, responses = prompt_ids_S.tolist(), prompt_lens_S.tolist(), response_lens_S.tolist()
+
+    def cost(sequence: int, run: Sequence[int]) -> int:
+        shared = bool(run) and prompts[run[-1]] == prompts[sequence]
+        return int(responses[sequence] + (0 if shared else lens[sequence]))
+
+    return cost
 
 
 def fill(order: Sequence[int], cost: Cost, *, budget: int) -> Iterator[list[int]]:

@@ -3,11 +3,10 @@
     submit(key, prompt, response) ... submit(...)        as responses end
     collect(keys) -> scores                              when they are needed
 
-A reward function that fails here and there ends no run; one that fails for all responses of a step does
-(`require_scores`).  A response scores 0 when a function raises, kills its process, exceeds the time
-limit (its process is then killed) or its memory (`confinement.py`), or returns a number that is not finite or too
-large.  Metrics count these cases.  When a process ends, its response is scored once more: if somebody else has killed
-it, the score is what it would have been.  A process that ends without a response breaks its pool, which is replaced.
+A response scores 0 when a function raises, kills its process, exceeds the time limit (its process is then killed) or
+its memory (`confinement.py`), or returns a number that is not finite or too large.  When a process ends, its response
+is scored once more: somebody else may have killed it.  A process that ends without a response breaks its pool, which is
+replaced.
 
 A function with `batch` gets all responses that wait for it when the first score of one is needed, in one call.  Where
 that call fails, each of its responses is scored alone, so here, too, a bad one costs no other its score.
@@ -19,6 +18,7 @@ import os
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
@@ -56,13 +56,13 @@ class Score(NamedTuple):
     message: str = ""  # why a function failed
 
 
+@dataclass(eq=False)
 class _Call:
     """A call into a scoring process: some terms of one response, or a batch function with many."""
 
-    def __init__(self, terms: Sequence[int], keys: Sequence[Hashable], future: "Future[list[Outcome]]") -> None:
-        self.terms = terms  # indexes into `RewardConfig.functions`
-        self.keys = keys
-        self.future = future
+    terms: Sequence[int]  # indexes into `RewardConfig.functions`
+    keys: Sequence[Hashable]
+    future: "Future[list[Outcome]]"
 
 
 def require_scores(scores: Sequence[Score]) -> None:
@@ -93,14 +93,13 @@ def check_reward_functions(cfg: RewardConfig) -> None:
         pool.stop()
         pool.join()
     if bad is not None:
+        names = confinement.secrets(os.environ, but=cfg.pass_variables)
+        listed = f"{', '.join(names)} (reward.pass_variables names those that a function needs)"
+        withheld = f"; scoring processes do not see {listed}" if names else ""
         raise RewardError(
             f"reward function {bad[0]!r} cannot be used ({bad[1]}); give an importable 'package.module:function' that "
-            f"takes these arguments (is its folder on PYTHONPATH?){_withheld(cfg)}"
+            f"takes these arguments (is its folder on PYTHONPATH?){withheld}"
         )
-
-
-def _pairs(cfg: RewardConfig) -> tuple[tuple[str, str], ...]:
-    return tuple((function.kind, function.path) for function in cfg.functions)
 
 
 def _pool(cfg: RewardConfig, *, processes: int, functions: Sequence[tuple[str, str]]) -> ProcessPool:
@@ -114,20 +113,13 @@ def _pool(cfg: RewardConfig, *, processes: int, functions: Sequence[tuple[str, s
     )
 
 
-def _withheld(cfg: RewardConfig) -> str:
-    """What scoring processes do not see, for a message; empty: they see all."""
-    names = confinement.secrets(os.environ, but=cfg.pass_variables)
-    listed = f"{', '.join(names)} (reward.pass_variables names those that a function needs)"
-    return f"; scoring processes do not see {listed}" if names else ""
-
-
 class Scorer:
     """Owns the pool, whose processes start in the background.  Raises RewardError."""
 
     def __init__(self, cfg: RewardConfig) -> None:
         check_reward_functions(cfg)
         self._cfg = cfg
-        self._functions = _pairs(cfg)
+        self._functions = tuple((function.kind, function.path) for function in cfg.functions)
         self._weights = tuple(f.weight for f in cfg.functions)
         self._alone = tuple(i for i, f in enumerate(cfg.functions) if not f.batch)
         self._together = tuple(i for i, f in enumerate(cfg.functions) if f.batch)

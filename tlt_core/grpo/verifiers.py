@@ -1,8 +1,6 @@
 """The reward functions, as scoring processes run them.
 
-Nothing heavy is imported at the top (no torch), so a scoring process starts quickly.  `start` prepares a process; then
-`score_response` takes one response and returns one number per reward function; `score_batch` takes many, for a
-function that wants them together.
+Nothing heavy is imported at the top (no torch), so a scoring process starts quickly.
 """
 
 import asyncio
@@ -108,17 +106,13 @@ def score_batch(functions: Sequence[tuple[str, str]], items: Sequence[Item]) -> 
 
 
 def _called_together(path: str, items: Sequence[Item]) -> list[float]:
-    function = load(path)
-    values = list(
-        _awaited(
-            function(
-                prompts=[item.prompt for item in items],
-                responses=[item.response for item in items],
-                answers=[item.answer for item in items],
-                metadata=[dict(item.metadata) for item in items],
-            )
-        )
+    given = load(path)(
+        prompts=[item.prompt for item in items],
+        responses=[item.response for item in items],
+        answers=[item.answer for item in items],
+        metadata=[dict(item.metadata) for item in items],
     )
+    values = list(_awaited(given))
     if len(values) != len(items):
         raise ValueError(f"it returned {len(values)} rewards for {len(items)} responses; return one for each")
     return [_checked(value) for value in values]

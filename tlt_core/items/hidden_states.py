@@ -2,8 +2,7 @@
 
     prefill, rounds --record--> HiddenStates --read--> drafters (to catch up), capture (training data)
 
-Every row of the live batch has a slot in the buffer.  When the last row moves into a gap, the two rows exchange their
-slots, and nothing is copied.
+Every row of the live batch has a slot in the buffer; rows that move exchange their slots, and nothing is copied.
 
 Shapes: S slots, B rows, C positions, T tokens, E tapped width, D hidden size.
 """

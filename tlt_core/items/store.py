@@ -154,7 +154,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
-                rows.append(_object(line))
+                rows.append(content := json.loads(line))
+                if not isinstance(content, dict):
+                    raise ValueError(f"found {type(content).__name__}")
         except (ValueError, RecursionError) as error:
             if number < len(lines):
                 raise StoreError(
@@ -162,13 +164,6 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
                     "file there"
                 ) from None
     return rows
-
-
-def _object(line: bytes) -> dict[str, Any]:
-    content = json.loads(line)
-    if not isinstance(content, dict):
-        raise ValueError(f"found {type(content).__name__}")
-    return content
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tlt_core.items.types import NoiseKey
+from tlt_core.items.types import NoiseKey, require
 
 TENSORS = ("tokens_L", "taps_LE", "last_PD", "lognorms_P")
 
@@ -48,15 +48,15 @@ class TrainSequence:
         object.__setattr__(self, "id", ".".join(map(str, self.key)))
         object.__setattr__(self, "nbytes", sum(t.nbytes for t in self.tensors.values()))
         length = len(self.tokens_L)
-        _require(self.tokens_L.dtype == torch.int32, f"tokens are {self.tokens_L.dtype}, not int32")
-        _require(0 < self.first < length, f"{self.first} prompt tokens of {length}")
-        _require(len(self.taps_LE) == length - 1, f"{len(self.taps_LE)} hidden states of {length} tokens")
+        require(self.tokens_L.dtype == torch.int32, f"tokens are {self.tokens_L.dtype}, not int32")
+        require(0 < self.first < length, f"{self.first} prompt tokens of {length}")
+        require(len(self.taps_LE) == length - 1, f"{len(self.taps_LE)} hidden states of {length} tokens")
         sampled = length - self.first
-        _require(len(self.last_PD) == len(self.lognorms_P) == sampled, f"not one distribution each of {sampled} tokens")
+        require(len(self.last_PD) == len(self.lognorms_P) == sampled, f"not one distribution each of {sampled} tokens")
         for states in (self.taps_LE, self.last_PD):
-            _require(states.is_floating_point(), f"hidden states are {states.dtype}")
-        _require(self.lognorms_P.dtype == torch.float32, f"log-normalisers are {self.lognorms_P.dtype}")
-        _require(all(t.device.type == "cpu" for t in self.tensors.values()), "not on the CPU: copy it there first")
+            require(states.is_floating_point(), f"hidden states are {states.dtype}")
+        require(self.lognorms_P.dtype == torch.float32, f"log-normalisers are {self.lognorms_P.dtype}")
+        require(all(t.device.type == "cpu" for t in self.tensors.values()), "not on the CPU: copy it there first")
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -77,8 +77,3 @@ class TrainSequence:
     def rows(self) -> int:
         """Number of trained rows."""
         return max(len(self.tokens_L) - 2 - self.earliest, 0)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
