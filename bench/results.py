@@ -288,7 +288,6 @@ def _escape(text: str) -> str:
 
 
 def main() -> None:
-    """Write both pages."""
     reports = load_reports(_ROOT / "reports")
     readme = _ROOT / "README.md"
     (_ROOT / "docs" / "results.md").write_text(page(reports), encoding="utf-8")

@@ -24,8 +24,6 @@ MOST_TOKENS = 1024  # kept at once: 25 MB of states of a 7B model
 
 
 class _Step(NamedTuple):
-    """One step of decoding, one token for each request."""
-
     rows: Mapping[str, int]  # by request
     ends: Mapping[str, int]  # position after the token
     tokens_B: Tensor
@@ -102,7 +100,6 @@ class Deferred:
         self._count = sum(len(step.rows) for step in self._steps)
 
     def _pass(self, original: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
-        """The drafter reads everything that was kept."""
         steps, self._steps, self._count = self._steps, [], 0
         metadata, device = options["common_attn_metadata"], options["target_token_ids"].device
         places_of: dict[str, list[int]] = {name: [] for name in steps[-1].rows}  # among all that was kept

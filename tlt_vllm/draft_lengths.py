@@ -29,8 +29,6 @@ def strategies(draft_lengths: Sequence[int], drafter: str) -> dict[int, Strategy
 
 
 class _Step(NamedTuple):
-    """An engine step under way."""
-
     began_s: float
     strategy: Strategy  # of the drafts that it verifies
     drafted: Mapping[str, int]  # draft tokens that it verifies, of each request that decodes
@@ -122,7 +120,6 @@ class DraftLengths:
             self._say(now_s)
 
     def forget(self, names: Sequence[str]) -> None:
-        """These requests have ended."""
         for name in names:
             row = self._rows.pop(name, None)
             if row is not None:
@@ -133,7 +130,6 @@ class DraftLengths:
         self.tuner.notify_change(self._drafter(), **({} if change is None else {"change": change}))
 
     def snapshot(self) -> dict[str, Any]:
-        """What was decoded so far, as JSON values."""
         return {"rounds": {name: list(of) for name, of in self.rounds.items()}, "tuner": self.tuner.snapshot()}
 
     def _drafter(self) -> str:

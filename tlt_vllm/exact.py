@@ -31,8 +31,6 @@ from tlt_vllm.tap import Tap
 
 
 class ExactSampler:
-    """One a runner.  Used through `sample` and `draft`."""
-
     def __init__(self, runner: Any, tap: Tap | None = None, *, policy_logprobs: bool = False) -> None:
         """tap: hears the log-normalisers of what is sampled.  policy_logprobs: see `Settings`."""
         self._runner, self._tap, self._policy_logprobs = runner, tap, policy_logprobs
@@ -160,12 +158,10 @@ class ExactSampler:
         return drafted
 
     def _batch(self) -> list[Row | None]:
-        """How each request of the batch is sampled."""
         return [self._rows.of(self._runner.requests, name) for name in self._runner.input_batch.req_ids]
 
 
 def _by_params(rows: Sequence[Row | None]) -> dict[SamplingParams, list[int]]:
-    """Requests that are sampled alike."""
     groups: dict[SamplingParams, list[int]] = defaultdict(list)
     for b, row in enumerate(rows):
         if row is not None:

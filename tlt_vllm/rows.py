@@ -25,15 +25,11 @@ _log = logging.getLogger("vllm.plugins.tlt")  # vLLM shows INFO of its own logge
 
 
 class Row(NamedTuple):
-    """How one request is sampled."""
-
     stream: int
     params: SamplingParams
 
 
 class Rows:
-    """Those of one engine's requests."""
-
     def __init__(self, *, seed: int, replica: int) -> None:
         """seed: the engine's; replica: number of this engine where several share the requests."""
         self._engine = f"engine {seed}, replica {replica}"

@@ -38,7 +38,6 @@ class AdaptiveScheduler(Scheduler):
         self._began_s = 0.0
 
     def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
-        """As `Scheduler.schedule`."""
         self._began_s = time.perf_counter()
         return super().schedule(*args, **options)
 
@@ -48,7 +47,6 @@ class AdaptiveScheduler(Scheduler):
         super()._update_after_schedule(scheduler_output)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
-        """As `Scheduler.update_from_output`."""
         if scheduler_output.num_scheduled_tokens:
             sampled = model_runner_output.sampled_token_ids
             emitted = {name: len(sampled[row]) for name, row in model_runner_output.req_id_to_index.items()}

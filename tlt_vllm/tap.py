@@ -29,8 +29,6 @@ class Taken(NamedTuple):
 
 
 class _Slot:
-    """One place for a request, and what is in it."""
-
     def __init__(self, index: int) -> None:
         self.index = index
         self.owner: str | None = None
@@ -41,8 +39,6 @@ class _Slot:
 
 
 class Tap:
-    """One a runner."""
-
     def __init__(self, runner: Any, *, capture_mb: int) -> None:
         """capture_mb: main memory for all slots.  It is taken at the first pass."""
         self._runner, self._bytes = runner, capture_mb << 20

@@ -96,7 +96,6 @@ class Loading:
 
 
 def _input(size: int, dtype: torch.dtype) -> Tensor:
-    """What a layer with so many inputs is asked, [1, size]."""
     return torch.randn(1, size, generator=torch.Generator().manual_seed(size)).to(dtype)
 
 

@@ -14,15 +14,16 @@ for it.  An engine that does not run here gets a row that says why.
 import os
 import statistics
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import transformers
 from prefect import flow
 
 from bench.engines import llama_cpp
 from bench.engines.environment import PeerError
-from bench.engines.greedy_agreement import LogProbs, agreement, float32_log_probs
 from bench.engines.measure import Case, Contest, EngineSpec, compete, cores, own_environment
 from bench.report import write_report
 from bench.verdicts import summarise, verdict
@@ -64,6 +65,8 @@ _LIMITS = {  # variables for each value of `--instructions`
 }
 # Variables that may change the instructions of an engine.
 _TELLING = ("TLT_NATIVE_", "ATEN_", "ONEDNN_", "DNNL_", "GGML_", "MKL_", "OMP_", "KMP_")
+
+LogProbs = Callable[[Sequence[int]], torch.Tensor]  # tokens -> [V] of the next one
 
 
 @flow(name="bench-engines")
@@ -264,3 +267,47 @@ def agreement_verdicts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     """Where greedy tokens first differ from those of transformers, both tokens must be nearly equally likely."""
     claim = "{} parts from transformers at near-ties"
     return [verdict(claim.format(row["configuration"]), [row["largest_gap"]], _NEAR_TIE, at_most=True) for row in rows]
+
+
+class Agreement(NamedTuple):
+    equal_tokens: float  # share of the reference's tokens before the first difference
+    parted: int  # responses that differ
+    largest_gap: float  # nats, at the first differences; 0 if there are none
+
+
+def agreement(
+    prompts: Sequence[Sequence[int]],
+    reference: Sequence[Sequence[int]],
+    theirs: Sequence[Sequence[int]],
+    *,
+    enders: Collection[int],
+    log_probs: LogProbs,
+) -> Agreement:
+    """Compare greedy tokens.  enders: tokens that end a response.
+
+    Rounding differs between engines, so either of two almost equally likely tokens may win, and then another text
+    follows.  After a wrong conversion, engines differ at tokens that are far from equally likely.
+
+    Tokens from the reference's first ender on do not count: with a fixed number of tokens, some engines forbid enders.
+    """
+    equal, total, gaps = 0, 0, []
+    for prompt, ours, other in zip(prompts, reference, theirs, strict=True):
+        length = next((i for i, token in enumerate(ours) if token in enders), len(ours))
+        same = next((i for i in range(length) if ours[i] != other[i]), length)
+        total, equal = total + length, equal + same
+        if same < length:
+            scores = log_probs([*prompt, *ours[:same]])
+            gaps.append(abs(float(scores[ours[same]] - scores[other[same]])))
+    return Agreement(equal / total if total else 1.0, len(gaps), max(gaps, default=0.0))
+
+
+def float32_log_probs(folder: Path) -> LogProbs:
+    """Log-probabilities of the model in `folder`, computed by transformers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def log_probs(tokens: Sequence[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            logits = model(torch.tensor([list(tokens)]), logits_to_keep=1).logits[0, -1]
+        return torch.log_softmax(logits, dim=-1)
+
+    return log_probs

@@ -41,16 +41,12 @@ class Case(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """One measurement of one engine on one case."""
-
     tokens_per_s: float  # of all live requests together, without the first token of each
     total_tokens_per_s: float  # with the time for prompts and first tokens
     tokens: list[list[int]]
 
 
 class Contest(NamedTuple):
-    """Everything that was measured."""
-
     measured: dict[tuple[str, Case], list[Measured]]  # by engine and case, one for each repeat
     described: dict[str, dict[str, Any]]  # version, threads and precision, by engine
     failed: dict[str, str]  # reasons, by optional engine
@@ -65,7 +61,6 @@ class _Engine(LineProcess):
         self.spec = spec
 
     def takes(self, case: Case) -> bool:
-        """Whether the engine accepts this many requests at once."""
         return not self.spec.most_live or case.live <= self.spec.most_live
 
     def work(self, job: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,7 +125,6 @@ def compete(
 
 
 def figures(reply: Mapping[str, Any], case: Case, *, new_tokens: int) -> Measured:
-    """Rates from an engine's reply."""
     decoding_s = max(reply["seconds"] - reply["first_seconds"], 1e-9)
     return Measured(
         tokens_per_s=case.live * (new_tokens - 1) / decoding_s,

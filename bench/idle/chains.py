@@ -29,8 +29,6 @@ from tlt_core.machine.precision import as_torch
 
 
 class Recorded(NamedTuple):
-    """One response of a run."""
-
     worker: str
     sequence: TrainSequence
 

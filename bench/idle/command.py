@@ -108,7 +108,6 @@ def _times(turns: Mapping[str, RunConfig], *, after: int) -> dict[str, float]:
 
 
 def _lengths(runs: Mapping[str, Runs], drafts: int) -> dict[str, float]:
-    """Acceptance lengths of each drafter, and adaptive over static."""
     lengths = {name: accept_length(of_it, drafts=drafts) for name, of_it in runs.items()}
     figures: dict[str, float] = {"drafts": drafts}
     figures |= {f"{name}_by_round_error": by_round_error(of_it, drafts=drafts) for name, of_it in runs.items()}

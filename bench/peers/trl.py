@@ -18,8 +18,6 @@ Score = Callable[[Sequence[int], Sequence[str]], list[float]]
 
 
 class TrlStep(NamedTuple):
-    """One step of TRL's."""
-
     seconds: float
     rollout_s: float
     tokens: int

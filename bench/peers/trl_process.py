@@ -17,7 +17,6 @@ from typing import Any, TextIO
 
 
 def main() -> None:
-    """Train for as many steps as the settings say."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever TRL prints must not look like a reply
     settings = json.loads(sys.stdin.readline())
@@ -27,8 +26,6 @@ def main() -> None:
 
 
 class _Link:
-    """Questions to the process that measures."""
-
     def __init__(self, replies: TextIO) -> None:
         self._replies = replies
         self.rewards: list[float] = []
@@ -43,7 +40,6 @@ class _Link:
         return self.rewards
 
     def tell(self, seconds: float) -> None:
-        """A step has ended."""
         figures = {"seconds": seconds, "rollout_s": self.rollout_s, "tokens": sum(self.lengths)}
         _say(self._replies, {"step": {**figures, "lengths": self.lengths, "rewards": self.rewards}})
 

@@ -46,8 +46,6 @@ def draft_seconds(strategy: Strategy, live: int) -> float:
 
 @dataclass
 class Hits:
-    """How one drafter's tokens are accepted."""
-
     first: float  # acceptance of the first draft token
     fall: float = 0.95  # factor from one position to the next
     cover: float = 1.0  # share of the rounds in which the drafter proposes
@@ -55,8 +53,6 @@ class Hits:
 
 
 class PlayedRound(NamedTuple):
-    """What a round yields on average."""
-
     strategy: Strategy
     tokens: float
     seconds: float
@@ -94,14 +90,12 @@ class Engine:
         self.rows[next(self._ids)] = [_PROMPT, float(self.lengths(self._arrivals)), self._arrivals.uniform(-1, 1)]
 
     def run(self, tuner: Tuner, rounds: int = 10**9) -> None:
-        """Until the rounds are done or no request is left."""
         for _ in range(rounds):
             if not self.rows:
                 return
             self._round(tuner)
 
     def share(self, *strategies: Strategy, last: int) -> float:
-        """Share of the last rounds that used one of the strategies."""
         return sum(r.strategy in strategies for r in self.history[-last:]) / last
 
     def _round(self, tuner: Tuner) -> None:

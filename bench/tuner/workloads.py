@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import cast
 
 from bench.tuner.simulator import Engine, Hits, PlayedRound, pass_seconds
-from bench.tuner.threshold import ThresholdTuner
 from tlt_core.items.speculation import OFF, Strategy
-from tlt_core.tuner.policies import Kind, RecordedTuner, make_tuner
+from tlt_core.tuner.policies import FixedTuner, Kind, RecordedTuner, make_tuner
 
 POLICIES = ("cost_model", "beg_mab", "threshold", "off")
 NEVER = 1000  # recovery rounds of a tuner that had not recovered by then
@@ -22,6 +21,17 @@ _SETTLE = 150  # rounds before a swap
 _WINDOW = 32  # rounds over which a tuner must do well to have recovered
 _RECOVERED = 0.9  # of the best strategy's throughput
 _LONG = 10**6  # tokens: requests that outlast any swap
+
+
+class ThresholdTuner(FixedTuner):
+    """The rule of serving engines: the first strategy while at most `max_live` requests live, plain decoding above."""
+
+    def __init__(self, strategies: Sequence[Strategy], *, max_live: int = 32) -> None:
+        super().__init__(strategies)
+        self._max_live = max_live
+
+    def choose(self, rows: Sequence[int], context: int) -> Strategy:
+        return OFF if len(rows) > self._max_live else super().choose(rows, context)
 
 
 def heavy_tail(rng: random.Random) -> int:

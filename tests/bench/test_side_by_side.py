@@ -2,7 +2,7 @@
 
 import pytest
 
-from bench.side_by_side import Workload, run
+from bench.rollout import Workload, run
 from conf.rollout import SpeculationConfig
 from tests.tlt_core.rollout.playing import requests
 from tlt_core.items.types import SamplingParams

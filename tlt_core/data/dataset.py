@@ -83,7 +83,6 @@ class _Encoder(NamedTuple):
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     def length(self, item: Question) -> int:
-        """Tokens of its prompt.  Raises DataError."""
         tokens = encode_question(self.tokenizer, item.question, self.cfg)
         where = f"the prompt {item.question[:_SHOWN]!r}"
         require_embedded(tokens, self.tokenizer, vocab_size=self.vocab_size, where=where)

@@ -136,7 +136,6 @@ def _both(cfg: FileData) -> list[Iterator[tuple[str, Question]]]:
 
 
 def _located(path: Path, cfg: FileData, *, setting: str) -> Iterator[tuple[str, Question]]:
-    """Each row, and its file and line."""
     if not path.is_file():
         raise DataError(f"data file {path} does not exist; {setting} wants a .jsonl or .parquet file")
     if path.suffix == ".jsonl":

@@ -20,7 +20,6 @@ class PromptOrder:
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
         return self.cursor / len(self._prompts)
 
     def take(self, count: int, *, without: Collection[int] = ()) -> list[Prompt]:

@@ -32,7 +32,6 @@ def version() -> str:
 
 
 def supported_tasks() -> tuple[str, ...]:
-    """Names of the tasks with worked solutions."""
     return tuple(sorted(_STEPS))
 
 
@@ -94,13 +93,11 @@ def _letter_counting(metadata: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _spell_backward(metadata: Mapping[str, Any]) -> Sequence[str]:
-    """The letters apart, then in reverse."""
     word = metadata["word"]
     return [" ".join(word), " ".join(reversed(word))]
 
 
 def _leg_counting(metadata: Mapping[str, Any]) -> Sequence[str]:
-    """Legs of each kind, then the running total."""
     from reasoning_gym.arithmetic.leg_counting import ANIMALS
 
     total, lines = 0, []

@@ -85,16 +85,13 @@ class DeepSpeedBackend:
         return self._stage == 0 and not self._bf16
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, see `PolicyModel.forward`."""
         logprob_C, entropy_C = self._engine(*inputs)
         return logprob_C, entropy_C
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this worker's share."""
         self._engine.backward(loss * self._world_size)
 
     def step(self, lr: float, scale: float = 1.0) -> float:
-        """See `backend.Backend`."""
         assert scale == 1.0, "DeepSpeed gets losses with their final weights"
         for settings in self._engine.optimizer.param_groups:
             settings["lr"] = lr
@@ -112,14 +109,12 @@ class DeepSpeedBackend:
                 yield from ((name, parameter.detach().clone()) for name, parameter in bucket)
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """See `backend.Backend`.  Gathered one at a time."""
         for name, parameter in self._trainable.items():
             yield f"master/{name}", self._master(parameter).detach().float().contiguous()
             for moment in _MOMENTS:
                 yield f"{moment}/{name}", self._moment(parameter, moment).detach().float().contiguous()
 
     def state_shapes(self) -> dict[str, torch.Size]:
-        """See `backend.Backend`."""
         return {
             f"{kind}/{name}": torch.Size(getattr(parameter, "ds_shape", parameter.shape))
             for name, parameter in self._trainable.items()
@@ -128,7 +123,6 @@ class DeepSpeedBackend:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor], *, step: int) -> None:
-        """See `backend.Backend`."""
         for name, parameter in self._trainable.items():
             values = {kind: state[f"{kind}/{name}"].to(parameter.device) for kind in ("master", *_MOMENTS)}
             if self._stage == 3:

@@ -41,8 +41,6 @@ class TokenData(NamedTuple):
 
 
 class LossTerms(NamedTuple):
-    """One micro-batch's share."""
-
     loss: Tensor  # scalar
     sums_M: Tensor  # float64, columns `_SUMS`
     largest: Tensor  # float64 scalar, largest |p - q|
@@ -111,7 +109,6 @@ def policy_loss(logprobs_C: Tensor, entropy_C: Tensor, data: TokenData, *, algor
 
 
 def empty_sums() -> Tensor:
-    """Start value for adding up `LossTerms.sums_M`."""
     return torch.zeros(len(_SUMS), dtype=torch.float64)
 
 

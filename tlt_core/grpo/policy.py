@@ -21,8 +21,6 @@ from tlt_core.model.decoder import Decoder
 
 
 class PolicyModel(nn.Module):
-    """Wraps a decoder; see the module docstring."""
-
     def __init__(self, decoder: Decoder, *, temperature: float, activation_checkpointing: bool = False) -> None:
         super().__init__()
         self.decoder = decoder

@@ -151,7 +151,6 @@ class Scorer:
         return not wait(futures, timeout=within_s).not_done
 
     def close(self) -> None:
-        """End the pool at once."""
         self._pool.stop()
         self._pool.join()
 

@@ -52,16 +52,13 @@ class TorchBackend:
             }
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, see `PolicyModel.forward`."""
         logprob_C, entropy_C = self.model(*inputs)
         return logprob_C, entropy_C
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this worker's share."""
         loss.backward()
 
     def step(self, lr: float, scale: float = 1.0) -> float:
-        """See `backend.Backend`."""
         sums = [group.sum for group in self._groups]
         if self._world_size > 1:
             buckets = [b for s in sums for b in s.split(_BUCKET_ELEMENTS)]
@@ -103,11 +100,9 @@ class TorchBackend:
                     yield f"{kind}/{name}", view
 
     def state_shapes(self) -> dict[str, torch.Size]:
-        """See `backend.Backend`."""
         return {name: view.shape for name, view in self.named_state()}
 
     def load_state(self, state: Mapping[str, Tensor], *, step: int) -> None:
-        """See `backend.Backend`."""
         for name, view in self.named_state():
             view.copy_(state[name])
         for group in self._groups:

@@ -55,7 +55,6 @@ class _StepSums:
     finite: list[tuple[TrainBatch, MicroBatch, Tensor]] = field(default_factory=list)
 
     def add(self, terms: LossTerms, batch: TrainBatch, micro: MicroBatch) -> None:
-        """One pass more."""
         self.sums_M += (terms.sums_M + _SHIFT) - _SHIFT
         self.largest = torch.maximum(self.largest, terms.largest)
         self.finite.append((batch, micro, terms.finite_C))
@@ -153,7 +152,6 @@ class PolicyTrainer:
         self._done.add(self._compute(batch, micro), batch, micro)
 
     def _compute(self, batch: TrainBatch, micro: MicroBatch) -> LossTerms:
-        """One pass: forward, loss, backward."""
         weights_S = token_weights(
             self._algorithm.loss_aggregation,
             batch.response_lens_S,
@@ -256,7 +254,6 @@ class PolicyTrainer:
         trainer_files.write(folder, self._rank, share)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on every worker."""
         self.load_state_dict(trainer_files.SavedState(folder))
 
     def close(self) -> None:

@@ -30,8 +30,6 @@ _FORMAT = re.compile(
 
 
 class Item(NamedTuple):
-    """What is to be scored."""
-
     prompt: str
     response: str
     answer: str
@@ -87,7 +85,6 @@ def score_response(functions: Sequence[tuple[str, str]], item: Item) -> Outcome:
 
 
 def score_each(functions: Sequence[tuple[str, str]], items: Sequence[Item]) -> list[Outcome]:
-    """Score items one after the other."""
     return [score_response(functions, item) for item in items]
 
 

@@ -52,8 +52,6 @@ class DriverState:
 
 
 class Found(NamedTuple):
-    """A checkpoint to go on from."""
-
     folder: Path
     state: DriverState
 

@@ -57,7 +57,6 @@ class HiddenStates:
 
     @property
     def num_bytes(self) -> int:
-        """Memory held."""
         return self.taps_SCE.nbytes
 
     def slot(self, row: int) -> int:

@@ -155,8 +155,6 @@ class Metric(NamedTuple):
 
 
 class Section(NamedTuple):
-    """One table of `docs/metrics.md`, with a note above it."""
-
     title: str
     note: str
     metrics: tuple[Metric, ...]
@@ -177,7 +175,6 @@ def undeclared(names: Iterable[str]) -> list[str]:
 
 @functools.cache
 def declaration(name: str) -> Metric | None:
-    """What is declared of a metric; None: nothing."""
     return next((metric for metric, pattern in _patterns() if pattern.fullmatch(name)), None)
 
 
@@ -198,7 +195,6 @@ def _patterns() -> tuple[tuple[Metric, re.Pattern[str]], ...]:
 
 
 def page() -> str:
-    """Text of `docs/metrics.md`."""
     lines = [
         "# Metrics",
         "",

@@ -128,7 +128,6 @@ def flush(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Hex digest of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

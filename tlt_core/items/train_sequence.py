@@ -60,12 +60,10 @@ class TrainSequence:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by name."""
         return {name: getattr(self, name) for name in TENSORS}
 
     @property
     def step(self) -> int:
-        """RL step in which it was sampled."""
         return self.key.step
 
     @property
@@ -75,5 +73,4 @@ class TrainSequence:
 
     @property
     def rows(self) -> int:
-        """Number of trained rows."""
         return max(len(self.tokens_L) - 2 - self.earliest, 0)

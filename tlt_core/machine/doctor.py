@@ -24,8 +24,6 @@ _DEMO_GB = 17  # 8 for each worker, one for the rest
 
 
 class Finding(NamedTuple):
-    """One line of the table."""
-
     name: str
     found: str
     verdict: str  # used, skipped, or missing
@@ -33,7 +31,6 @@ class Finding(NamedTuple):
 
 
 def machine() -> dict[str, object]:
-    """Where something ran, for reports."""
     return {
         "cores": usable_processors(),
         "threads": torch.get_num_threads(),
@@ -48,7 +45,6 @@ def machine() -> dict[str, object]:
 
 
 def findings() -> list[Finding]:
-    """The table of `tlt doctor`, top to bottom."""
     gpus = torch.cuda.device_count()
     return [*_hardware(gpus), *_required(), *_backends(gpus), *_optional(gpus)]
 

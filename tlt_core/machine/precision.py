@@ -174,7 +174,6 @@ def decide(cfg: RunConfig) -> Precision:
 
 
 def recorded_in(state: checkpoint.DriverState) -> Precision | None:
-    """Precision of a checkpoint; None where it has none."""
     return Precision(**state.precision) if state.precision else None
 
 
@@ -184,7 +183,6 @@ def for_rollouts(dtype: str, device: str) -> str:
 
 
 def as_torch(dtype: str) -> torch.dtype:
-    """A settled type as torch's."""
     assert dtype != _AUTO, "settle() comes first"
     found: torch.dtype = getattr(torch, dtype)
     return found

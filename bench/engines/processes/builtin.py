@@ -16,7 +16,6 @@ from tlt_core.rollout.build import calibrate, make_engine
 
 
 def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """For the report."""
     chosen = os.environ.get("TLT_NATIVE_KERNELS")
     own = f"our own kernels, {f'TLT_NATIVE_KERNELS={chosen}' if chosen else 'as the processor has them'}"
     by_torch = f"{torch.backends.cpu.get_cpu_capability()} in torch's kernels"

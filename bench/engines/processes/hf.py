@@ -11,7 +11,6 @@ import transformers
 
 
 def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """For the report."""
     return {
         "version": f"transformers {transformers.__version__}",
         "threads": torch.get_num_threads(),
@@ -21,7 +20,6 @@ def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Callable[[], list[list[int]]]]:
-    """See `process.py`."""
     torch.set_num_threads(settings["threads"])
     model = transformers.AutoModelForCausalLM.from_pretrained(
         settings["model"], dtype=getattr(torch, settings["dtype"]), attn_implementation="sdpa"

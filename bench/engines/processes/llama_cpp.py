@@ -29,7 +29,6 @@ def describe(settings):  # type: ignore[no-untyped-def]  # this file is run by a
 
 
 def build(settings):  # type: ignore[no-untyped-def]
-    """See `process.py`."""
     params = xllamacpp.CommonParams()
     params.model.path = settings["weights"]
     params.n_parallel = settings["max_live"]

@@ -12,7 +12,6 @@ import vllm
 
 
 def describe(settings):  # type: ignore[no-untyped-def]  # this file is run by another interpreter than the checker's
-    """For the report."""
     return {
         "version": f"vllm {vllm.__version__}",
         "threads": torch.get_num_threads(),
@@ -22,7 +21,6 @@ def describe(settings):  # type: ignore[no-untyped-def]  # this file is run by a
 
 
 def build(settings):  # type: ignore[no-untyped-def]
-    """See `process.py`."""
     llm = vllm.LLM(
         settings["model"],
         dtype=settings["dtype"],

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bench.engines.greedy_agreement import agreement, float32_log_probs
+from bench.engines.command import agreement, float32_log_probs
 
 
 def test_tokens_count_until_two_engines_part_and_the_gap_is_taken_there():
