@@ -15,11 +15,6 @@ def workload(tiny_decoder: Decoder) -> Workload:
     return Workload("w", tiny_decoder, requests(8), SamplingParams(temperature=0.0, max_new_tokens=80), 4)
 
 
-def test_without_drafts_a_round_gives_a_token_to_each_request(workload: Workload) -> None:
-    figures = run(workload, SpeculationConfig(policy="off"), seed=0).figures
-    assert (figures["accept_length"], figures["tokens_per_request_round"], figures["active_frac"]) == (1.0, 1.0, 0.0)
-
-
 def test_the_accepted_length_is_that_of_rounds_with_drafts(workload: Workload) -> None:
     strategies = [{"drafter": "ngram", "depth": 3, "tokens": 3}]
     measured = run(workload, SpeculationConfig(policy="fixed", strategies=strategies), seed=0)

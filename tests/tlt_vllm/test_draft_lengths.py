@@ -139,13 +139,3 @@ def test_an_error_of_the_tuner_does_not_end_the_engine(caplog: pytest.LogCapture
             engine.step(["a"])
     assert engine.chosen == [7] * 5
     assert caplog.text.count("the tuner failed; 7 tokens are drafted in every step") == 1, "said once"
-
-
-def test_ended_requests_are_forgotten_and_a_published_drafter_is_news() -> None:
-    engine = Engine(settings())
-    for n in range(50):
-        engine.step([f"r{n}"])
-        engine.lengths.forget([f"r{n}"])
-    assert engine.lengths._rows == {}
-    engine.lengths.changed()
-    assert sum(of[0] for of in engine.lengths.snapshot()["rounds"].values()) == 50

@@ -29,8 +29,6 @@ class _Start:
 
 
 class Runner:
-    """Runs passes of given tokens."""
-
     max_model_len, max_num_reqs = MAX_LEN, 8
 
     def __init__(self) -> None:
@@ -119,15 +117,6 @@ def test_without_a_slot_a_response_is_dropped_and_counted() -> None:
     runner.run(tap, {"c": (0, [5, 6])})
     assert kept(tap.take("c", first=2, length=3)) == shown([5, 6])
     assert tap.dropped == 1
-
-
-def test_a_request_that_was_given_up_leaves_its_slot() -> None:
-    runner, tap = begin({"a": [1, 2], "b": [3, 4]}, slots=1)
-    runner.run(tap, {"a": (0, [1, 2])})
-    del runner.requests["a"]
-    runner.run(tap, {"b": (0, [3, 4])})
-    assert kept(tap.take("b", first=2, length=3)) == shown([3, 4])
-    assert tap.take("a", first=2, length=3) is None
 
 
 def test_what_vllm_has_sampled_is_not_kept() -> None:

@@ -1,24 +1,18 @@
 """Rows and verdicts of the engines' benchmark, by hand; what is left out says why."""
 
-import sys
-from pathlib import Path
-
-import pytest
 import torch
 
 from bench.engines import llama_cpp
 from bench.engines.command import (
     agreement_verdicts,
     agreements_of,
-    bench_engines,
     engines,
-    limited,
     rows_of,
     verdicts_of,
 )
 from bench.engines.environment import PeerError
-from bench.engines.measure import Case, Contest, EngineSpec, Measured
-from conf.load import ConfigError, load
+from bench.engines.measure import Case, Contest, Measured
+from conf.load import load
 from tests.tlt_core.rollout.vllm.environments import vllm_environment
 
 ONE, TWO = Case(1, 0.0), Case(2, 0.0)
@@ -83,48 +77,6 @@ def test_engines_that_cannot_be_had_are_rows_with_the_reason(tmp_path, monkeypat
         assert all(remedy in row["reason"] for row in vllm)
         ours = ["plain", "plain float32 torch", "adaptive", "transformers", "transformers lookup"]
         assert [s.name for s in specs] == ours
-
-
-def test_all_engines_get_the_same_threads_cores_and_model(tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_PYTHON", sys.executable)
-    overrides = ["rollout.speculation.drafter_path=drafters/eagle3"]
-    specs, missing = engines(load("conf/demo.yaml", overrides), tmp_path, max_live=4, max_len=64)
-    assert missing == []
-    assert [s.name for s in specs][5:] == [
-        "vllm",
-        "vllm eager",
-        "vllm ngram",
-        "vllm eagle3 3",
-        "vllm eagle3 5",
-        "vllm tlt",
-    ]
-    shared = ("model", "threads", "cores", "max_live", "max_len")
-    assert len({str([s.settings[name] for name in shared]) for s in specs}) == 1
-    assert all(s.environment["OMP_NUM_THREADS"] == "1" for s in specs)
-    assert specs[-1].settings["speculative"]["model"] == str(Path("drafters/eagle3").absolute())
-    assert specs[2].settings["speculation"]["drafter_path"] == str(Path("drafters/eagle3").absolute())
-
-
-def test_limits_reach_every_engine_and_the_users_own_stay():
-    specs = [EngineSpec(name, Path(), Path(), {"ONEDNN_MAX_CPU_ISA": "AVX"}, {}) for name in ("plain", "vllm")]
-    limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-    found = limited(specs, limits)
-    assert [s.environment for s in found] == [{"ONEDNN_MAX_CPU_ISA": "AVX", "ATEN_CPU_CAPABILITY": "avx2"}] * 2
-    assert [s.optional for s in found] == [False, True]  # what has no such kernels is left out
-    assert limited(specs, {}) == specs
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"peers": "vulkan"}, r"--peers=vulkan: say all, none, llama\.cpp"),
-        ({"instructions": "sse"}, r"--instructions=sse: say all or avx2"),
-    ],
-)
-def test_unknown_choices_are_refused_before_anything_is_made(tmp_path, given, text):
-    with pytest.raises(ConfigError, match=text):
-        bench_engines.fn(load("conf/demo.yaml", []), repeats=1, out=tmp_path / "report.json", command="", **given)
-    assert not (tmp_path / "report.json").exists()
 
 
 def test_greedy_tokens_are_compared_with_those_of_transformers_on_the_largest_batch():

@@ -19,13 +19,6 @@ def test_every_policy_and_every_strategy_is_played_on_the_same_requests():
     assert earned != earnings(work, STRATEGIES, seed=2)
 
 
-def test_rates_by_hand():
-    """One request of ten tokens after a prompt of 100, decoded plainly."""
-    engine = SimulatedWork(Hits(0.0), Hits(0.0), 1, 10).engine(seed=0)
-    engine.run(make_tuner("off"))
-    assert engine.rate == pytest.approx(10 / sum(pass_seconds(1, 1, 100 + i) for i in range(10)))
-
-
 def test_the_best_rate_is_that_of_the_best_strategy_now():
     """A drafter that is always right: 1 + .98 + .98^2 .. tokens a round (rates are held below 1)."""
     engine = SimulatedWork(Hits(1.0, fall=1.0), Hits(0.0), 1, 1000).engine(seed=0, compare=(OFF, *STRATEGIES))

@@ -9,7 +9,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from conf.data import FileData, GymData
-from conf.run import RunConfig
 from tlt_core.data import dataset
 from tlt_core.data.dataset import DataError
 
@@ -41,15 +40,6 @@ def test_same_section_same_bytes(tokenizer, tmp_path):
     assert (tmp_path / "a" / "train.jsonl").read_bytes() == (tmp_path / "b" / "train.jsonl").read_bytes()
     assert first.digest != other.digest
     assert first.tasks == {"chain_sum": 150, "spell_backward": 50}
-
-
-def test_neighbouring_seeds_share_hardly_any_question(tokenizer, tmp_path):
-    """reasoning-gym's own seeds 0 and 1 share 499 of 500 items."""
-    questions = []
-    for seed in (0, 1):
-        prepare(gym(seed=seed), tokenizer, tmp_path / str(seed))
-        questions.append({p.text for p in dataset.load(tmp_path / str(seed), "train", tokenizer)})
-    assert len(questions[0] & questions[1]) < 20
 
 
 def test_no_validation_question_is_trained_on(tokenizer, tmp_path):
@@ -85,13 +75,6 @@ def test_changed_files_are_made_again(tokenizer, tmp_path):
     path.write_text(path.read_text()[:-100])
     assert prepare(gym(), tokenizer, tmp_path / "d") == manifest
     assert len(dataset.load(tmp_path / "d", "train", tokenizer)) == 200
-
-
-def test_a_small_task_that_runs_out_says_so(tokenizer, tmp_path):
-    tasks = [{"name": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}]
-    with pytest.raises(DataError, match="distinct questions"):
-        prepare(gym(tasks=tasks, num_train=500), tokenizer, tmp_path / "d")
-    assert not (tmp_path / "d").exists()
 
 
 ROWS = [{"question": f"{i} + 1 = ?", "label": i + 1, "level": "easy"} for i in range(40)]
@@ -169,14 +152,6 @@ def test_bad_line_is_named(tokenizer, tmp_path, line, problem):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.jsonl"]
 
 
-@pytest.mark.parametrize(("name", "problem"), [("rows.jsonl", "has no rows"), ("rows.csv", "convert it")])
-def test_a_file_without_rows_or_of_another_kind_is_refused(tokenizer, tmp_path, name, problem):
-    (tmp_path / name).write_text("\n")
-    cfg = FileData(kind="file", train_path=str(tmp_path / name))
-    with pytest.raises(DataError, match=problem):
-        prepare(cfg, tokenizer, tmp_path / "d")
-
-
 def test_odd_values_beside_prompt_and_answer_are_kept(tokenizer, tmp_path):
     """The deepest nesting that is allowed, NaN, a number of a thousand digits, a whole surrogate pair."""
     deep = "[" * 63 + "1" + "]" * 63
@@ -201,28 +176,6 @@ def test_a_parquet_file_with_a_column_twice_or_without_end_is_refused(tokenizer,
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(DataError, match=r"rows\.parquet cannot be read as Parquet after row 0 .*write it again"):
         prepare(cfg, tokenizer, tmp_path / "d")
-
-
-@pytest.mark.parametrize(
-    ("column", "problem"),
-    [
-        (pyarrow.array([2**40], pyarrow.timestamp("s")), r"column 'when': a value cannot be read \(date value out"),
-        (pyarrow.array([0], pyarrow.timestamp("s", "Nowhere")), "column 'when': a value cannot be read"),
-        (pyarrow.array([2**30], pyarrow.date32()), "column 'when': a value cannot be read"),
-        (
-            pyarrow.StructArray.from_arrays([pyarrow.array([1])] * 2, names=["a", "a"]),
-            "column 'when': .*duplicate field names.*; leave the column out, or make it text",
-        ),
-        (pyarrow.array([json.loads("[" * 70 + "1" + "]" * 70)]), "row 1: values are nested 71 deep"),
-    ],
-    ids=["far year", "time zone", "far day", "twins", "deep"],
-)
-def test_a_parquet_value_that_python_or_json_cannot_hold_is_refused(tokenizer, tmp_path, column, problem):
-    path = tmp_path / "rows.parquet"
-    table = pyarrow.table({"prompt": ["a"], "answer": ["1"], "when": column})
-    pyarrow.parquet.write_table(table, path)
-    with pytest.raises(DataError, match=rf"rows\.parquet, {problem}"):
-        prepare(FileData(kind="file", train_path=str(path)), tokenizer, tmp_path / "d")
 
 
 def test_a_prepared_data_set_that_has_changed_is_not_read(tokenizer, tmp_path):
@@ -261,13 +214,6 @@ def test_only_a_line_feed_ends_a_line(tokenizer, tmp_path):
     prepare(FileData(kind="file", train_path=path), tokenizer, tmp_path / "d")
     loaded = {p.text for split in ("train", "validation") for p in dataset.load(tmp_path / "d", split, tokenizer)}
     assert loaded == questions
-
-
-def test_file_rows_with_a_scorer_that_does_not_know_them_fail_at_load():
-    rows = {"kind": "file", "train_path": "rows.jsonl"}
-    with pytest.raises(ValueError, match=r"reasoning_gym.*math_verify"):
-        RunConfig(data=rows)
-    assert RunConfig(data=rows, reward={"functions": [{"kind": "exact"}]}).data.kind == "file"
 
 
 def test_own_validation_file(tokenizer, tmp_path):

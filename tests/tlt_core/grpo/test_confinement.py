@@ -80,16 +80,6 @@ def test_a_greedy_response_costs_its_own_score_and_no_memory(caplog: pytest.LogC
     assert "more memory than reward.max_memory_gb=1; raise that (MemoryError)" in caplog.text
 
 
-def test_a_lower_limit_of_the_system_stays() -> None:
-    code = (
-        "import resource; from tlt_core.grpo.confinement import confine, limit_gb;"
-        "resource.setrlimit(resource.RLIMIT_DATA, (10**9, 10**9)); confine(max_memory_gb=4, pass_variables=());"
-        "print(limit_gb())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stdout) == 1.0
-
-
 def test_a_scoring_process_writes_to_neither_stream() -> None:
     """What a reward function prints, in Python or below it, must not garble the terminal."""
     code = (

@@ -43,12 +43,6 @@ def test_pack_is_in_canonical_order_with_aligned_log_probs():
     assert BATCH.completion(1).tolist() == [3, 4]
 
 
-def test_order_of_finishing_does_not_matter():
-    again = RolloutBatch.pack([rollout(1, 0, [9, 9, 2]), rollout(2, 0, [5]), rollout(1, 1, [3, 4])])
-    assert torch.equal(again.tokens_T, BATCH.tokens_T)
-    assert torch.equal(again.logprobs_T, BATCH.logprobs_T)
-
-
 def test_take_and_join_are_inverse():
     joined = ScoredBatch.join([scored(BATCH).take([0]), scored(BATCH).take([1, 2])])
     assert torch.equal(joined.rollouts.tokens_T, BATCH.tokens_T)
@@ -67,11 +61,6 @@ def test_a_saved_batch_comes_back_and_a_truncated_file_is_named(tmp_path):
     path.write_bytes(path.read_bytes()[:-7])
     with pytest.raises(StoreError, match=r"scored\.safetensors"):
         load_scored(path)
-
-
-def test_a_response_needs_a_completion():
-    with pytest.raises(ValueError, match="prompt_len"):
-        rollout(1, 0, [])
 
 
 def test_a_reward_that_is_not_finite_names_its_response():
