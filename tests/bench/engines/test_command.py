@@ -2,18 +2,13 @@
 
 import torch
 
-from bench.engines import llama_cpp
 from bench.engines.command import (
     agreement_verdicts,
     agreements_of,
-    engines,
     rows_of,
     verdicts_of,
 )
-from bench.engines.environment import PeerError
 from bench.engines.measure import Case, Contest, Measured
-from conf.load import load
-from tests.tlt_core.rollout.vllm.environments import vllm_environment
 
 ONE, TWO = Case(1, 0.0), Case(2, 0.0)
 
@@ -59,24 +54,6 @@ def test_a_row_compares_with_plain_decoding_of_the_same_repeat():
     assert row["differing"] == {"median": 0.5, "min": 0.5, "max": 0.5}
     assert row["total_tokens_per_s"]["max"] == 15.0
     assert all("differing" not in r for r in rows_of(found) if r["temperature"] == 1)
-
-
-def test_engines_that_cannot_be_had_are_rows_with_the_reason(tmp_path, monkeypatch):
-    def refuse(common, *, environments, work_dir):
-        raise PeerError("no index")
-
-    monkeypatch.setattr(llama_cpp, "specs", refuse)
-    for python, remedy in (
-        (tmp_path / "nowhere/bin/python", "make vllm-env"),
-        (vllm_environment(tmp_path, "vllm", "0.32.0"), "make vllm-env VLLM=cpu"),  # a build for GPUs
-    ):
-        monkeypatch.setenv("VLLM_PYTHON", str(python))
-        specs, (peer, *vllm) = engines(load("conf/demo.yaml", []), tmp_path, max_live=4, max_len=64, with_llama=True)
-        assert peer == {"configuration": "llama.cpp", "reason": "left out: no index"}
-        assert {row["configuration"] for row in vllm} == {"vllm", "vllm eager", "vllm ngram"}
-        assert all(remedy in row["reason"] for row in vllm)
-        ours = ["plain", "plain float32 torch", "adaptive", "transformers", "transformers lookup"]
-        assert [s.name for s in specs] == ours
 
 
 def test_greedy_tokens_are_compared_with_those_of_transformers_on_the_largest_batch():

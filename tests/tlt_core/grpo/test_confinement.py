@@ -16,16 +16,10 @@ GREEDY = "tests.tlt_core.grpo.greedy_rewards"
 
 SECRET = {
     "HF_TOKEN": "x",
-    "WANDB_API_KEY": "x",
     "aws_session_token": "x",
-    "AWS_PROFILE": "x",
-    "MY_SECRET": "x",
     "PGPASSWORD": "x",
-    "MYSQL_PWD": "x",
     "GOOGLE_APPLICATION_CREDENTIALS": "x",
-    "SSH_AUTH_SOCK": "x",
     "AZURE_STORAGE_ACCOUNT": "x",
-    "S3_ACCESS_KEY_ID": "x",
     "MLFLOW_TRACKING_USERNAME": "x",
     "TLT_NOTIFY_URL": "https://chat.example/hook",
     "DATABASE_URL": "postgresql://me:geheim@host/db",

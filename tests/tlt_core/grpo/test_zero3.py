@@ -29,12 +29,7 @@ MOVE = 1e-3  # at least, of some weight
 VARIANTS: dict[str, dict[str, Any]] = {
     "torch": {"backend": TorchBackend()},
     "plain": {"backend": DeepSpeedBackend(kind="deepspeed", zero_stage=3)},
-    "off-load": {"backend": DeepSpeedBackend(kind="deepspeed", zero_stage=3, offload_optimizer=True)},
-    "recompute": {
-        "backend": DeepSpeedBackend(kind="deepspeed", zero_stage=3),
-        "activation_checkpointing": True,
-    },
-    "both": {
+    "off-load and recompute": {
         "backend": DeepSpeedBackend(kind="deepspeed", zero_stage=3, offload_optimizer=True),
         "activation_checkpointing": True,
     },
