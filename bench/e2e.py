@@ -1,13 +1,9 @@
 """`tlt bench e2e`: whole RL steps that differ only in drafting and in the use of idle time (`bench.runs.variants`).
 
-    tail      the configuration as it is
-    no-tail   responses are cut short, so that no worker waits for long ones
-    exact     a few short steps in float32, without importance weights (`algorithm.tis_cap`): rollouts, rewards and
-              trained weights must be the same in all variants
-
-Equal accuracy is shown by identity: `same_steps` is the share of a variant's steps whose rollouts (`rollout/checksum`)
-and rewards are those of plain decoding.  It is 1 in float32, and in bfloat16 with the C kernels, whose results do not
-depend on the batch.  Without them a near-tie may flip a token in bfloat16; the runs then differ like two seeds.
+tail      the configuration as it is
+no-tail   responses are cut short, so that no worker waits for long ones
+exact     a few short steps in float32, without importance weights: `same_steps`, the share of steps whose rollouts
+          and rewards are those of plain decoding, and the share of equal weights must be 1 in all variants
 """
 
 import statistics

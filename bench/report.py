@@ -1,11 +1,9 @@
 """`tlt bench`: measurements that a script can judge.
 
-    reports/NAME.json: name, commit, command, machine, repeats,
-                       rows      one per configuration: median, min and max of each figure
-                       verdicts  claim, value, spread, bound, holds
-                       conditions  by hand, afterwards: what disturbed the measurement
-
-A verdict compares the median with its bound, and is written down whether it holds or not.
+reports/NAME.json: name, commit, command, machine, repeats,
+                   rows      one per configuration: median, min and max of each figure
+                   verdicts  claim, value, spread, bound, holds: the median beside its bound
+                   conditions  by hand, afterwards: what disturbed the measurement
 """
 
 import json

@@ -3,12 +3,9 @@
     rl      rollouts of the run's policy (after the cold start, or trained), as one worker decodes them
     tail    the few longest of these responses among short ones
     short   four steps of rl, with every response cut at the median length: no tail
-    raw     the start model before the cold start, on word problems (gsm_symbolic) at the same temperature: high
-            entropy, so drafts are hardly ever right
+    raw     the start model before the cold start, on word problems (gsm_symbolic): drafts are hardly ever right
 
-Every repeat runs each configuration once, in turn forwards and backwards, so that a machine that slows down affects all
-of them alike.  A near-tie may flip a token and end a response early or late, so every response is decoded to the length
-that it has in plain decoding (`fix_lengths`).
+A near-tie may end a response early or late, so every response is decoded to its length in plain decoding.
 """
 
 import dataclasses
@@ -198,9 +195,9 @@ def _word_problems(cfg: RunConfig, tokenizer: Any, *, vocab_size: int) -> list[P
     tasks = (GymTask(name="gsm_symbolic"),)
     wanted = GymData(kind="reasoning_gym", tasks=tasks, num_train=_RAW_PROMPTS, num_validation=1, seed=cfg.data.seed)
     with tempfile.TemporaryDirectory() as parent:
-        own = {"vocab_size": vocab_size, "max_prompt_tokens": _RAW_PROMPT_TOKENS, "out_dir": Path(parent) / "data"}
-        dataset.prepare(wanted, tokenizer=tokenizer, **own)
-        return dataset.load(own["out_dir"], "train", tokenizer)
+        out, most = Path(parent) / "data", _RAW_PROMPT_TOKENS
+        dataset.prepare(wanted, tokenizer=tokenizer, vocab_size=vocab_size, max_prompt_tokens=most, out_dir=out)
+        return dataset.load(out, "train", tokenizer)
 
 
 def _workloads(cfg: RunConfig, start: Path, policy: Path, data_dir: Path) -> Sequence[Workload]:
@@ -256,7 +253,7 @@ def _rows(workload: Workload, measured: Mapping[str, Sequence[Measured]]) -> lis
             mine.figures["ratio"] = mine.figures["tokens_per_s"] / other.figures["tokens_per_s"]
             mine.figures["differing"] = differing(other.rollouts, mine.rollouts)
         figures = [m.figures for m in runs]
-        rows.append({"workload": workload.name, "configuration": name, **summarise(figures, list(figures[0]))})
+        rows.append({"workload": workload.name, "configuration": name, **summarise(figures)})
     return rows
 
 

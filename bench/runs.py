@@ -1,13 +1,12 @@
-"""Training runs side by side, for benchmarks that measure whole steps.
+"""Training runs that take turns with blocks of steps (each a resumed run), so that other load affects all of them.
 
-Each configuration is one training run.  The runs take turns with blocks of steps (a block is a resumed run), so that
-other load on the machine affects all of them.  The first step of a block warms up and does not count.
+The first step of a block warms up and does not count.
 """
 
 import shutil
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -41,14 +40,11 @@ def first_drafter(cfg: RunConfig) -> tuple[Path, Path]:
 
 
 def variants(cfg: RunConfig, drafter: Path) -> dict[str, RunConfig]:
-    """Configurations that differ only in drafting, and in what idle workers do:
+    """Configurations that differ only in drafting, and in what idle workers do.
 
-    plain     no speculation; they wait
-    fixed     the first drafter, one strategy in every round; they wait
-    static    the first drafter, adaptive engine; they wait
-    streamed  no speculation; they compute parts of the policy update
-    trained   as static, but they train the drafter
-    tlt       as static, but they do both
+    plain: no speculation; they wait.  fixed: the first drafter, one strategy in every round; they wait.  static: the
+    first drafter, adaptive engine; they wait.  streamed: as plain, but they compute parts of the policy update.
+    trained: as static, but they train the drafter.  tlt: as static, but they do both.
     """
     kept = {"every_steps": cfg.num_steps, "keep_last": 1, "keep_best": 0, "keep_step_files": MOST_STEPS}
     common = {
@@ -63,7 +59,7 @@ def variants(cfg: RunConfig, drafter: Path) -> dict[str, RunConfig]:
 
     def run(name: str, speculation: SpeculationConfig, *, trains: bool = False, streams: bool = False) -> RunConfig:
         idle_training = base.drafter.idle_training.model_copy(update={"enabled": trains})
-        changes: dict[str, Any] = {
+        changes = {
             "name": f"bench-{cfg.name}-{name}",
             "rollout": base.rollout.model_copy(update={"speculation": speculation}),
             "drafter": base.drafter.model_copy(update={"idle_training": idle_training, "warmup": False}),
@@ -87,29 +83,26 @@ def take_turns(runs: Mapping[str, RunConfig], *, num_steps: int, blocks: int) ->
 
     Raises ConfigError if a block would have only one step, which would not count.
     """
-    block = -(-num_steps // blocks)
+    block, order = -(-num_steps // blocks), deque(runs.values())
     if block < 2:
         raise ConfigError(
             f"num_steps={num_steps} in {blocks} repeats: the first step of each does not count; set num_steps to "
             f"{2 * blocks} or more, or --repeats to {max(1, num_steps // 2)} or fewer"
         )
-    for run in runs.values():
+    for run in order:
         shutil.rmtree(run.run_dir, ignore_errors=True)
-    names = list(runs)
     for index in range(blocks):
-        turn = index % len(names)
-        for name in names[turn:] + names[:turn]:
-            train(runs[name].model_copy(update={"num_steps": (index + 1) * block}))
+        for run in order:
+            train(run.model_copy(update={"num_steps": (index + 1) * block}))
+        order.rotate(-1)
         yield (index + 1) * block
     for run in runs.values():
         shutil.rmtree(run.run_dir / "checkpoints", ignore_errors=True)
 
 
 def steps_of(run: RunConfig, *, with_first: bool = False) -> list[dict[str, float]]:
-    """Metrics of each step that counts.  with_first: also those of the first step of each block.
-
-    `timing_s/step` is without the checkpoint that ends a block: a run writes one every many steps, a block has few.
-    """
+    """Metrics of each step that counts.  with_first: also those of the first step of each block.  `timing_s/step` is
+    without the checkpoint that ends a block: a run writes one every many steps, a block has few."""
     attempts: dict[float, list[dict[str, float]]] = {}
     for row in rows_of(run.run_dir):
         if row["step"] > 0:

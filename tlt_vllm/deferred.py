@@ -1,14 +1,10 @@
 """The drafter's pass over new tokens in steps that draft nothing, put off and done for many steps at once.
 
-vLLM runs the drafter in every step, so that its keys and values are complete when drafts are wanted again.  Where
-nothing is drafted for a while, that is a pass of a few tokens, step after step.  Here its inputs are kept, and one pass
-makes up for many: before the next drafts, or when there are many.
-
     K = 0   keep (token, position, states, slot) of each request
     K > 0   one pass over what was kept, which drafts nothing | vLLM's own pass, which drafts
 
-Only what the drafter computes is put off, so no token of the policy changes.  A request that leaves before its pass was
-made up leaves gaps in the drafter's keys: requests that continue its text from the prefix cache get worse drafts there.
+No token of the policy changes.  A request that leaves before its pass was made up leaves gaps in the drafter's keys:
+requests that continue its text from the prefix cache get worse drafts there.
 
 Written for vLLM's V1 runner.  Shapes: B requests of the batch, N tokens kept, E tapped width.
 """

@@ -1,13 +1,9 @@
 """Which draft length the next engine step uses, chosen by the tuner from what earlier steps took.  Knows no vLLM.
 
-vLLM drafts at the end of a step and verifies in the next one:
-
     step t      schedule: choose K_t | target's pass, verifies K_t-1 | draft K_t tokens | finish: learn about K_t-1
-    step t + 1  schedule: choose K_t+1 | target's pass, verifies K_t | ...
 
-So a choice is made one step before its predecessor's outcome is known.  With asynchronous scheduling it is two.  A
-round of the tuner is a draft and the pass that verifies it.  Steps that also prefill prompts teach nothing: their time
-is not that of a round.
+A choice is made one step before its predecessor's outcome is known; with asynchronous scheduling it is two.  A round of
+the tuner is a draft and the pass that verifies it.  Steps that also prefill prompts teach nothing.
 """
 
 import logging

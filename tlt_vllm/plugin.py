@@ -1,8 +1,4 @@
-"""Entry point of group `vllm.general_plugins`, called in every process of vLLM.
-
-It repairs the CPU build where that is wrong.  Where the user has set `additional_config={"tlt": ...}`, it also chooses
-TLT's scheduler and worker extension, after a look at vLLM's version and at the methods that they replace.
-"""
+"""Entry point of group `vllm.general_plugins`, called in every process of vLLM."""
 
 import functools
 import inspect

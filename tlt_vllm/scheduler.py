@@ -1,9 +1,4 @@
-"""vLLM's scheduler with a draft length that the tuner chooses in every step (see `draft_lengths`).
-
-vLLM has a field for the draft length of a step, `SchedulerOutput.num_spec_tokens_to_schedule`, which it fills from a
-table by batch size.  This class fills it by what was measured.  It stands before `Scheduler` or `AsyncScheduler`,
-whichever the engine would have used.
-"""
+"""vLLM's scheduler with a draft length that the tuner chooses in every step (see `draft_lengths`)."""
 
 import time
 from typing import Any

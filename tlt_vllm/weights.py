@@ -1,8 +1,6 @@
 """Weights into a running engine, in place, and a proof that they are there.
 
-vLLM packs weights for its CPU kernels and fuses projections, so what is in use cannot be compared with the file.  After
-a load each layer is therefore asked: its output for one random input must be that of the file's weights.  Under tensor
-parallelism each worker asks its own part of each layer.
+vLLM packs and fuses them, so after a load each layer's output for one random input must be that of the file's weights.
 """
 
 from collections.abc import Container, Iterator, Mapping

@@ -73,11 +73,8 @@ LogProbs = Callable[[Sequence[int]], torch.Tensor]  # tokens -> [V] of the next 
 def bench_engines(
     cfg: RunConfig, *, repeats: int, out: Path, command: str, peers: str = "all", instructions: str = "all"
 ) -> dict[str, Any]:
-    """Measure, judge and write the report; returns it.
-
-    `rollout.max_new_tokens` and `rollout.max_live_requests` lower the number of new tokens and the largest batch.
-    peers: all, none or llama.cpp.  instructions: all or avx2.  Raises ConfigError.
-    """
+    """`rollout.max_new_tokens` and `rollout.max_live_requests` lower the number of new tokens and the largest batch.
+    peers: all, none or llama.cpp.  instructions: all or avx2.  Raises ConfigError."""
     if peers not in _PEERS:
         raise ConfigError(f"--peers={peers}: say {', '.join(_PEERS)}")
     if instructions not in _LIMITS:
@@ -130,15 +127,8 @@ def engines(
     if speculation.drafter_path is not None:  # other processes may have another working folder
         drafter = str(Path(speculation.drafter_path).absolute())
         speculation = speculation.model_copy(update={"drafter_path": drafter})
-    common = {
-        "model": str(model.absolute()),
-        "dtype": cfg.rollout.dtype,
-        "threads": threads,
-        "cores": cores(threads),
-        "max_live": max_live,
-        "max_len": max_len,
-        "kv_cache_mb": _KV_CACHE_MB,
-    }
+    common = {"model": str(model.absolute()), "dtype": cfg.rollout.dtype, "threads": threads, "cores": cores(threads)}
+    common |= {"max_live": max_live, "max_len": max_len, "kv_cache_mb": _KV_CACHE_MB}
 
     def own(name: str, file: str, most_live: int = 0, kernels: str = "", **settings: Any) -> EngineSpec:
         environment = own_environment(threads=threads) | ({"TLT_NATIVE_KERNELS": kernels} if kernels else {})
@@ -202,26 +192,19 @@ def _vllm_kinds(speculation: SpeculationConfig) -> dict[str, dict[str, Any]]:
 
 
 def rows_of(contest: Contest) -> list[dict[str, Any]]:
-    """A row for each engine and case.
-
-    over_plain: tokens per second over those of our plain engine in the same repeat.  differing: share of responses
-    whose greedy tokens differ from its tokens (in bf16 near-ties flip).
-    """
+    """A row for each engine and case.  over_plain: tokens per second over those of our plain engine in the same repeat;
+    differing: share of responses whose greedy tokens differ from its tokens (in bf16 near-ties flip)."""
     rows = []
     for (name, case), runs in contest.measured.items():
         figures = []
         for mine, plain in zip(runs, contest.measured["plain", case], strict=True):
-            row = {
-                "tokens_per_s": mine.tokens_per_s,
-                "total_tokens_per_s": mine.total_tokens_per_s,
-                "over_plain": mine.tokens_per_s / plain.tokens_per_s,
-            }
+            row = {"tokens_per_s": mine.tokens_per_s, "total_tokens_per_s": mine.total_tokens_per_s}
+            row["over_plain"] = mine.tokens_per_s / plain.tokens_per_s
             if case.temperature == 0:
-                unlike = sum(a != b for a, b in zip(mine.tokens, plain.tokens, strict=True))
-                row["differing"] = unlike / case.live
+                row["differing"] = sum(a != b for a, b in zip(mine.tokens, plain.tokens, strict=True)) / case.live
             figures.append(row)
         about = {"configuration": name, "live": case.live, "temperature": case.temperature, **contest.described[name]}
-        rows.append({**about, **summarise(figures, list(figures[0]))})
+        rows.append({**about, **summarise(figures)})
     return rows
 
 
@@ -265,8 +248,8 @@ def agreements_of(
 
 def agreement_verdicts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Where greedy tokens first differ from those of transformers, both tokens must be nearly equally likely."""
-    claim = "{} parts from transformers at near-ties"
-    return [verdict(claim.format(row["configuration"]), [row["largest_gap"]], _NEAR_TIE, at_most=True) for row in rows]
+    claims = {f"{row['configuration']} parts from transformers at near-ties": row["largest_gap"] for row in rows}
+    return [verdict(claim, [gap], _NEAR_TIE, at_most=True) for claim, gap in claims.items()]
 
 
 class Agreement(NamedTuple):

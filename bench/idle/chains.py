@@ -56,10 +56,7 @@ def recorded(idle_training_dir: Path) -> list[Recorded]:
 
 
 def accept_length(runs: Runs, *, drafts: int) -> float:
-    """Tokens a round, the target's own among them, with chains of at most so many drafts.
-
-    Rounds come one after the other, as the engine makes them: all tokens over all rounds.
-    """
+    """Tokens a round, the target's own among them, with chains of at most so many drafts: all tokens over all rounds."""
     cut = [run_P.clamp_max(drafts) for run_P in runs.values()]
     return sum(map(len, cut)) / sum(_rounds(run_P.tolist()) for run_P in cut)
 
@@ -67,12 +64,8 @@ def accept_length(runs: Runs, *, drafts: int) -> float:
 def by_round_error(runs: Runs, *, drafts: int) -> float:
     """Standard error of `accept_length`: by chance alone, had the policy answered the same prompts again.
 
-    Of L = sum_i t_i / R, R = sum_i r_i, tokens over rounds of each response, with a prompt's n responses drawn
-    independently and d_i = t_i - L r_i (linearised):
-
-        error^2 = sum over prompts of n / (n - 1) sum_i (d_i - mean d)^2 / R^2
-
-    A prompt's only response says nothing of chance.
+    Of L = sum_i t_i / R, R = sum_i r_i, tokens over rounds of each response, linearised: with d_i = t_i - L r_i,
+    error^2 = sum over prompts of n / (n - 1) sum_i (d_i - mean d)^2 / R^2.
     """
     sizes = {name: (len(run_P), _rounds(run_P.clamp_max(drafts).tolist())) for name, run_P in runs.items()}
     tokens, rounds = (sum(column) for column in zip(*sizes.values(), strict=True))
@@ -111,10 +104,8 @@ def eagle3_runs(
 
 
 class NgramReplay:
-    """The n-gram drafter beside a run: what it would have had accepted, and what it has seen by then.
-
-    A worker's samples of one prompt grow side by side, token by token, and stay indexed for the prompt's next visits.
-    """
+    """The n-gram drafter beside a run: a worker's samples of one prompt grow side by side, token by token, and stay
+    indexed for the prompt's next visits."""
 
     def __init__(self, cfg: RunConfig) -> None:
         self._cfg = cfg.rollout

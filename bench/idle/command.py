@@ -1,15 +1,9 @@
 """`tlt bench idle`: what training the drafter in idle time brings over a whole training run.
 
-Two runs take turns, a block of steps each: all of TLT, and the same with the first drafter left as it is.  Their
-rollouts and updates are the same work, so their step times show what training costs and what it brings.
-
-After each block, on that block's responses under their own noise: what is accepted of the first drafter (static) and of
-the one that each step's rollout drafted with (adaptive), of the n-gram drafter, and of the longer one of its and the
-static chains (`bench/idle/chains`).  Tokens a round, for chains as long as the drafter is trained for, and for long
-ones, which show how right a good drafter is.
-
-To be measured, each published drafter is written to a file, which counts as time of its step
-(`timing_s/publish_drafter`); a usual run keeps none.
+Two runs take turns, a block of steps each: all of TLT, and the same with the first drafter left as it is.  After each
+block, on that block's responses under their own noise: what is accepted of the first drafter (static) and of the one
+that each step's rollout drafted with (adaptive), of the n-gram drafter, and of the longer one of its and the static
+chains (`bench/idle/chains`).  Each published drafter is written to a file, which counts as time of its step.
 """
 
 import itertools

@@ -1,9 +1,8 @@
 """`tlt bench peers`: whole training steps of ours beside those of TRL's GRPOTrainer, on the same cores.
 
 Equal are the start model, the prompts of each step, group size, longest response, temperature, algorithm, optimizer,
-the precision (float32 weights, passes in bfloat16 where the machine has it) and the rewards, which our processes
-compute for both.  The noise is not, so responses differ.  TRL generates with transformers, in one process that has all
-cores: padded batches of all prompts of a step.  The first step of each warms up and does not count for the time.
+precision and the rewards, which our processes compute for both.  The noise is not, so responses differ.  The first step
+of each warms up and does not count for the time.
 """
 
 import statistics

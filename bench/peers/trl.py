@@ -28,11 +28,12 @@ class TrlStep(NamedTuple):
 def arguments(cfg: RunConfig, *, num_steps: int, out: Path) -> dict[str, Any]:
     """GRPOConfig's, for the same algorithm.  Raises ConfigError where TRL has no counterpart."""
     algorithm, rollout, optimizer = cfg.algorithm, cfg.rollout, cfg.update.optimizer
-    if algorithm.advantage not in _SCALES or algorithm.dynamic_sampling or cfg.update.num_minibatches > 1:
+    minibatches = cfg.update.num_minibatches
+    if algorithm.advantage not in _SCALES or algorithm.dynamic_sampling or minibatches > 1:
         raise ConfigError(
-            f"algorithm.advantage={algorithm.advantage}, dynamic_sampling={algorithm.dynamic_sampling}, "
-            f"update.num_minibatches={cfg.update.num_minibatches}: compared with TRL are grpo and dr_grpo without "
-            "dynamic sampling, in one optimizer step; change these settings"
+            f"algorithm.advantage={algorithm.advantage}, dynamic_sampling={algorithm.dynamic_sampling}, update."
+            f"num_minibatches={minibatches}: compared with TRL are grpo and dr_grpo without dynamic sampling, in one "
+            "optimizer step; change these settings"
         )
     responses = rollout.num_prompts * rollout.num_samples
     in_a_pass = max(n for n in range(1, _MOST_IN_A_PASS + 1) if responses % n == 0)

@@ -1,12 +1,10 @@
-"""TRL's GRPOTrainer in a process of its own, to be measured: lines of JSON in and out.
+"""TRL's GRPOTrainer in a process of its own, in TRL's environment, to be measured: lines of JSON in and out.
 
-    stdin   {"model": ..., "prompts": [...], "token_ids": [[...], ...], ...}                      settings, once
-    stdout  {"ready": {"trl": version, ...}}
-    stdin   {"go": true}                                                                          before a step
-    stdout  {"score": {"rows": [...], "responses": [...]}}        of the step; the answer is {"rewards": [...]}
-    stdout  {"step": {"seconds": ..., "rollout_s": ..., "tokens": ..., "lengths": [...], "rewards": [...]}}
-
-Runs in TRL's environment: nothing of ours is imported.
+stdin   {"model": ..., "prompts": [...], "token_ids": [[...], ...], ...}                      settings, once
+stdout  {"ready": {"trl": version, ...}}
+stdin   {"go": true}                                                                          before a step
+stdout  {"score": {"rows": [...], "responses": [...]}}        of the step; the answer is {"rewards": [...]}
+stdout  {"step": {"seconds": ..., "rollout_s": ..., "tokens": ..., "lengths": [...], "rewards": [...]}}
 """
 
 import json

@@ -35,7 +35,7 @@ def bench_tuner(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dic
     for live in SWAP_LIVE:
         for policy in POLICIES:
             figures = [recovery(policy, strategies, live=live, seed=seed) for seed in seeds]
-            rows.append({"workload": f"swap, {live} live", "configuration": policy, **summarise(figures, list(_SWAPS))})
+            rows.append({"workload": f"swap, {live} live", "configuration": policy, **summarise(figures)})
             if policy == "cost_model":
                 until = f"{live} live: cost_model's rounds until it does well again after"
                 for figure, what in _SWAPS.items():
@@ -48,8 +48,6 @@ def _earning_rows(workload: str, played: Sequence[Mapping[str, float]]) -> list[
     """One row a policy or strategy; `of_best_fixed` is relative to the best fixed strategy with the same seed."""
     rows = []
     for name in played[0]:
-        figures = [
-            {"tokens_per_s": earned[name], "of_best_fixed": earned[name] / best_fixed(earned)} for earned in played
-        ]
-        rows.append({"workload": workload, "configuration": name, **summarise(figures, list(figures[0]))})
+        figures = [{"tokens_per_s": own[name], "of_best_fixed": own[name] / best_fixed(own)} for own in played]
+        rows.append({"workload": workload, "configuration": name, **summarise(figures)})
     return rows

@@ -1,7 +1,5 @@
 """Simulated workloads: the throughput of each policy, and how soon it follows a drafter that turns bad and good again.
 
-The clock is virtual, so the figures are the same on any machine, also on a busy one.
-
 In some workloads speculation pays (tail, near break-even, heavy tail).  In others it cannot pay, and a tuner must not
 lose (hostile), or everything is over before much can be learnt (short).
 """

@@ -119,9 +119,9 @@ def make_train_batches(
 def make_forward_batches(rollouts: RolloutBatch, *, num_workers: int) -> list[TrainBatch]:
     """All responses, one share per worker, for log-probabilities only (of the reference model, for example)."""
     alone = [Pass((row, 0), [row], needs_grad=False) for row in range(len(rollouts))]
-    counts = {"num_tokens": int(rollouts.response_lens_R.sum()), "num_sequences": len(rollouts)}
+    tokens, count = int(rollouts.response_lens_R.sum()), len(rollouts)
     return [
-        _take(rollouts, [row for p in share for row in p.rows], torch.zeros(len(rollouts)), **counts)
+        _take(rollouts, [r for p in share for r in p.rows], torch.zeros(count), num_tokens=tokens, num_sequences=count)
         for share in _deal(rollouts, alone, num_workers=num_workers)
     ]
 
@@ -198,8 +198,14 @@ def train_batch(
 ) -> TrainBatch:
     """What one worker computes.  The counts are those of the whole optimizer step, 0 while they are not known."""
     rows = [row for p in passes for row in p.rows]
-    counts = {"num_tokens": num_tokens, "num_sequences": num_sequences}
-    batch = _take(scored.rollouts, rows, scored.advantages_R, **counts, ref_logprobs_T=ref_logprobs_T)
+    batch = _take(
+        scored.rollouts,
+        rows,
+        scored.advantages_R,
+        num_tokens=num_tokens,
+        num_sequences=num_sequences,
+        ref_logprobs_T=ref_logprobs_T,
+    )
     passes_S = torch.tensor([index for index, p in enumerate(passes) for _ in p.rows], dtype=torch.int64)
     return replace(batch, passes_S=passes_S, planned_sequences=planned_sequences)
 

@@ -1,11 +1,7 @@
 """DeepSpeed ZeRO over the worker group, behind the same interface as `torch_backend`.  Only this file imports it.
 
-    stage 0  nothing sharded     1  optimizer state     2  and gradients     3  and parameters
-
 DeepSpeed averages gradients over workers while our losses are shares of a sum, so losses are multiplied by the number
 of workers.  Gradients add up over any number of backward passes until `step` (DeepSpeed's unmanaged accumulation).
-With float32 weights everything is float32.  With bf16 weights DeepSpeed keeps float32 masters, and adds gradients up in
-float32 from stage 1 on.
 """
 
 import math
@@ -57,12 +53,10 @@ class DeepSpeedBackend:
         self._trainable = matrices | vectors
         first = next(iter(self._trainable.values()))
         self._bf16, self._norm = first.dtype == torch.bfloat16, 0.0
-        groups = [
-            {"params": list(matrices.values()), "weight_decay": cfg.weight_decay},
-            {"params": list(vectors.values()), "weight_decay": 0.0},
-        ]
+        decays = ((matrices, cfg.weight_decay), (vectors, 0.0))
+        groups = [{"params": list(own.values()), "weight_decay": decay} for own, decay in decays if own]
         # lr 0: DeepSpeed may step once to make the optimizer's state
-        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=cfg.betas, eps=cfg.eps)
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=cfg.betas, eps=cfg.eps)
         if self._plain:
             optimizer.register_step_pre_hook(self._clip)
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it; a worker sees one device only
@@ -142,8 +136,6 @@ class DeepSpeedBackend:
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers, before the process group goes."""
         self._engine.destroy()
-
-    # ------------------------------------------------------------------------------------------ inside
 
     def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Clip here, after the all-reduce and before the step: in float32 without ZeRO, DeepSpeed does not report the

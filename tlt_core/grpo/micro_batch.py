@@ -1,7 +1,4 @@
-"""From one worker's share of an optimizer step to single forward/backward passes.
-
-Sequences are packed back to back, never padded.  The prompt of a group is computed once for all its responses that are
-in the same pass.
+"""From one worker's share of an optimizer step to single forward/backward passes, packed back to back.
 
 Shapes: U input tokens, Q attention segments, C completion tokens, S sequences of the share.
 """

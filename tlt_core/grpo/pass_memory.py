@@ -1,7 +1,6 @@
 """Memory of a training pass, by arithmetic: the pass runs on tensors that have a shape and nothing else.
 
-What is alive is added up as torch makes and frees it, so the model's own code decides what is kept for the backward
-pass.  Fragmentation of the allocator comes on top.
+What is alive is added up as torch makes and frees it.  Fragmentation of the allocator comes on top.
 """
 
 import weakref

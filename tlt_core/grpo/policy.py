@@ -1,8 +1,5 @@
 """The policy as the update sees it: packed tokens in, log-probabilities of completion tokens out.
 
-Decoder, packed causal attention and fused LM head put together.  Only positions that predict a completion token go
-through the LM head.  `PolicyModel` is an nn.Module so that DeepSpeed can hook it.
-
 Shapes: U input tokens, Q attention segments, C completion tokens.
 """
 

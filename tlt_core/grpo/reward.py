@@ -1,15 +1,9 @@
 """Scoring of responses in a pool of processes, while rollout goes on.
 
-    submit(key, prompt, response) ... submit(...)        as responses end
-    collect(keys) -> scores                              when they are needed
-
-A response scores 0 when a function raises, kills its process, exceeds the time limit (its process is then killed) or
-its memory (`confinement.py`), or returns a number that is not finite or too large.  When a process ends, its response
-is scored once more: somebody else may have killed it.  A process that ends without a response breaks its pool, which is
-replaced.
-
-A function with `batch` gets all responses that wait for it when the first score of one is needed, in one call.  Where
-that call fails, each of its responses is scored alone, so here, too, a bad one costs no other its score.
+A response scores 0 when a function raises, kills its process, exceeds the time limit or its memory (`confinement.py`),
+or returns a number that is not finite or too large.  When a process ends, its response is scored once more: somebody
+else may have killed it.  A function with `batch` gets all responses that wait when the first score is needed, in one
+call; where that fails, each is scored alone.
 """
 
 import logging

@@ -4,11 +4,10 @@
     step:      all-reduce in buckets, round to fp32, clip by global norm, fused AdamW on flat fp32 masters, copy to
                compute weights
 
-All trainable weights live in two flat buffers (with and without weight decay), so a step is a few large operations.
-With float32 weights the masters are the compute weights.  Everything is deterministic: same input, same bits.  The sum
-of gradients depends neither on their order nor on how passes are divided among workers.
+Deterministic: the sum of gradients depends neither on their order nor on how passes are divided among workers.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -90,13 +89,9 @@ class TorchBackend:
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
         """See `backend.Backend`: views."""
         for group in self._groups:
-            moments = self._optimizer.state[group.master]
-            for kind, flat in (
-                ("master", group.master),
-                ("exp_avg", moments["exp_avg"]),
-                ("exp_avg_sq", moments["exp_avg_sq"]),
-            ):
-                for name, view in group.views(flat.detach()):
+            state = {"master": group.master, **self._optimizer.state[group.master]}
+            for kind in ("master", "exp_avg", "exp_avg_sq"):
+                for name, view in group.views(state[kind].detach()):
                     yield f"{kind}/{name}", view
 
     def state_shapes(self) -> dict[str, torch.Size]:
@@ -129,7 +124,7 @@ class _FlatGroup:
         sums, weights = dict(self.views(self.sum)), dict(self.views(self._compute))
         for name, parameter in parameters.items():
             parameter.data = weights[name]
-            self._add_when_complete(parameter, sums[name])
+            parameter.register_post_accumulate_grad_hook(functools.partial(_add_and_free, sums[name]))
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Each parameter's part of a flat buffer, in its shape."""
@@ -141,15 +136,12 @@ class _FlatGroup:
         if self._compute.dtype != torch.float32:
             self._compute.copy_(self.master.detach())
 
-    def _add_when_complete(self, parameter: nn.Parameter, total: Tensor) -> None:
-        """Add the gradient of each backward pass as soon as it exists, and free it."""
 
-        def complete(parameter: Tensor) -> None:
-            assert parameter.grad is not None, "it was just accumulated"
-            add_exactly(total, parameter.grad)
-            parameter.grad = None
-
-        parameter.register_post_accumulate_grad_hook(complete)
+def _add_and_free(total: Tensor, parameter: Tensor) -> None:
+    """Add the gradient of each backward pass as soon as it exists, and free it."""
+    assert parameter.grad is not None, "it was just accumulated"
+    add_exactly(total, parameter.grad)
+    parameter.grad = None
 
 
 def flat_norm(values: Tensor) -> Tensor:

@@ -110,8 +110,6 @@ class PolicyTrainer:
             self._backend = DeepSpeedBackend(model, self._optimizer, cfg.backend, world_size=world_size, device=device)
         self._done = self._nothing_done()  # passes of the next optimizer step that were streamed
 
-    # ------------------------------------------------------------------------------------------ training
-
     def steps(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
         """All optimizer steps of one RL step.
 
@@ -204,8 +202,6 @@ class PolicyTrainer:
         passes = self._passes(batch, skip_zero_advantage=False)
         return measure_logprobs(self._backend.forward, passes, len(batch.rollout_logprobs_C), device=self._device)
 
-    # ------------------------------------------------------------------------------------------ state
-
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under the decoder's names, full, adapters merged, in the compute dtype.
 
@@ -259,8 +255,6 @@ class PolicyTrainer:
     def close(self) -> None:
         """Release the back end (for DeepSpeed, before the process group is destroyed)."""
         self._backend.close()
-
-    # ------------------------------------------------------------------------------------------ inside
 
     def _with_old_logprobs(self, batches: Sequence[TrainBatch]) -> list[TrainBatch]:
         """With several optimizer steps the policy moves away from the one that sampled, so its log-probabilities are

@@ -1,9 +1,5 @@
 """Hidden states of the live requests: one buffer, written by the engine, lent to drafters and to the capture.
 
-    prefill, rounds --record--> HiddenStates --read--> drafters (to catch up), capture (training data)
-
-Every row of the live batch has a slot in the buffer; rows that move exchange their slots, and nothing is copied.
-
 Shapes: S slots, B rows, C positions, T tokens, E tapped width, D hidden size.
 """
 

@@ -1,9 +1,8 @@
-"""Every metric of a run: name, unit, aggregation, meaning.  A name that is not declared here fails a test.
+"""Every metric of a run: name, unit, aggregation, meaning, and when a step has it.  Others fail a test.
 
     python -m tlt_core.items.metrics > docs/metrics.md
 
-Names follow verl where verl has one.  A part in braces stands for a generated word without a slash.  The last column
-says when a step has the metric; without it, every RL step has it.
+A part in braces stands for a generated word without a slash.
 """
 
 import functools

@@ -1,14 +1,10 @@
 """What the drafter learns from: one finished response, as the policy saw it.
 
-    rollout/capture --TrainSequence--> idle_training/buffer (memory, then files) --windows of it--> drafter/eagle3/train
-
 The policy's distribution after position t is softmax(W h_t) with the LM head W.  It is not stored: the hidden state h_t
-and the log-normaliser of its logits restore the probability of any token, without a product over the whole vocabulary:
+and the log-normaliser of its logits restore it: log p(v) = W_v h_t - lognorm_t.
 
-    log p(v) = W_v h_t - lognorm_t
-
-The drafter reads row by row.  Row p takes the hidden states of position p and token p + 1, and predicts token p + 2.
-Trained are the rows that predict a sampled token: p = max(first - 2, 0) .. L - 3.
+Row p takes the hidden states of position p and token p + 1, and predicts token p + 2.  Trained are the rows that
+predict a sampled token: p = max(first - 2, 0) .. L - 3.
 
 Shapes: L tokens, prompt included; P = L - first sampled tokens; E tapped width, D hidden size.
 """

@@ -1,8 +1,4 @@
-"""Keep freed memory in the process instead of returning it to the kernel.
-
-glibc returns every large block when it is freed and gets a new one, page by page, when torch allocates the next
-activation of the same size.  In training on CPUs these page faults take a large part of a pass.
-"""
+"""Keep freed memory: glibc returns large blocks to the kernel, and page faults take a large part of a training pass."""
 
 import ctypes
 import logging

@@ -1,9 +1,4 @@
-"""What a run was made with: configuration, commit, versions, command line.  Written before anything else.
-
-runs/NAME/config.yaml    the resolved configuration, which can be loaded again
-runs/NAME/run.json       the tracker's run id, and an entry for each attempt (a resumed run has several), with the
-                         seconds that its stages have taken
-"""
+"""What a run was made with: its config.yaml, and run.json with the tracker's run id and an entry for each attempt."""
 
 import json
 import os

@@ -1,9 +1,7 @@
 """llama.cpp for `process.py`, run by the interpreter of its own environment (package xllamacpp).
 
-Settings: weights (a GGUF file), dtype (of its matrices), threads, max_live, max_len.
-
-The package's calls return text alone: tokens come from its server, at a loopback address inside this process.  Its
-`ignore_eos` forbids tokens that end a response, so greedy tokens are comparable up to the first of those.
+Settings: weights (a GGUF file), dtype (of its matrices), threads, max_live, max_len.  Tokens come from the package's
+server, inside this process.  `ignore_eos` forbids tokens that end a response.
 """
 
 import http.client

@@ -1,15 +1,11 @@
-"""One decoding engine in a process of its own, to be measured: a line of JSON in, a line of JSON out.
-
-    python -P process.py ENGINE_FILE      ENGINE_FILE defines `describe(settings)`, and `build(settings)`, which returns
-                                          `decode(job)`
+"""One decoding engine in a process of its own, to be measured: python -P process.py ENGINE_FILE
 
     stdin   {"model": ..., "threads": ..., "cores": [...], ...}                                  settings, once
-    stdout  {"ready": {"version": ..., "threads": ..., "precision": ..., "instructions": ...}}
-    stdin   {"prompts": [[...], ...], "new_tokens": 64, "temperature": 0.0, "seed": 1}            a job, again and again
-    stdout  {"seconds": ..., "first_seconds": ..., "tokens": [[...], ...]}
+    stdout  {"ready": {"version": ..., "threads": ..., "precision": ..., "instructions": ...}}  `describe(settings)`
+    stdin   {"prompts": [[...], ...], "new_tokens": 64, "temperature": 0.0, "seed": 1}          a job, again and again
+    stdout  {"seconds": ..., "first_seconds": ..., "tokens": [[...], ...]}        `build(settings)` makes `decode(job)`
 
-A job is decoded twice, to its first token and to the end: the difference is decoding alone, whatever an engine does
-with prompts.  Only the standard library is used here, so that any interpreter with an engine can run it.
+A job is decoded twice, to its first token and to the end.  Any interpreter with an engine can run this file.
 """
 
 import gc
