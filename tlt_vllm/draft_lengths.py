@@ -57,13 +57,7 @@ class DraftLengths:
         self._logged: dict[str, list[float]] = {}
 
     def schedule(
-        self,
-        drafted: Mapping[str, int],
-        *,
-        next_up: Mapping[str, int],
-        context: int,
-        prefills: bool,
-        began_s: float,
+        self, drafted: Mapping[str, int], *, next_up: Mapping[str, int], context: int, prefills: bool, began_s: float
     ) -> int:
         """A step begins; returns how many tokens to draft at its end.
 

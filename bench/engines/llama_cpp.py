@@ -21,11 +21,7 @@ from tlt_core.model.load import load_config, read_tensors
 NAME = "llama.cpp"
 PEER = environment.Peer(NAME, ("xllamacpp==2026.10.11549",))
 _PROCESS = Path(__file__).with_name("processes") / "llama_cpp.py"
-_ARCHITECTURES = {
-    "llama": gguf.MODEL_ARCH.LLAMA,
-    "qwen2": gguf.MODEL_ARCH.QWEN2,
-    "qwen3": gguf.MODEL_ARCH.QWEN3,
-}
+_ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
 _TYPES = {
     torch.bfloat16: (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
     torch.float16: (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),

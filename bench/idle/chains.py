@@ -56,7 +56,7 @@ def recorded(idle_training_dir: Path) -> list[Recorded]:
 
 
 def accept_length(runs: Runs, *, drafts: int) -> float:
-    """Tokens a round, the target's own among them, with chains of at most so many drafts: all tokens over all rounds."""
+    """All tokens over all rounds, the target's own among them, with chains of at most so many drafts."""
     cut = [run_P.clamp_max(drafts) for run_P in runs.values()]
     return sum(map(len, cut)) / sum(_rounds(run_P.tolist()) for run_P in cut)
 

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from conf.optimizer import AdamWConfig
 from conf.update import DeepSpeedBackend as DeepSpeedConfig
-from tlt_core.grpo.backend import ZERO_BUCKET, ZERO_LIVE
 from tlt_core.grpo.micro_batch import idle_micro_batch
-from tlt_core.grpo.optimizer import decay_groups
+from tlt_core.grpo.optimizer import ZERO_BUCKET, ZERO_LIVE, decay_groups
 from tlt_core.grpo.policy import PolicyModel, inputs_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -1,4 +1,4 @@
-"""What every back end's AdamW shares: learning-rate schedule and weight-decay groups."""
+"""What every back end shares: learning-rate schedule, weight-decay groups, and the sizes of DeepSpeed's buffers."""
 
 import math
 from collections.abc import Iterable
@@ -6,6 +6,10 @@ from collections.abc import Iterable
 from torch import nn
 
 from conf.optimizer import AdamWConfig, ConstantSchedule
+
+# In elements; DeepSpeed's own defaults are made for large GPUs alone.
+ZERO_BUCKET = 1 << 27  # gradients that are reduced together; also weights that are gathered together
+ZERO_LIVE = 1_000_000_000  # stage 3: parameters that are whole at the same time
 
 
 def learning_rate(cfg: AdamWConfig, step: int, *, total_steps: int) -> float:

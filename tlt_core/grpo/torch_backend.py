@@ -25,10 +25,10 @@ _NORM_ELEMENTS = 1 << 16
 
 
 class TorchBackend:
-    """See the module docstring.  All workers call every method together."""
+    """Holds model and optimizer, as `DeepSpeedBackend` does.  All workers call every method together."""
 
-    needs_equal_passes = False
-    sums_exactly = True
+    needs_equal_passes = False  # True: forward and backward are collectives
+    sums_exactly = True  # the sum of gradients does not depend on order and workers, and `step` scales it
 
     def __init__(self, model: PolicyModel, cfg: AdamWConfig, *, world_size: int) -> None:
         self.model = model
@@ -58,6 +58,8 @@ class TorchBackend:
         loss.backward()
 
     def step(self, lr: float, scale: float = 1.0) -> float:
+        """One optimizer step on `scale` times the gradients added since the last one; returns the global norm of that
+        before clipping.  Gradients that are not finite are dropped, and nothing else changes."""
         sums = [group.sum for group in self._groups]
         if self._world_size > 1:
             buckets = [b for s in sums for b in s.split(_BUCKET_ELEMENTS)]
@@ -87,7 +89,7 @@ class TorchBackend:
             yield name, parameter.detach()
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """See `backend.Backend`: views."""
+        """Masters and moments of the trainable parameters, by name, full, one at a time; here views."""
         for group in self._groups:
             state = {"master": group.master, **self._optimizer.state[group.master]}
             for kind in ("master", "exp_avg", "exp_avg_sq"):

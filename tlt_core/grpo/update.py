@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from torch import Tensor
 from conf.optimizer import AdamWConfig
 from conf.update import AlgorithmConfig, UpdateConfig
 from tlt_core.grpo import trainer_files
-from tlt_core.grpo.backend import Backend
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.lora import inject_adapters, merged_weights
 from tlt_core.grpo.loss import LossTerms, TokenData, empty_sums, loss_metrics, policy_loss, token_weights
@@ -32,6 +32,9 @@ from tlt_core.grpo.torch_backend import TorchBackend
 from tlt_core.items.store import is_finite
 from tlt_core.machine.getting_on import got_on
 from tlt_core.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from tlt_core.grpo.deepspeed_backend import DeepSpeedBackend
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +75,8 @@ class _StepSums:
 class PolicyTrainer:
     """Trains one policy; one instance per worker, used in step with the others."""
 
+    _backend: "TorchBackend | DeepSpeedBackend"
+
     def __init__(
         self,
         decoder: Decoder,
@@ -101,13 +106,13 @@ class PolicyTrainer:
             inject_adapters(decoder, cfg.lora)
         model = PolicyModel(decoder, temperature=temperature, activation_checkpointing=cfg.activation_checkpointing)
         self._decoder = decoder
-        self._backend: Backend
         if cfg.backend.kind == "torch":
             self._backend = TorchBackend(model, self._optimizer, world_size=world_size)
         else:
-            from tlt_core.grpo.deepspeed_backend import DeepSpeedBackend  # seven seconds to import
+            from tlt_core.grpo import deepspeed_backend  # seven seconds to import
 
-            self._backend = DeepSpeedBackend(model, self._optimizer, cfg.backend, world_size=world_size, device=device)
+            make = deepspeed_backend.DeepSpeedBackend
+            self._backend = make(model, self._optimizer, cfg.backend, world_size=world_size, device=device)
         self._done = self._nothing_done()  # passes of the next optimizer step that were streamed
 
     def steps(self, batches: Sequence[TrainBatch]) -> dict[str, float]:

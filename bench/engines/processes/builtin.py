@@ -10,7 +10,7 @@ import torch
 from conf.rollout import SpeculationConfig
 from kernels import native
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
-from tlt_core.machine.host_memory import keep_freed_memory
+from tlt_core.machine.memory import keep_freed_memory
 from tlt_core.model.load import load_decoder
 from tlt_core.rollout.build import calibrate, make_engine
 

@@ -9,7 +9,7 @@ import pytest
 _SCRIPT = """
 import resource
 import torch
-from tlt_core.machine.host_memory import keep_freed_memory
+from tlt_core.machine.memory import keep_freed_memory
 
 assert keep_freed_memory()
 
