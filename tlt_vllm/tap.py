@@ -152,8 +152,7 @@ class Tap:
         for donor in self._slots:
             same = donor is not slot and donor.whole and donor.covered >= until and donor.tokens[:until] == wanted
             if same and len(wanted) == until:
-                self._taps_SCE[slot.index, :until] = self._taps_SCE[donor.index, :until]
-                self._last_SCD[slot.index, :until] = self._last_SCD[donor.index, :until]
-                self._norms_SC[slot.index, :until] = self._norms_SC[donor.index, :until]
+                for kept in (self._taps_SCE, self._last_SCD, self._norms_SC):
+                    kept[slot.index, :until] = kept[donor.index, :until]
                 return
         slot.whole = False

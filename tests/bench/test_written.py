@@ -1,6 +1,5 @@
 """The shape of a workload, by hand."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,10 +41,8 @@ def test_what_is_written(batch: RolloutBatch, tmp_path: Path) -> None:
     cfg = load("conf/smoke.yaml", [f"output_dir={tmp_path}"])
     folder = cfg.run_dir / "steps" / "000001"
     folder.mkdir(parents=True)
-    whole = scored(batch, torch.zeros(len(batch)))
     rewards = torch.tensor([reward for *_, reward in RESPONSES])
-    apart = {"rewards_R": rewards.clone(), "scores_R": rewards, "components_RF": rewards[:, None].clone()}
-    save_scored(replace(whole, **apart), folder / "scored.safetensors")
+    save_scored(scored(batch, rewards), folder / "scored.safetensors")
     found = written(cfg)
     assert (found["length p50"], found["length max"]) == (4, 10)
     assert found["truncated"] == pytest.approx(0.2)

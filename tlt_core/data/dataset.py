@@ -134,17 +134,8 @@ def load(out_dir: Path, split: Literal["train", "validation"], tokenizer: Any) -
     cfg, prompts = _SECTION.validate_python(manifest.config), []
     for _, row in file_questions.jsonl_rows(path, deepest=1 + file_questions.DEEPEST):  # metadata is a level
         tokens = encode_question(tokenizer, row["prompt"], cfg)
-        prompts.append(
-            Prompt(
-                id=row["id"],
-                tokens=torch.tensor(tokens, dtype=torch.int32),
-                text=row["prompt"],
-                answer=row["answer"],
-                task=row["task"],
-                metadata=row["metadata"],
-                opening=opening(tokenizer, tokens),
-            )
-        )
+        tokens_P, asked = torch.tensor(tokens, dtype=torch.int32), (row["prompt"], row["answer"], row["task"])
+        prompts.append(Prompt(row["id"], tokens_P, *asked, row["metadata"], opening(tokenizer, tokens)))
     return prompts
 
 

@@ -27,12 +27,6 @@ log = logging.getLogger(__name__)
 _LOOK_S = 1.0  # between two looks whether the pool still works
 _MAX_WARNINGS = 10  # a message may quote the response, so messages may all be different
 
-_STATUS = {
-    verifiers.OK: ScoreStatus.OK,
-    verifiers.UNPARSEABLE: ScoreStatus.UNPARSEABLE,
-    verifiers.TIMEOUT: ScoreStatus.TIMEOUT,
-    verifiers.ERROR: ScoreStatus.ERROR,
-}
 _FAILED = (ScoreStatus.TIMEOUT, ScoreStatus.ERROR)
 
 
@@ -201,7 +195,7 @@ class Scorer:
             outcome = self._outcome(first_term, key)
             for term, value in zip(self._calls[key][first_term].terms, outcome.components, strict=True):
                 components[term] = value
-            status, seconds = max(status, _STATUS[outcome.status]), seconds + outcome.seconds
+            status, seconds = max(status, ScoreStatus(outcome.status)), seconds + outcome.seconds
             message = message or outcome.message
         del self._calls[key], self._items[key]
         total = sum(w * c for w, c in zip(self._weights, components, strict=True))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from tlt_core.grpo import confinement, math_answer
 
-OK, UNPARSEABLE, TIMEOUT, ERROR = "ok", "unparseable", "timeout", "error"
+OK, UNPARSEABLE, TIMEOUT, ERROR = range(4)  # as `types.ScoreStatus`
 LARGEST_REWARD = 1e6  # of one function, in absolute value
 _ONE = ("prompt", "response", "answer", "metadata")  # arguments of a function of yours
 _MANY = ("prompts", "responses", "answers", "metadata")  # of one that takes whole batches
@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
     """Result of one response, before weighting."""
 
     components: tuple[float, ...]
-    status: str  # one of the four above: the worst over the functions
+    status: int  # one of the four above: the worst over the functions
     message: str  # first error, for the log
     seconds: float
 
@@ -77,7 +77,7 @@ def score_response(functions: Sequence[tuple[str, str]], item: Item) -> Outcome:
         try:
             value = _checked(resolve(kind, path)(item))
         except Unparseable:
-            status = UNPARSEABLE if status == OK else status
+            status = max(status, UNPARSEABLE)
         except BaseException as error:  # users' code may raise anything, SystemExit included
             status, message = ERROR, message or f"{path or kind}: {_in_words(error)}"
         components.append(value)

@@ -64,9 +64,9 @@ def scored(rollouts: RolloutBatch, advantages_R: torch.Tensor) -> ScoredBatch:
     count = len(rollouts)
     return ScoredBatch(
         rollouts=rollouts,
-        rewards_R=advantages_R,
-        scores_R=advantages_R,
-        components_RF=advantages_R[:, None],
+        rewards_R=advantages_R.clone(),
+        scores_R=advantages_R.clone(),
+        components_RF=advantages_R[:, None].clone(),
         status_R=torch.zeros(count, dtype=torch.int64),
         reward_s_R=torch.zeros(count),
         advantages_R=advantages_R,

@@ -6,6 +6,7 @@ import torch
 from conf.reward import RewardConfig, RewardFunction
 from tlt_core.grpo.reward import RewardError, Scorer, check_reward_functions
 from tlt_core.grpo.verifiers import (
+    UNPARSEABLE,
     Item,
     format_reward,
     resolve,
@@ -62,7 +63,7 @@ def test_format(response, expected):
 def test_an_answer_that_the_task_cannot_read_is_unparseable_not_an_error():
     functions = (("reasoning_gym", ""),)
     outcome = score_response(functions, item("<answer>two</answer>", "2 x 3", "prime_factorization"))
-    assert (outcome.components, outcome.status, outcome.message) == ((0.0,), "unparseable", "")
+    assert (outcome.components, outcome.status, outcome.message) == ((0.0,), UNPARSEABLE, "")
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,7 @@ def test_scoring_processes_do_not_load_torch():
         ("math:pi", "not callable"),
         (":f", "Empty module name"),
         ("tests.tlt_core.grpo.unimportable_rewards:f", "judge are missing"),
+        ("tests.tlt_core.grpo.dying_rewards:f", "exit code 3"),
     ],
 )
 def test_bad_paths_are_found_before_any_work(path, reason):
