@@ -5,7 +5,6 @@ import torch
 from bench.engines.command import (
     agreement_verdicts,
     agreements_of,
-    rows_of,
     verdicts_of,
 )
 from bench.engines.measure import Case, Contest, Measured
@@ -41,19 +40,6 @@ def test_plain_is_judged_against_the_faster_variant_of_each_rival_in_the_same_re
     }
     assert slower["claim"].startswith("plain over transformers")
     assert (slower["value"], slower["holds"]) == (60 / 59, False)
-
-
-def test_a_row_compares_with_plain_decoding_of_the_same_repeat():
-    sampled = Case(2, 1.0)
-    found = contest(
-        plain={TWO: runs(10.0, 20.0, tokens=((1, 2), (3, 4))), sampled: runs(10.0)},
-        vllm={TWO: runs(20.0, 30.0, tokens=((1, 2), (3, 5))), sampled: runs(5.0)},
-    )
-    row = next(r for r in rows_of(found) if r["configuration"] == "vllm" and r["temperature"] == 0)
-    assert row["over_plain"] == {"median": 1.75, "min": 1.5, "max": 2.0}
-    assert row["differing"] == {"median": 0.5, "min": 0.5, "max": 0.5}
-    assert row["total_tokens_per_s"]["max"] == 15.0
-    assert all("differing" not in r for r in rows_of(found) if r["temperature"] == 1)
 
 
 def test_greedy_tokens_are_compared_with_those_of_transformers_on_the_largest_batch():

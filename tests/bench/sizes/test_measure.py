@@ -47,10 +47,3 @@ def test_chance_by_hand() -> None:
     assert planted.chance_for(1.75, depth=2) == pytest.approx(0.5)
     with pytest.raises(ValueError, match="chains of 2 cannot be accepted to 4"):
         planted.chance_for(4, depth=2)
-
-
-def test_bytes_that_a_pass_reads() -> None:
-    """All of the tiny target but its embedding: an untied head is a matrix of its own."""
-    bench = Bench("tiny", CPU, acceptance=4.0, sizes=SIZES)
-    every = sum(p.numel() for p in bench.decoder.parameters())
-    assert bench_sizes.read_bytes(bench.decoder) == 4 * (every - 512 * 64)

@@ -1,19 +1,10 @@
 """What `dtype: auto` stands for: by planted machines, and in a fresh process that is told to be a smaller one."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from conf.load import load
-from conf.run import RunConfig
 from tlt_core.machine import precision
 from tlt_core.machine.precision import Offers, Precision
-from tlt_core.run import coldstart
 
 HALF, FULL, AUTO = "bfloat16", "float32", "auto"
 ALL_AUTO = Precision(AUTO, AUTO, AUTO)
@@ -103,43 +94,3 @@ def test_an_old_gpu_has_no_bf16(monkeypatch: pytest.MonkeyPatch, supported: bool
     here = precision.offers("cuda")
     assert (here.rollout, here.update) == (("GPU", "GPU") if supported else ("", ""))
     assert ("Old GPU has no bfloat16" in here.lacks) == (not supported)
-
-
-def test_a_smaller_machine_can_be_rehearsed(tmp_path: Path) -> None:
-    """In a process of its own: torch reads these once.  A run called demo may be there already."""
-    code = (
-        "import json\nfrom conf.load import load\nfrom tlt_core.machine import doctor, precision\n"
-        f"cfg = precision.settle(load('conf/demo.yaml', ['output_dir={tmp_path}']))\n"
-        "print(json.dumps([precision.Precision.of(cfg), doctor._precision('precision', 'cpu')]))"
-    )
-    env = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    settled, line = json.loads(done.stdout)
-    assert settled == [HALF if precision.kernels_isa() else FULL, FULL, FULL]
-    assert line[1:3] == [f"rollout {settled[0]}, update float32", "skipped"]
-    assert "torch is limited to AVX2" in line[3] or NO_BF16 in line[3]
-
-
-# ------------------------------------------------------------------------------------------------ a run
-
-
-def config(folder: Path, *settings: str) -> RunConfig:
-    return load("conf/smoke.yaml", [f"output_dir={folder}", "rollout.dtype=auto", *settings])
-
-
-def plant(monkeypatch: pytest.MonkeyPatch, here: Offers) -> None:
-    monkeypatch.setattr(precision, "offers", lambda device, builtin_engine=True: here)
-
-
-def test_a_cold_start_that_another_machine_s_stage_made_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    report = tmp_path / "pipeline" / "coldstart" / "abc" / "coldstart.json"
-    report.parent.mkdir(parents=True)
-    report.write_text(json.dumps({"dtype": HALF, "metrics": {}}))
-    plant(monkeypatch, AVX2)
-    cfg = config(tmp_path)
-    assert precision.settle(cfg).coldstart.dtype == FULL, "its folder is another's"
-    monkeypatch.setenv("TLT_STAGES", str(tmp_path / "pipeline"))
-    assert Precision.of(precision.settle(cfg)) == (HALF, FULL, HALF)
-    assert coldstart.output_dir(precision.settle(cfg)).is_relative_to(tmp_path / "pipeline")
