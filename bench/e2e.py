@@ -60,7 +60,6 @@ def bench_e2e(cfg: RunConfig, *, repeats: int, out: Path, command: str, workload
 
 
 def _without_tail(cfg: RunConfig) -> RunConfig:
-    """The same work with responses that all have about the same length."""
     rollout = cfg.rollout.model_copy(update={"max_new_tokens": min(_UNCUT_TOKENS, cfg.rollout.max_new_tokens)})
     return cfg.model_copy(update={"name": f"{cfg.name}-no-tail", "rollout": rollout})
 

@@ -69,8 +69,6 @@ class Writer:
 
 
 class Page:
-    """A collector of prometheus_client."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 

@@ -34,7 +34,6 @@ class Loading:
             initialize_layerwise_reload(model)
 
     def add(self, file: str) -> None:
-        """Load the tensors of a safetensors file."""
         with safe_open(file, framework="pt") as tensors:
             given = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  (not a mapping)
         for name, weight in given.items():

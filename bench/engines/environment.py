@@ -115,7 +115,6 @@ class LineProcess:
             os.killpg(self._process.pid, sign)
 
     def close(self) -> None:
-        """End the process and all that it started."""
         for sign in (signal.SIGCONT, signal.SIGTERM):
             self.signal(sign)
         try:

@@ -34,8 +34,6 @@ class EngineSpec(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is decoded: the first `live` prompts at a temperature."""
-
     live: int
     temperature: float
 

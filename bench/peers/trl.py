@@ -74,12 +74,10 @@ class Trl(LineProcess):
     """A trainer that waits before each of its steps.  Raises PeerError when it cannot go on."""
 
     def __init__(self, python: Path, settings: Mapping[str, Any], log: Path) -> None:
-        """Start it, and wait until its model is loaded."""
         command = [str(python), "-P", str(_PROCESS)]
         super().__init__("TRL's process", command, environment=variables(threads=settings["threads"]), log=log)
         self.versions: dict[str, str] = self.ask(settings)["ready"]
 
     def step(self, score: Score) -> TrlStep:
-        """One step.  score: rewards of responses, by the rows of their prompts."""
         asked = self.ask({"go": True})["score"]
         return TrlStep(**self.ask({"rewards": score(asked["rows"], asked["responses"])})["step"])

@@ -31,7 +31,6 @@ class _Link:
         self.rollout_s = 0.0
 
     def score(self, completions: list[str], completion_ids: list[list[int]], row: list[int], **_: Any) -> list[float]:
-        """TRL's reward function: ours scores."""
         _say(self._replies, {"score": {"rows": row, "responses": completions}})
         self.rewards = json.loads(sys.stdin.readline())["rewards"]
         self.lengths = [len(ids) for ids in completion_ids]

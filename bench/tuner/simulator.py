@@ -75,7 +75,6 @@ class Engine:
 
     @property
     def rate(self) -> float:
-        """Expected tokens a second of the strategies chosen, without noise."""
         return sum(r.tokens for r in self.history) / sum(r.seconds for r in self.history)
 
     def __post_init__(self) -> None:

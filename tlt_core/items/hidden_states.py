@@ -44,7 +44,6 @@ class HiddenStates:
         self.acquire()
 
     def acquire(self) -> None:
-        """Take the memory, all zeros."""
         self.taps_SCE = torch.zeros(self._shape, dtype=self._dtype, device=self.slots_B.device)
 
     def release(self) -> None:
@@ -56,7 +55,6 @@ class HiddenStates:
         return self.taps_SCE.nbytes
 
     def slot(self, row: int) -> int:
-        """The row's place on the first axis of the buffer."""
         return self._slots[row]
 
     def places(self, rows_T: Tensor, positions_T: Tensor) -> Tensor:

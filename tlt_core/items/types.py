@@ -149,7 +149,6 @@ class RolloutBatch:
         return self.tokens_T[start + int(self.prompt_lens_R[index]) : end]
 
     def take(self, responses: Sequence[int]) -> "RolloutBatch":
-        """The given responses, in the given order."""
         starts, ends = self.offsets_R1[:-1], self.offsets_R1[1:]
         spans = [slice(int(starts[r]), int(ends[r])) for r in responses]
         index = torch.tensor(list(responses), dtype=torch.int64)
@@ -165,7 +164,6 @@ class RolloutBatch:
 
     @classmethod
     def join(cls, batches: Sequence["RolloutBatch"]) -> "RolloutBatch":
-        """All responses of several batches, one batch after the other."""
         offsets = [b.offsets_R1[1:] + sum(len(a.tokens_T) for a in batches[:i]) for i, b in enumerate(batches)]
         joined = {
             f.name: torch.cat([getattr(b, f.name) for b in batches]) for f in fields(cls) if f.name != "offsets_R1"
@@ -174,7 +172,6 @@ class RolloutBatch:
 
     @classmethod
     def pack(cls, rollouts: Sequence[Rollout]) -> "RolloutBatch":
-        """Sort into canonical order and pack."""
         require(len(rollouts) > 0, "no rollouts to pack")
         ordered = sorted(rollouts, key=lambda r: (r.key.prompt_id, r.key.sample))
         offsets = torch.zeros(len(ordered) + 1, dtype=torch.int64)
@@ -227,14 +224,12 @@ class ScoredBatch:
             require(not bad, f"{name} is not finite for responses {bad[:5]}: check the weights in reward.functions")
 
     def take(self, responses: Sequence[int]) -> "ScoredBatch":
-        """The given responses, in the given order."""
         index = torch.tensor(list(responses), dtype=torch.int64)
         own = {f.name: getattr(self, f.name)[index] for f in fields(self) if f.name != "rollouts"}
         return ScoredBatch(rollouts=self.rollouts.take(responses), **own)
 
     @classmethod
     def join(cls, batches: Sequence["ScoredBatch"]) -> "ScoredBatch":
-        """All responses of several batches, one batch after the other."""
         own = {f.name: torch.cat([getattr(b, f.name) for b in batches]) for f in fields(cls) if f.name != "rollouts"}
         return cls(rollouts=RolloutBatch.join([b.rollouts for b in batches]), **own)
 
