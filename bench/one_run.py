@@ -32,10 +32,7 @@ _ALLOWED = 0.1
 
 
 def bench_step(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
-    """Run `repeats` training steps after a first one that warms up, and report their phases.
-
-    Checkpoints are written as configured.  There is no validation, since most steps have none.
-    """
+    """Phases of `repeats` training steps after one that warms up.  No validation, since most steps have none."""
     validation = cfg.evaluation.model_copy(update={"every_steps": 0})
     tracking = cfg.tracking.model_copy(update={"register_models": False})
     changes = {"name": f"bench-{cfg.name}", "num_steps": repeats + 1, "evaluation": validation, "tracking": tracking}

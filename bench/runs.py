@@ -78,11 +78,8 @@ def variants(cfg: RunConfig, drafter: Path) -> dict[str, RunConfig]:
 
 
 def take_turns(runs: Mapping[str, RunConfig], *, num_steps: int, blocks: int) -> Iterator[int]:
-    """Train all of them from the start; yields the number of steps done after each block.  In the end the checkpoints
-    are deleted: they are large, and a benchmark is never resumed.
-
-    Raises ConfigError if a block would have only one step, which would not count.
-    """
+    """Train all of them from the start; yields the number of steps done after each block, and deletes the checkpoints,
+    which are large, in the end.  Raises ConfigError if a block would have only one step, which would not count."""
     block, order = -(-num_steps // blocks), deque(runs.values())
     if block < 2:
         raise ConfigError(

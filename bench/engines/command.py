@@ -266,13 +266,10 @@ def agreement(
     enders: Collection[int],
     log_probs: LogProbs,
 ) -> Agreement:
-    """Compare greedy tokens.  enders: tokens that end a response.
+    """Compare greedy tokens.  enders: tokens that end a response: from the reference's first one on none counts.
 
     Rounding differs between engines, so either of two almost equally likely tokens may win, and then another text
-    follows.  After a wrong conversion, engines differ at tokens that are far from equally likely.
-
-    Tokens from the reference's first ender on do not count: with a fixed number of tokens, some engines forbid enders.
-    """
+    follows.  After a wrong conversion, engines differ at tokens that are far from equally likely."""
     equal, total, gaps = 0, 0, []
     for prompt, ours, other in zip(prompts, reference, theirs, strict=True):
         length = next((i for i, token in enumerate(ours) if token in enders), len(ours))

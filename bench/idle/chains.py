@@ -65,8 +65,7 @@ def by_round_error(runs: Runs, *, drafts: int) -> float:
     """Standard error of `accept_length`: by chance alone, had the policy answered the same prompts again.
 
     Of L = sum_i t_i / R, R = sum_i r_i, tokens over rounds of each response, linearised: with d_i = t_i - L r_i,
-    error^2 = sum over prompts of n / (n - 1) sum_i (d_i - mean d)^2 / R^2.
-    """
+    error^2 = sum over prompts of n / (n - 1) sum_i (d_i - mean d)^2 / R^2."""
     sizes = {name: (len(run_P), _rounds(run_P.clamp_max(drafts).tolist())) for name, run_P in runs.items()}
     tokens, rounds = (sum(column) for column in zip(*sizes.values(), strict=True))
     off: dict[str, list[float]] = {}

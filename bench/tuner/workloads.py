@@ -97,11 +97,8 @@ def best_fixed(earned: Mapping[str, float]) -> float:
 
 
 def recovery(kind: str, strategies: Sequence[Strategy], *, live: int, seed: int) -> dict[str, float]:
-    """Rounds until a tuner does well again after its good drafter turned useless, and after it turned good again.
-
-    The tuner learns of it from its rounds alone.  It has recovered at the first round from which on it reaches, over
-    32 rounds, at least 0.9 of the throughput that the best strategy has in the same rounds.
-    """
+    """Rounds until a tuner does well again after its good drafter turned useless, and after it turned good again: the
+    first round from which on it reaches, over 32 rounds, at least 0.9 of the best strategy's throughput in them."""
     work = SimulatedWork(_SWAPPED.eagle3, _SWAPPED.ngram, live, _LONG)
     engine, adaptive = work.engine(seed=seed, compare=(OFF, *strategies)), tuner_of(kind, strategies, seed=seed)
     engine.run(adaptive, _SETTLE)

@@ -46,10 +46,7 @@ def encode_question(tokenizer: Any, question: str, cfg: DataConfig) -> list[int]
 
 
 def check_variables(tokenizer: Any, template_kwargs: Mapping[str, Any], *, setting: str) -> None:
-    """Does the chat template read these variables?  A misspelt one would have no effect.  Raises DataError.
-
-    setting: where they were given, for the message.
-    """
+    """Raises DataError for variables that the chat template does not read.  setting: where they were given."""
     if not template_kwargs:
         return
     if not tokenizer.chat_template:

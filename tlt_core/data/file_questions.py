@@ -64,10 +64,8 @@ def source(cfg: FileData) -> str:
 
 
 def jsonl_rows(path: Path, *, deepest: int = DEEPEST) -> Iterator[tuple[str, Any]]:
-    """(where, value) of each line that is not blank.  Raises DataError naming file and line.
-
-    deepest: levels of lists and objects in a value.
-    """
+    """(where, value) of each line that is not blank.  Raises DataError naming file and line.  deepest: levels of lists
+    and objects in a value."""
     # Read bytes, where only a line feed ends a line: text mode splits at other characters too, which JSON may contain.
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):

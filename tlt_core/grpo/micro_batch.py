@@ -35,10 +35,7 @@ class MicroBatch(NamedTuple):
 
 def micro_batches(batch: TrainBatch, *, token_budget: int, skip_zero_advantage: bool) -> Iterator[MicroBatch]:
     """The passes of a share: those it was made of, otherwise passes of at most `token_budget` tokens (a longer sequence
-    gets a pass of its own).
-
-    skip_zero_advantage: sequences whose advantage is 0 have their own passes, without gradient.
-    """
+    gets its own).  skip_zero_advantage: sequences whose advantage is 0 have their own passes, without gradient."""
     live_S = batch.advantages_S != 0 if skip_zero_advantage else torch.ones(len(batch), dtype=torch.bool)
     dealt = None
     if batch.passes_S is not None:

@@ -29,10 +29,8 @@ class Pass(NamedTuple):
 def packs(prompt_ids: Sequence[int], prompt_lens: Sequence[int], *, groups_per_pack: int) -> dict[int, int]:
     """Pack of each prompt, numbered from the longest prompts down.
 
-    A long prompt often has long responses, which fill passes by themselves and end late; short ones share a pass.  So
-    prompts of similar length go together, and packs grow towards short ones: 1, 1, 2, 2, 3, 3, ... groups, at most
-    `groups_per_pack`.
-    """
+    A long prompt often has long responses, which fill passes by themselves and end late.  So prompts of similar length
+    go together, and packs grow towards short ones: 1, 1, 2, 2, 3, 3, ... groups, at most `groups_per_pack`."""
     waiting = sorted(range(len(prompt_ids)), key=lambda i: (-prompt_lens[i], -prompt_ids[i]))
     result: dict[int, int] = {}
     pack = 0

@@ -116,11 +116,8 @@ class PolicyTrainer:
         self._done = self._nothing_done()  # passes of the next optimizer step that were streamed
 
     def steps(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
-        """All optimizer steps of one RL step.
-
-        Metrics are means over the steps (learning rate: the last; maxima: the largest); there are none when no step
-        was made because everything was masked out or skipped.
-        """
+        """All optimizer steps of one RL step.  Metrics are means over the steps (learning rate: the last; maxima: the
+        largest); there are none when no step was made because everything was masked out or skipped."""
         results = [metrics for batch in self._with_old_logprobs(batches) if (metrics := self.step(batch))]
         if not results:
             return {}

@@ -52,11 +52,8 @@ class Unparseable(ValueError):
 
 
 def start(functions: Sequence[tuple[str, str]], max_memory_gb: float, pass_variables: Sequence[str]) -> None:
-    """Prepare a new scoring process: confine it, silence it and import all that the functions need.
-
-    It runs before the first response, so imports do not count against a sample's time limit, not even in a process that
-    replaces a killed one.  It calls no reward function.
-    """
+    """Prepare a new scoring process: confine it, silence it and import all that the functions need, before the first
+    response, so that imports do not count against a sample's time limit.  It calls no reward function."""
     confinement.confine(max_memory_gb=max_memory_gb, pass_variables=pass_variables)
     sink = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # what a reward function prints must not garble the terminal

@@ -21,10 +21,8 @@ _RECORD = threading.Lock()  # for run.json: the tracker's thread writes it, too
 
 
 def commit() -> str:
-    """Commit of the running code, with `-dirty` when files have changed since.
-
-    Outside a git checkout it is what TLT_COMMIT says (an image knows its own), or `unknown`.
-    """
+    """Commit of the running code, with `-dirty` when files have changed since.  Outside a git checkout it is what
+    TLT_COMMIT says (an image knows its own), or `unknown`."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)
