@@ -117,13 +117,11 @@ class DraftLengths:
 
     def changed(self, *, change: float | None = None) -> None:
         """The drafter's weights are new.  change: see `RecordedTuner.notify_change`."""
-        self.tuner.notify_change(self._drafter(), **({} if change is None else {"change": change}))
+        drafter = next((s.drafter for s in self.by_length.values() if not s.is_off), "eagle3")
+        self.tuner.notify_change(drafter, **({} if change is None else {"change": change}))
 
     def snapshot(self) -> dict[str, Any]:
         return {"rounds": {name: list(of) for name, of in self.rounds.items()}, "tuner": self.tuner.snapshot()}
-
-    def _drafter(self) -> str:
-        return next((s.drafter for s in self.by_length.values() if not s.is_off), "eagle3")
 
     def _row(self, name: str) -> int:
         if name not in self._rows:

@@ -116,19 +116,13 @@ def compete(
             on_progress("measurements", turn, repeats * len(cases))
             able = [engine for engine in engines if engine.takes(case)]
             for engine in able[repeat % len(able) :] + able[: repeat % len(able)]:
-                result = figures(engine.work(job(case, new_tokens, seed + repeat)), case, new_tokens=new_tokens)
+                reply = engine.work(job(case, new_tokens, seed + repeat))
+                decoding_s = max(reply["seconds"] - reply["first_seconds"], 1e-9)
+                rate, total = case.live * (new_tokens - 1) / decoding_s, case.live * new_tokens / reply["seconds"]
+                result = Measured(rate, total, reply["tokens"])
                 found.measured.setdefault((engine.spec.name, case), []).append(result)
                 _log.info("repeat %d, %s, %s: %.1f tokens/s", repeat, case, engine.spec.name, result.tokens_per_s)
     return found
-
-
-def figures(reply: Mapping[str, Any], case: Case, *, new_tokens: int) -> Measured:
-    decoding_s = max(reply["seconds"] - reply["first_seconds"], 1e-9)
-    return Measured(
-        tokens_per_s=case.live * (new_tokens - 1) / decoding_s,
-        total_tokens_per_s=case.live * new_tokens / reply["seconds"],
-        tokens=reply["tokens"],
-    )
 
 
 def own_environment(*, threads: int) -> dict[str, str]:

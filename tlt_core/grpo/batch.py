@@ -16,7 +16,7 @@ from torch import Tensor
 
 from conf.update import AlgorithmConfig, UpdateConfig
 from tlt_core.grpo.passes import Cost, Key, Pass, fill, kept, make_passes, packs, power_of_two
-from tlt_core.items.types import RolloutBatch, ScoredBatch
+from tlt_core.items.types import FinishReason, NoiseKey, Rollout, RolloutBatch, ScoredBatch
 
 Example = tuple[Tensor, Tensor]  # prompt tokens and completion tokens, int32
 
@@ -145,13 +145,19 @@ def make_supervised_batches(
     An optimizer step takes examples until the next would exceed tokens_per_step; a longer example gets its own step.
     """
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
-    lengths = [len(prompt) + len(completion) for prompt, completion in examples]
+    texts = RolloutBatch.pack([_as_rollout(index, *example) for index, example in enumerate(examples)])
+    lengths, ones = texts.lengths_R.tolist(), torch.ones(len(examples))
     steps = []
     for chosen in fill(order, lambda index, _: lengths[index], budget=tokens_per_step):
-        num_tokens = sum(len(examples[index][1]) for index in chosen)
+        tokens, count = sum(len(examples[index][1]) for index in chosen), len(chosen)
         shares = _lightest_first(chosen, lambda index, _: lengths[index], num_workers=num_workers)
-        steps.append([_take_examples(examples, share, num_tokens, len(chosen)) for share in shares])
+        steps.append([_take(texts, share, ones, num_tokens=tokens, num_sequences=count) for share in shares])
     return steps
+
+
+def _as_rollout(number: int, prompt: Tensor, completion: Tensor) -> Rollout:
+    tokens, none = torch.cat([prompt, completion]), torch.zeros(len(completion))
+    return Rollout(NoiseKey(0, 0, number, 0), tokens, len(prompt), none, FinishReason.STOP, policy_version=0)
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
@@ -241,21 +247,3 @@ def _completions(rollouts: RolloutBatch, share: Tensor, values_T: Tensor) -> Ten
     starts = rollouts.offsets_R1[share] + rollouts.prompt_lens_R[share]
     parts = [values_T[int(s) : int(e)] for s, e in zip(starts, rollouts.offsets_R1[share + 1], strict=True)]
     return torch.cat(parts) if parts else values_T[:0]
-
-
-def _take_examples(examples: Sequence[Example], share: list[int], num_tokens: int, num_sequences: int) -> TrainBatch:
-    tokens = [torch.cat(examples[index]) for index in share]
-    prompt_lens = torch.tensor([len(examples[index][0]) for index in share], dtype=torch.int64)
-    offsets = offsets_of(torch.tensor([len(t) for t in tokens], dtype=torch.int64))
-    return TrainBatch(
-        tokens_T=torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int32),
-        offsets_S1=offsets,
-        prompt_lens_S=prompt_lens,
-        prompt_ids_S=torch.tensor(share, dtype=torch.int64),
-        sources_S=torch.tensor(share, dtype=torch.int64),
-        samples_S=torch.zeros(len(share), dtype=torch.int64),
-        advantages_S=torch.ones(len(share)),
-        rollout_logprobs_C=torch.zeros(int(offsets[-1] - prompt_lens.sum())),
-        num_tokens=num_tokens,
-        num_sequences=num_sequences,
-    )

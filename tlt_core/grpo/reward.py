@@ -12,6 +12,7 @@ import os
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,7 +102,7 @@ def _pool(cfg: RewardConfig, *, processes: int, functions: Sequence[tuple[str, s
     )
 
 
-class Scorer:
+class Scorer(AbstractContextManager["Scorer"]):
     """Owns the pool, whose processes start in the background.  Raises RewardError."""
 
     def __init__(self, cfg: RewardConfig) -> None:
@@ -141,9 +142,6 @@ class Scorer:
     def close(self) -> None:
         self._pool.stop()
         self._pool.join()
-
-    def __enter__(self) -> "Scorer":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

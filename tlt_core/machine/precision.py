@@ -106,22 +106,21 @@ def resolve(asked: Precision, here: Offers, *, recorded: Precision | None = None
     recorded: precision of the run's newest checkpoint.  made: type of a cold start that a stage of dvc.yaml has made,
     perhaps on another machine.
     """
-    rollout = asked.rollout
-    if rollout == _AUTO and recorded is not None:
-        rollout = recorded.rollout
-        if rollout == _HALF and not here.rollout:
-            raise PrecisionError(_refusal("rollout", "rollout.dtype", recorded, here))
-    elif rollout == _AUTO:
-        rollout = _HALF if here.rollout else _FULL
-    update = asked.update
-    if update == _AUTO and asked.rollout == _FULL and (recorded is None or recorded.rollout != _FULL):
-        update = _FULL  # float32 rollouts mean float32 everywhere
-    elif update == _AUTO and recorded is not None:
-        update = recorded.update
-        if update == _HALF and not here.update:
-            raise PrecisionError(_refusal("update", "update.dtype", recorded, here))
-    elif update == _AUTO:
-        update = _HALF if here.update else _FULL
+
+    def settled(what: str, wanted: str, able: str) -> str:
+        if wanted != _AUTO:
+            return wanted
+        if recorded is None:
+            return _HALF if able else _FULL
+        kept: str = getattr(recorded, what)
+        if kept == _HALF and not able:
+            raise PrecisionError(_refusal(what, f"{what}.dtype", recorded, here))
+        return kept
+
+    rollout = settled("rollout", asked.rollout, here.rollout)
+    # float32 rollouts mean float32 everywhere
+    is_full = asked.rollout == _FULL and (recorded is None or recorded.rollout != _FULL)
+    update = _FULL if asked.update == _AUTO and is_full else settled("update", asked.update, here.update)
     coldstart = asked.coldstart
     if coldstart == _AUTO:  # a resumed run has its cold start already
         coldstart = made or update if recorded is None else recorded.coldstart

@@ -4,8 +4,8 @@ Settings: weights (a GGUF file), dtype (of its matrices), threads, max_live, max
 server, inside this process.  `ignore_eos` forbids tokens that end a response.
 """
 
-import http.client
 import json
+import urllib.request
 
 import xllamacpp
 
@@ -65,13 +65,6 @@ def build(settings):  # type: ignore[no-untyped-def]
 
 
 def _post(address, body):  # type: ignore[no-untyped-def]
-    connection = http.client.HTTPConnection(address.removeprefix("http://"))
-    try:
-        connection.request("POST", "/completion", body, {"Content-Type": "application/json"})
-        reply = connection.getresponse()
-        text = reply.read()
-    finally:
-        connection.close()
-    if reply.status != http.client.OK:
-        raise RuntimeError(f"llama.cpp answered {reply.status}: {text[:500]!r}")
-    return json.loads(text)
+    request = urllib.request.Request(f"{address}/completion", body.encode(), {"Content-Type": "application/json"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as reply:
+        return json.loads(reply.read())

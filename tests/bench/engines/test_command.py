@@ -1,10 +1,6 @@
 """Rows and verdicts of the engines' benchmark, by hand; what is left out says why."""
 
-import torch
-
 from bench.engines.command import (
-    agreement_verdicts,
-    agreements_of,
     verdicts_of,
 )
 from bench.engines.measure import Case, Contest, Measured
@@ -40,20 +36,3 @@ def test_plain_is_judged_against_the_faster_variant_of_each_rival_in_the_same_re
     }
     assert slower["claim"].startswith("plain over transformers")
     assert (slower["value"], slower["holds"]) == (60 / 59, False)
-
-
-def test_greedy_tokens_are_compared_with_those_of_transformers_on_the_largest_batch():
-    found = contest(
-        transformers={ONE: runs(1.0), TWO: runs(1.0, tokens=((1, 2), (3, 4)))},
-        vllm={ONE: runs(1.0, tokens=((9,),)), TWO: runs(1.0, tokens=((1, 2), (5, 4)))},
-        plain={TWO: runs(1.0, tokens=((1, 2), (3, 4))), Case(2, 1.0): runs(1.0, tokens=((7, 7), (7, 7)))},
-    )
-    rows = agreements_of(
-        found, [[8], [8, 8], [8, 8, 8]], enders=(), log_probs=lambda tokens: -torch.arange(10.0) * len(tokens)
-    )
-    about = {"compared_with": "transformers", "live": 2}
-    assert rows == [
-        {"configuration": "vllm", **about, "equal_tokens": 0.5, "parted": 1, "largest_gap": 4.0},
-        {"configuration": "plain", **about, "equal_tokens": 1.0, "parted": 0, "largest_gap": 0.0},
-    ]
-    assert [v["holds"] for v in agreement_verdicts(rows)] == [False, True]

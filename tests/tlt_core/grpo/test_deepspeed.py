@@ -5,7 +5,6 @@ AdamW divides a gradient by its own size, which turns rounding of a gradient nea
 learning rate; eps = 1e-3 keeps that out of the comparison, and the tolerance (1e-6) is then 1/5000 of a weight's move.
 """
 
-import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,9 +65,9 @@ def _train(backend, rank: int, world_size: int, resumed: Path | None = None) -> 
     return weights, state, metrics
 
 
-def _worker(rank: int, port: int, folder: Path) -> None:
+def _worker(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     for name, backend in BACKENDS.items():
         torch.save(_train(backend, rank, 2), folder / f"{name}-{rank}.pt")
     for name in ("zero2", "zero3"):
@@ -81,10 +80,7 @@ def _worker(rank: int, port: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deepspeed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_worker, args=(port, folder), nprocs=2)
+    mp.spawn(_worker, args=(folder,), nprocs=2)
     torch.save(_train(TorchBackend(), 0, 1), folder / "single.pt")
     return folder
 

@@ -7,7 +7,6 @@ their sums, so norms agree to 1e-5 of themselves and weights to 1e-6, a thousand
 """
 
 import dataclasses
-import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,9 +80,9 @@ def _stream(trainer: PolicyTrainer) -> Streamed:
     return Streamed(max(seen), sum(bytes_of.values()), max(bytes_of.values()), whole() == 0, wrong)
 
 
-def _worker(rank: int, port: int, folder: Path) -> None:
+def _worker(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     for name, settings in VARIANTS.items():
         trainer, norm = _trained(rank, torch.float32, **settings)
         weights = {key: weight.clone() for key, weight in trainer.weights()}
@@ -102,10 +101,7 @@ def _worker(rank: int, port: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("zero3")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_worker, args=(port, folder), nprocs=2)
+    mp.spawn(_worker, args=(folder,), nprocs=2)
     return folder
 
 
