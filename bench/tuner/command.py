@@ -1,6 +1,5 @@
 """`tlt bench tuner`: how well each policy chooses where the best choice is known.  Repeats differ by their seed."""
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,9 @@ def bench_tuner(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dic
     rows, verdicts = [], []
     for name, work in WORKLOADS.items():
         played = [earnings(work, strategies, seed=seed) for seed in seeds]
-        rows += _earning_rows(name, played)
+        for player in played[0]:  # a policy or strategy; compared with the best fixed strategy with the same seed
+            figures = [{"tokens_per_s": own[player], "of_best_fixed": own[player] / best_fixed(own)} for own in played]
+            rows.append({"workload": name, "configuration": player, **summarise(figures)})
         ratios = [earned["cost_model"] / best_fixed(earned) for earned in played]
         verdicts.append(verdict(f"{name}: cost_model over the best fixed strategy", ratios, _OF_BEST))
     for live in SWAP_LIVE:
@@ -42,12 +43,3 @@ def bench_tuner(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dic
                     rounds = [f[figure] for f in figures]
                     verdicts.append(verdict(f"{until} {what}", rounds, _MOST_ROUNDS, at_most=True))
     return write_report(out, command=command, repeats=repeats, rows=rows, verdicts=verdicts)
-
-
-def _earning_rows(workload: str, played: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    """One row a policy or strategy; `of_best_fixed` is relative to the best fixed strategy with the same seed."""
-    rows = []
-    for name in played[0]:
-        figures = [{"tokens_per_s": own[name], "of_best_fixed": own[name] / best_fixed(own)} for own in played]
-        rows.append({"workload": workload, "configuration": name, **summarise(figures)})
-    return rows

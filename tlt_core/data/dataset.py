@@ -24,8 +24,6 @@ from tlt_core.data.response_text import opening
 from tlt_core.items.store import StoreError, read_json, sha256_of, write_folder_atomically
 from tlt_core.items.types import Prompt
 
-__all__ = ["DataError", "DataManifest", "load", "prepare", "read_manifest"]
-
 
 @dataclass(frozen=True, slots=True)
 class DataManifest:

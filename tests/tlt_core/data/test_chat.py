@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from conf.data import GymData
 from tlt_core.data import dataset, solutions
-from tlt_core.data.chat import check_variables, encode_prompt
+from tlt_core.data.chat import check_variables
 from tlt_core.data.question import DataError
 
 _THINKING = (
@@ -32,13 +32,6 @@ def _gym(**changes: object) -> GymData:
 
 def _prepare(cfg: GymData, tokenizer: Any, folder: Path, *, vocab_size: int = _VOCAB) -> dataset.DataManifest:
     return dataset.prepare(cfg, tokenizer=tokenizer, vocab_size=vocab_size, max_prompt_tokens=200, out_dir=folder)
-
-
-@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[0].nothing.more }}", "{% if %}"])
-def test_a_broken_template_is_named(tokenizer: Any, template: str) -> None:
-    tokenizer.chat_template = template
-    with pytest.raises(DataError, match=r"chat template fails on a user's message .*edit the model's chat_template"):
-        encode_prompt(tokenizer, "1 + 1 =", system_prompt=None)
 
 
 def test_variables_reach_the_template_and_decide_which_data_set_it_is(tokenizer: Any, tmp_path: Path) -> None:

@@ -188,10 +188,3 @@ def test_own_validation_file(tokenizer, tmp_path):
     write_jsonl(held, [f"q{i}" for i in range(10)])
     with pytest.raises(DataError, match="every prompt of"):
         prepare(cfg, tokenizer, tmp_path / "d")
-
-
-def test_long_prompts_are_dropped_and_counted(tokenizer, tmp_path):
-    tasks = [{"name": "chain_sum", "config": {"min_terms": 2, "max_terms": 30}}]
-    manifest = prepare(gym(tasks=tasks), tokenizer, tmp_path / "d", max_prompt_tokens=80)
-    assert manifest.dropped_long > 0
-    assert max(len(p.tokens) for p in dataset.load(tmp_path / "d", "train", tokenizer)) <= 80

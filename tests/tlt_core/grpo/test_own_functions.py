@@ -48,11 +48,6 @@ def test_a_bad_response_costs_no_other_of_its_batch_a_score(bad: str, status: Sc
     assert (hit.total, hit.status) == (0.0, status)
 
 
-def test_async_functions_are_run() -> None:
-    config = RewardConfig(functions=(own("judge"), own("judges", batch=True)), timeout_s=60)
-    assert [score.components for score in scored(config, ["5", "6", "5"])] == [(1.0, 1.0), (0.5, 0.5), (1.0, 1.0)]
-
-
 @pytest.mark.parametrize(
     ("function", "why"),
     [

@@ -92,14 +92,6 @@ def test_a_process_that_somebody_else_kills_costs_no_sample_its_score(tmp_path):
     assert (hit.components, hit.status) == ((5.0,), ScoreStatus.OK)
 
 
-def test_imports_do_not_count_against_the_time_of_a_sample():
-    function = RewardFunction(kind="python", path="tests.tlt_core.grpo.slow_to_import_rewards:one")
-    with Scorer(config(function, timeout_s=1.0)) as scorer:
-        scorer.submit("one", PROMPT, "any")
-        (scored,) = scorer.collect(["one"])
-    assert (scored.status, scored.total) == (ScoreStatus.OK, 1.0)
-
-
 def test_scoring_processes_do_not_load_torch():
     with Scorer(config(RewardFunction(kind="exact"), python("modules"))) as scorer:
         scorer.submit(0, PROMPT, "<answer>5</answer>")
