@@ -1,13 +1,9 @@
 """`tlt bench e2e`: whole RL steps that differ only in drafting and in the use of idle time (`bench.runs.variants`).
 
-    tail      the configuration as it is
-    no-tail   responses are cut short, so that no worker waits for long ones
-    exact     a few short steps in float32, without importance weights (`algorithm.tis_cap`): rollouts, rewards and
-              trained weights must be the same in all variants
-
-Equal accuracy is shown by identity: `same_steps` is the share of a variant's steps whose rollouts (`rollout/checksum`)
-and rewards are those of plain decoding.  It is 1 in float32, and in bfloat16 with the C kernels, whose results do not
-depend on the batch.  Without them a near-tie may flip a token in bfloat16; the runs then differ like two seeds.
+tail      the configuration as it is
+no-tail   responses are cut short, so that no worker waits for long ones
+exact     a few short steps in float32, without importance weights: `same_steps`, the share of steps whose rollouts
+          and rewards are those of plain decoding, and the share of equal weights must be 1 in all variants
 """
 
 import statistics
@@ -18,16 +14,7 @@ from typing import Any
 from prefect import flow
 
 from bench.report import write_report
-from bench.runs import (
-    drop_checkpoints,
-    first_drafter,
-    ratios,
-    same_steps,
-    same_weights,
-    steps_of,
-    take_turns,
-    variants,
-)
+from bench.runs import first_drafter, ratios, same_steps, same_weights, steps_of, take_turns, variants
 from bench.verdicts import summarise, verdict
 from bench.written import written
 from conf.load import ConfigError
@@ -36,27 +23,7 @@ from conf.run import RunConfig
 _UNCUT_TOKENS = 48  # longest response of the workload without a tail
 _EXACT_PROMPTS, _EXACT_TOKENS = 4, 160  # upper bounds
 _EXACT_STEPS = 2
-_PHASES = ("gen", "publish_drafter", "reward", "update_actor", "update_weights", "tracking", "overhead")
-_FIGURES = (
-    *(f"timing_s/{phase}" for phase in _PHASES),
-    "timing_s/step",
-    "perf/rollout_share",
-    "perf/rollout_tokens_per_s",
-    "rollout/tail_ratio",
-    "response_length/p50",
-    "response_length/p90",
-    "response_length/p99",
-    "response_length/clip_ratio",
-    "rollout/spec_accept_length",
-    "rollout/spec_active_frac",
-    "idle/idle_s",
-    "idle/harvested_s",
-    "idle/harvested_ratio",
-    "idle/streamed_s",
-    "idle/preempt_ms_p95",
-    "idle/streamed_share",
-    "critic/rewards/mean",
-)
+_FIGURES = ("timing_s/", "perf/", "rollout/", "response_length/", "idle/", "critic/rewards/mean")  # of a run's metrics
 _WORKLOADS = ("tail", "no-tail", "exact")
 _EXACT_CLAIMS = {
     "same_steps": "float32: share of steps with the same rollouts and rewards as plain",
@@ -74,29 +41,25 @@ def bench_e2e(cfg: RunConfig, *, repeats: int, out: Path, command: str, workload
     """`repeats` blocks of steps, `num_steps` in all, of each variant; returns the report.  workload: only this one."""
     if workload not in (None, *_WORKLOADS):
         raise ConfigError(f"--workload={workload}: choose one of {', '.join(_WORKLOADS)}, or leave it out for all")
-    wanted = _WORKLOADS if workload is None else (workload,)
     drafter, _ = first_drafter(cfg)
     rows: list[dict[str, Any]] = []
     verdicts: list[dict[str, Any]] = []
-    for name in wanted:
+    for name in _WORKLOADS if workload is None else (workload,):
         if name == "exact":
             exact = _exact(cfg, drafter)
             rows += exact
             verdicts += [verdict(claim, [r[figure] for r in exact], 1.0) for figure, claim in _EXACT_CLAIMS.items()]
             continue
-        runs = variants(cfg if name == "tail" else without_tail(cfg), drafter)
-        for _ in take_turns(runs, num_steps=cfg.num_steps, blocks=repeats):
-            pass
-        drop_checkpoints(runs)
+        runs = variants(cfg if name == "tail" else _without_tail(cfg), drafter)
+        list(take_turns(runs, num_steps=cfg.num_steps, blocks=repeats))
         steps = {variant: steps_of(run) for variant, run in runs.items()}
-        rows += _rows(name, steps, _same_steps(runs))
+        rows += _rows(name, steps, {variant: same_steps(run, runs["plain"]) for variant, run in runs.items()})
         rows.append({"workload": name, "configuration": "responses", **written(runs["plain"])})
         verdicts += _verdicts(name, steps)
     return write_report(out, command=command, repeats=repeats, rows=rows, verdicts=verdicts)
 
 
-def without_tail(cfg: RunConfig) -> RunConfig:
-    """The same work with responses that all have about the same length."""
+def _without_tail(cfg: RunConfig) -> RunConfig:
     rollout = cfg.rollout.model_copy(update={"max_new_tokens": min(_UNCUT_TOKENS, cfg.rollout.max_new_tokens)})
     return cfg.model_copy(update={"name": f"{cfg.name}-no-tail", "rollout": rollout})
 
@@ -104,48 +67,40 @@ def without_tail(cfg: RunConfig) -> RunConfig:
 def _exact(cfg: RunConfig, drafter: Path) -> list[dict[str, Any]]:
     """A row for each variant: the share of its steps that equal those of plain decoding."""
     given = cfg.rollout
-    small = given.model_copy(
-        update={
-            "dtype": "float32",
-            "num_prompts": min(_EXACT_PROMPTS, given.num_prompts),
-            "max_new_tokens": min(_EXACT_TOKENS, given.max_new_tokens),
-        }
-    )
-    update = cfg.update.model_copy(update={"dtype": "float32"})
-    # Importance weights follow the last bits of the rollout's log-probabilities, which torch rounds by batch.
-    algorithm = cfg.algorithm.model_copy(update={"tis_cap": 0.0})
-    changes = {"name": f"{cfg.name}-exact", "rollout": small, "update": update, "algorithm": algorithm}
-    own = cfg.model_copy(update=changes)
-    runs = variants(own, drafter)
-    for _ in take_turns(runs, num_steps=_EXACT_STEPS, blocks=1):
-        pass
-    drop_checkpoints(runs)
+    small = {
+        "dtype": "float32",
+        "num_prompts": min(_EXACT_PROMPTS, given.num_prompts),
+        "max_new_tokens": min(_EXACT_TOKENS, given.max_new_tokens),
+    }
+    changes = {
+        "name": f"{cfg.name}-exact",
+        "rollout": given.model_copy(update=small),
+        "update": cfg.update.model_copy(update={"dtype": "float32"}),
+        # Importance weights follow the last bits of the rollout's log-probabilities, which torch rounds by batch.
+        "algorithm": cfg.algorithm.model_copy(update={"tis_cap": 0.0}),
+    }
+    runs = variants(cfg.model_copy(update=changes), drafter)
+    list(take_turns(runs, num_steps=_EXACT_STEPS, blocks=1))
     return [
         {
             "workload": "exact",
             "configuration": name,
             "steps": _EXACT_STEPS,
-            "same_steps": same,
-            "same_weights": same_weights(runs[name], runs["plain"]),
+            "same_steps": same_steps(run, runs["plain"]),
+            "same_weights": same_weights(run, runs["plain"]),
         }
-        for name, same in _same_steps(runs).items()
+        for name, run in runs.items()
     ]
-
-
-def _same_steps(runs: Mapping[str, RunConfig]) -> dict[str, float]:
-    """Share of each variant's steps that have the rollouts and rewards of plain decoding."""
-    return {name: same_steps(run, runs["plain"]) for name, run in runs.items()}
 
 
 def _rows(workload: str, steps: _Steps, same: Mapping[str, float]) -> list[dict[str, Any]]:
     """A row for each variant, and one with the largest possible speed-up of a step (Amdahl's law)."""
     rows: list[dict[str, Any]] = []
+    seconds = {name: sum(row["timing_s/step"] for row in own) for name, own in steps.items()}
     for name, own in steps.items():
-        figures_of_it = [f for f in _FIGURES if any(f in row for row in own)]
-        seconds = sum(row["timing_s/step"] for row in own)
-        rows.append({"workload": workload, "configuration": name} | summarise(own, figures_of_it))
-        rows[-1]["same_steps"] = same[name]
-        rows[-1]["over_plain_in_all"] = sum(row["timing_s/step"] for row in steps["plain"]) / seconds
+        figures = summarise(own, sorted({figure for row in own for figure in row if figure.startswith(_FIGURES)}))
+        whole = {"same_steps": same[name], "over_plain_in_all": seconds["plain"] / seconds[name]}
+        rows.append({"workload": workload, "configuration": name, **figures, **whole})
     share = statistics.median(row["timing_s/gen"] / row["timing_s/step"] for row in steps["plain"])
     ceiling = {"rollout_share": share, "speedup_if_rollout_were_free": 1.0 / (1.0 - share)}
     return [*rows, {"workload": workload, "configuration": "ceiling", **ceiling}]

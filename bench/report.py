@@ -1,11 +1,9 @@
 """`tlt bench`: measurements that a script can judge.
 
-    reports/NAME.json: name, commit, command, machine, repeats,
-                       rows      one per configuration: median, min and max of each figure
-                       verdicts  claim, value, spread, bound, holds
-                       conditions  by hand, afterwards: what disturbed the measurement
-
-A verdict compares the median with its bound, and is written down whether it holds or not.
+reports/NAME.json: name, commit, command, machine, repeats,
+                   rows      one per configuration: median, min and max of each figure
+                   verdicts  claim, value, spread, bound, holds: the median beside its bound
+                   conditions  by hand, afterwards: what disturbed the measurement
 """
 
 import json
@@ -17,7 +15,7 @@ from typing import Any
 from tlt_core.items.store import write_atomically
 from tlt_core.machine import doctor, provenance
 
-LIMITS = ("TLT_NATIVE_KERNELS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+_LIMITS = ("TLT_NATIVE_KERNELS", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
 
 
 def write_report(
@@ -32,10 +30,10 @@ def write_report(
 ) -> dict[str, Any]:
     """Write a report atomically, and return it.
 
-    environment: the variables that change what is measured; None: those of this process (`limits_set`).  attempt: of
-    the run that was measured: commit and machine are its; None: they are those of now.
+    environment: the variables that change what is measured; None: those that keep this process from instructions that
+    the processor has.  attempt: of the run that was measured: commit and machine are its; None: they are those of now.
     """
-    told = limits_set() if environment is None else dict(environment)
+    told = {n: os.environ[n] for n in _LIMITS if n in os.environ} if environment is None else dict(environment)
     report = {
         "name": path.stem,
         "commit": attempt["commit"] if attempt else provenance.commit(),
@@ -48,8 +46,3 @@ def write_report(
     }
     write_atomically(path, lambda partial: partial.write_text(json.dumps(report, indent=1) + "\n"))
     return report
-
-
-def limits_set() -> dict[str, str]:
-    """Variables that keep this process from instructions that the processor has."""
-    return {name: os.environ[name] for name in LIMITS if name in os.environ}

@@ -1,7 +1,6 @@
 """Write docs/results.md, and the table in README.md, from reports/*.json:  python -m bench.results
 
-Every figure on both pages comes from a report, with its machine, commit and command.  Bounds that were missed are shown
-as missed.  A new report in the folder appears by itself; `tests/bench/test_results.py` fails until this has run again.
+A new report in the folder appears by itself; `tests/bench/test_results.py` fails until this has run again.
 """
 
 import json
@@ -9,12 +8,11 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tlt_core.items.metrics import present_name
 
 Report = Mapping[str, Any]
-Row = Mapping[str, Any]
 
 _ROOT = Path(__file__).parents[1]
 _BEGIN, _END = "<!-- results: written by `python -m bench.results` -->", "<!-- end of results -->"
@@ -97,36 +95,27 @@ _CHOSEN: dict[str, tuple[str, ...]] = {  # of rows with more figures than a page
 }
 
 
-class Question(NamedTuple):
-    """A row of the README's table: the first verdict of each report that answers it."""
-
-    text: str
-    claim: str  # pattern of the claim
-    lowest: bool = False  # of several: the least favourable one
-
-
-_QUESTIONS = (
-    Question(
-        "Decoding the tail (at most four live requests): tokens/s, adaptive over plain",
-        r"rl: adaptive over plain, tail_tokens_per_s",
+# Rows of the README's table, with a pattern: the first verdict of each report whose claim fits it; in the last row the
+# least favourable one.
+_QUESTIONS = {
+    "Decoding the tail (at most four live requests): tokens/s, adaptive over plain": (
+        r"rl: adaptive over plain, tail_tokens_per_s"
     ),
-    Question("A whole RL step: time with plain decoding over time with TLT", r"tail: step time, plain over TLT"),
-    Question(
-        "The drafter at the end of a run: tokens a round, trained in idle time over not trained",
-        r"acceptance length of the last block.*",
+    "A whole RL step: time with plain decoding over time with TLT": r"tail: step time, plain over TLT",
+    "The drafter at the end of a run: tokens a round, trained in idle time over not trained": (
+        r"acceptance length of the last block.*"
     ),
-    Question("The cost of that training: step time with it over without", r".*training in idle time over none.*"),
-    Question(
-        "Other engines: tokens/s of our plain decoding over theirs, the least favourable comparison",
-        r"plain over .* live, temperature .*",
-        lowest=True,
+    "The cost of that training: step time with it over without": r".*training in idle time over none.*",
+    "Other engines: tokens/s of our plain decoding over theirs, the least favourable comparison": (
+        r"plain over .* live, temperature .*"
     ),
-)
+}
+_LEAST_FAVOURABLE = [*_QUESTIONS][-1]
 
 
 def load_reports(folder: Path) -> dict[str, Report]:
     """All reports of a folder by name, in alphabetical order.  Raises ValueError on a file that is none."""
-    reports: dict[str, Mapping[str, Any]] = {}
+    reports: dict[str, Report] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: path.stem):
         text = path.read_text(encoding="utf-8")
         report = json.loads(text, object_pairs_hook=lambda pairs: {present_name(name): v for name, v in pairs})
@@ -151,7 +140,7 @@ def readme_table(reports: Mapping[str, Report]) -> str:
             results = "<br>".join(_result_in_words(v) for _, _, v in answers)
             machines = "<br>".join(_short_machine(report) for _, report, _ in answers)
             sources = "<br>".join(f"[{name}](docs/results.md#{name})" for name, *_ in answers)
-            lines.append(f"| {question.text} | {results} | {machines} | {sources} |")
+            lines.append(f"| {question} | {results} | {machines} | {sources} |")
     verdicts = [v for report in reports.values() for v in report.get("verdicts", ())]
     missed = sum(not v["holds"] for v in verdicts)
     which = "[which](docs/results.md#missed-bounds)"
@@ -175,19 +164,18 @@ def _missed(reports: Mapping[str, Report]) -> str:
         for v in report.get("verdicts", ())
         if not v["holds"]
     ]
-    if not rows:
-        return "## Missed bounds\n\nNone.\n"
-    return "\n".join(["## Missed bounds", "", "| claim | measured | bound | report |", "|---|---|---|---|", *rows, ""])
+    table = ["| claim | measured | bound | report |", "|---|---|---|---|", *rows] if rows else ["None."]
+    return "\n".join(["## Missed bounds", "", *table, ""])
 
 
 def _section(name: str, report: Report) -> str:
-    lines = [f"## {name}", ""]
+    lines, command = [f"## {name}", ""], re.sub(r" --out \S+", "", report["command"])
     lines += [_MEASURES[_kind(report)], ""] if _kind(report) in _MEASURES else []
     lines += [
         f"- Report: [reports/{name}.json](../reports/{name}.json); repeats: {report.get('repeats', 1)}",
         f"- Machine: {_machine(report)}",
         f"- Commit: `{report['commit']}`",
-        f"- Command: `{_command(report)}`",
+        f"- Command: `{command}`",
     ]
     environment = " ".join(f"{key}={shlex.quote(value)}" for key, value in report.get("environment", {}).items())
     lines += [f"- Environment: `{environment}`"] if environment else []
@@ -205,21 +193,17 @@ def _section(name: str, report: Report) -> str:
     return "\n".join(lines)
 
 
-def _command(report: Report) -> str:
-    return re.sub(r" --out \S+", "", report["command"])
-
-
-def _alike(report: Report) -> list[list[Row]]:
+def _alike(report: Report) -> list[list[Mapping[str, Any]]]:
     """Rows that share a table: those with the chosen figures, and those with the same fields."""
     chosen = set(_CHOSEN.get(_kind(report), ()))
-    tables: dict[tuple[str, ...], list[Row]] = {}
+    tables: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
     for row in report.get("rows", ()):
         is_chosen = len(chosen & row.keys()) >= 3
         tables.setdefault(("chosen",) if is_chosen else tuple(row), []).append(row)
     return list(tables.values())
 
 
-def _table(rows: Sequence[Row], kind: str) -> list[str]:
+def _table(rows: Sequence[Mapping[str, Any]], kind: str) -> list[str]:
     """A Markdown table.  What is the same in all rows stands in a line above it.  A lone row stands upright."""
     if len(rows) == 1:
         return ["| figure | value |", "|---|---|", *(f"| {_escape(f)} | {_cell(v)} |" for f, v in rows[0].items())]
@@ -238,9 +222,8 @@ def _cell(value: Any) -> str:
     if value is None:
         return ""
     if isinstance(value, Mapping) and "median" in value:
-        low, high = _number(value["min"]), _number(value["max"])
-        spread = "" if low == high else f" ({low}-{high})"
-        return _number(value["median"]) + spread
+        median, low, high = (_number(value[name]) for name in ("median", "min", "max"))
+        return median if low == high else f"{median} ({low}-{high})"
     if isinstance(value, int | float) and not isinstance(value, bool):
         return _number(value)
     return _escape(str(value))
@@ -266,9 +249,9 @@ def _bound_of(verdict: Mapping[str, Any]) -> str:
     return f"{'at least' if (value > bound) == verdict['holds'] else 'at most'} {_number(bound)}"
 
 
-def _answer(question: Question, report: Report) -> Mapping[str, Any] | None:
-    found = [v for v in report.get("verdicts", ()) if re.fullmatch(question.claim, v["claim"])]
-    if question.lowest:
+def _answer(question: str, report: Report) -> Mapping[str, Any] | None:
+    found = [v for v in report.get("verdicts", ()) if re.fullmatch(_QUESTIONS[question], v["claim"])]
+    if question == _LEAST_FAVOURABLE:
         found.sort(key=lambda v: float(v["value"]))
     return next(iter(found), None)
 
@@ -289,9 +272,8 @@ def _short_machine(report: Report) -> str:
     limit = report.get("environment", {}).get("TLT_NATIVE_KERNELS")
     products = "".join(machine.get("bf16_instructions", ()))
     widest = "AMX" if "amx" in products else "AVX-512 bf16" if "avx512" in products else ""
-    what = [*machine.get("gpus", ()), machine["cpu"], *([widest] if widest and not limit else [])]
-    what += [f"limited to {limit}"] if limit else []
-    return f"{', '.join(what)}, {machine['cores']} core{'s' * (machine['cores'] > 1)}"
+    what = [*machine.get("gpus", ()), machine["cpu"], f"limited to {limit}" if limit else widest]
+    return f"{', '.join(filter(None, what))}, {machine['cores']} core{'s' * (machine['cores'] > 1)}"
 
 
 def _machine(report: Report) -> str:
@@ -306,7 +288,6 @@ def _escape(text: str) -> str:
 
 
 def main() -> None:
-    """Write both pages."""
     reports = load_reports(_ROOT / "reports")
     readme = _ROOT / "README.md"
     (_ROOT / "docs" / "results.md").write_text(page(reports), encoding="utf-8")

@@ -1,14 +1,12 @@
-"""Training runs side by side, for benchmarks that measure whole steps.
+"""Training runs that take turns with blocks of steps (each a resumed run), so that other load affects all of them.
 
-Each configuration is one training run.  The runs take turns with blocks of steps (a block is a resumed run), so that
-other load on the machine affects all of them.  The first step of a block warms up and does not count.
+The first step of a block warms up and does not count.
 """
 
-import json
 import shutil
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -22,6 +20,7 @@ from flows.train import train
 from tasks.coldstart import cold_start
 from tasks.prepare import prepare_data, prepare_model
 from tasks.warmup import warm_up_drafter
+from tlt_core.run.summary import rows_of
 
 _FIXED = StrategyConfig(drafter="eagle3", depth=4, width=1, tokens=4)  # a usual setting of serving engines
 
@@ -41,20 +40,18 @@ def first_drafter(cfg: RunConfig) -> tuple[Path, Path]:
 
 
 def variants(cfg: RunConfig, drafter: Path) -> dict[str, RunConfig]:
-    """Configurations that differ only in drafting, and in what idle workers do:
+    """Configurations that differ only in drafting, and in what idle workers do.
 
-    plain     no speculation; they wait
-    fixed     the first drafter, one strategy in every round; they wait
-    static    the first drafter, adaptive engine; they wait
-    streamed  no speculation; they compute parts of the policy update
-    trained   as static, but they train the drafter
-    tlt       as static, but they do both
+    plain: no speculation; they wait.  fixed: the first drafter, one strategy in every round; they wait.  static: the
+    first drafter, adaptive engine; they wait.  streamed: as plain, but they compute parts of the policy update.
+    trained: as static, but they train the drafter.  tlt: as static, but they do both.
     """
-    validation = cfg.evaluation.model_copy(update={"every_steps": 0})
     kept = {"every_steps": cfg.num_steps, "keep_last": 1, "keep_best": 0, "keep_step_files": MOST_STEPS}
-    saving = cfg.checkpoint.model_copy(update=kept)
-    tracking = cfg.tracking.model_copy(update={"register_models": False})
-    common = {"evaluation": validation, "checkpoint": saving, "tracking": tracking}
+    common = {
+        "evaluation": cfg.evaluation.model_copy(update={"every_steps": 0}),
+        "checkpoint": cfg.checkpoint.model_copy(update=kept),
+        "tracking": cfg.tracking.model_copy(update={"register_models": False}),
+    }
     base = cfg.model_copy(update=common).with_drafter(drafter)
     adaptive = base.rollout.speculation
     off = adaptive.model_copy(update={"policy": "off", "drafter_path": None})
@@ -62,7 +59,7 @@ def variants(cfg: RunConfig, drafter: Path) -> dict[str, RunConfig]:
 
     def run(name: str, speculation: SpeculationConfig, *, trains: bool = False, streams: bool = False) -> RunConfig:
         idle_training = base.drafter.idle_training.model_copy(update={"enabled": trains})
-        changes: dict[str, Any] = {
+        changes = {
             "name": f"bench-{cfg.name}-{name}",
             "rollout": base.rollout.model_copy(update={"speculation": speculation}),
             "drafter": base.drafter.model_copy(update={"idle_training": idle_training, "warmup": False}),
@@ -81,40 +78,30 @@ def variants(cfg: RunConfig, drafter: Path) -> dict[str, RunConfig]:
 
 
 def take_turns(runs: Mapping[str, RunConfig], *, num_steps: int, blocks: int) -> Iterator[int]:
-    """Train all of them from the start; yields the number of steps done after each block.
-
-    Raises ConfigError if a block would have only one step, which would not count.
-    """
-    block = -(-num_steps // blocks)
+    """Train all of them from the start; yields the number of steps done after each block, and deletes the checkpoints,
+    which are large, in the end.  Raises ConfigError if a block would have only one step, which would not count."""
+    block, order = -(-num_steps // blocks), deque(runs.values())
     if block < 2:
         raise ConfigError(
             f"num_steps={num_steps} in {blocks} repeats: the first step of each does not count; set num_steps to "
             f"{2 * blocks} or more, or --repeats to {max(1, num_steps // 2)} or fewer"
         )
-    for run in runs.values():
+    for run in order:
         shutil.rmtree(run.run_dir, ignore_errors=True)
-    names = list(runs)
     for index in range(blocks):
-        turn = index % len(names)
-        for name in names[turn:] + names[:turn]:
-            train(runs[name].model_copy(update={"num_steps": (index + 1) * block}))
+        for run in order:
+            train(run.model_copy(update={"num_steps": (index + 1) * block}))
+        order.rotate(-1)
         yield (index + 1) * block
-
-
-def drop_checkpoints(runs: Mapping[str, RunConfig]) -> None:
-    """Delete the runs' checkpoints: they are large, and a benchmark is never resumed."""
     for run in runs.values():
         shutil.rmtree(run.run_dir / "checkpoints", ignore_errors=True)
 
 
 def steps_of(run: RunConfig, *, with_first: bool = False) -> list[dict[str, float]]:
-    """Metrics of each step that counts.  with_first: also those of the first step of each block.
-
-    `timing_s/step` is without the checkpoint that ends a block: a run writes one every many steps, a block has few.
-    """
-    rows = [json.loads(line) for line in (run.run_dir / "metrics.jsonl").read_text().splitlines()]
+    """Metrics of each step that counts.  with_first: also those of the first step of each block.  `timing_s/step` is
+    without the checkpoint that ends a block: a run writes one every many steps, a block has few."""
     attempts: dict[float, list[dict[str, float]]] = {}
-    for row in rows:
+    for row in rows_of(run.run_dir):
         if row["step"] > 0:
             row["timing_s/step"] -= row.get("timing_s/save_checkpoint", 0.0)
             attempts.setdefault(row["training/resume_attempt"], []).append(row)

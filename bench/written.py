@@ -46,10 +46,6 @@ def _few_live(rollouts: RolloutBatch) -> float:
 
 def _repeated(batch: ScoredBatch) -> Sequence[float]:
     """Of each response long enough: share of its n-grams that stood in it before."""
-    shares = []
-    for index in range(len(batch.rollouts)):
-        tokens = batch.rollouts.completion(index).tolist()
-        grams = [tuple(tokens[i : i + _GRAM]) for i in range(len(tokens) - _GRAM + 1)]
-        if grams:
-            shares.append(1 - len(set(grams)) / len(grams))
-    return shares
+    texts = [batch.rollouts.completion(index).tolist() for index in range(len(batch.rollouts))]
+    grams = [[tuple(text[i : i + _GRAM]) for i in range(len(text) - _GRAM + 1)] for text in texts]
+    return [1 - len(set(own)) / len(own) for own in grams if own]

@@ -21,15 +21,15 @@ Benchmark = Literal[
 ]
 
 BENCHMARKS: dict[Benchmark, str] = {
-    "step": "bench.step:bench_step",
+    "step": "bench.one_run:bench_step",
     "e2e": "bench.e2e:bench_e2e",
     "rollout": "bench.rollout:bench_rollout",
     "tuner": "bench.tuner.command:bench_tuner",
     "idle": "bench.idle.command:bench_idle",
     "engines": "bench.engines.command:bench_engines",
     "peers": "bench.peers.command:bench_peers",
-    "demo": "bench.demo:bench_demo",
-    "memory": "bench.memory:bench_memory",
+    "demo": "bench.one_run:bench_demo",
+    "memory": "bench.one_run:bench_memory",
 }
 
 

@@ -23,7 +23,6 @@ _TIMEOUT_S = 90
 
 
 def add_node(cluster: Cluster, address: str, *, num_cpus: int, num_gpus: int = 0) -> object:
-    """A further node, or the first: the head."""
     head = {"include_dashboard": False} if cluster.head_node is None else {}
     with contextlib.chdir(tempfile.gettempdir()):
         return cluster.add_node(

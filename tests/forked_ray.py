@@ -178,8 +178,6 @@ def shutdown() -> None:
 
 @contextlib.contextmanager
 def in_place_of_ray() -> Iterator[None]:
-    """For worker groups that are made inside."""
-
     def reserve(cluster: ClusterConfig, _: int) -> Placement:
         count = cluster.num_workers
         return Placement(None, tuple(range(count)), (_HERE,) * count, _HERE)  # type: ignore[arg-type]

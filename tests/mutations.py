@@ -51,8 +51,6 @@ KILLED_SINCE = "killed by a new test"
 
 
 class Change(NamedTuple):
-    """One change of one place."""
-
     file: str
     line: int
     operator: str
@@ -172,7 +170,6 @@ class Copy:
         return self._limits[tuple(tests)]
 
     def try_(self, row: dict[str, Any], changed: str) -> dict[str, Any]:
-        """Make the change, run its tests, take it back."""
         path, source, tests = self.folder / row["file"], (ROOT / row["file"]).read_text(), tests_of(row["file"])
         limit = self.limit_of(tests)
         if limit is None:
@@ -202,8 +199,6 @@ def _difference(before: str, after: str) -> tuple[str, str]:
 
 
 class Report:
-    """The JSON file, written after every change."""
-
     def __init__(self, out: Path, seed: int, python: Path) -> None:
         self.out = out
         self.value: dict[str, Any] = json.loads(out.read_text()) if out.is_file() else {"rows": []}
@@ -230,7 +225,6 @@ class Report:
         self.write()
 
     def write(self) -> None:
-        """Counts of outcomes, then every row."""
         names = ["explained" if "explained" in row else row["outcome"] for row in self.value["rows"]]
         rows = self.value.pop("rows")
         self.value |= {"counts": {name: names.count(name) for name in sorted(set(names))}, "rows": rows}
@@ -241,7 +235,6 @@ class Report:
 
 
 def arguments() -> argparse.Namespace:
-    """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", type=Path, default=ROOT / ".venv/bin/python", help="runs the tests")
     parser.add_argument("--count", type=int, default=240)
@@ -252,7 +245,6 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """See the module's docstring."""
     args = arguments()
     report = Report(args.out, args.seed, args.python.absolute())
     if args.again:
@@ -276,7 +268,6 @@ def main() -> None:
 
 
 def is_open(row: Mapping[str, Any]) -> bool:
-    """No test noticed, and nobody said why."""
     return row["outcome"] == "survived" and "explained" not in row
 
 

@@ -26,15 +26,12 @@ _LEAST = 1e-4  # of float32 logits, whatever two passes show
 
 
 class Agreement(NamedTuple):
-    """Of two engines."""
-
     tokens: int  # compared: up to the first difference of each response
     near_ties: int
     unexplained: int
     largest: float  # gap over rounding
 
     def in_words(self) -> str:
-        """For a summary."""
         found = f"{self.tokens} tokens, {self.near_ties} near-ties, {self.unexplained} other differences"
         return found + (
             f", largest gap {self.largest:.2f} of the rounding" if self.near_ties or self.unexplained else ""
@@ -70,7 +67,6 @@ def compare(
 def _share(
     text_T: Tensor, key: NoiseKey, pair: list[int], decoder: Decoder, exact: Decoder, params: SamplingParams
 ) -> float:
-    """The gap over the rounding that can close it."""
     narrow_V, exact_V = (_logits(d, text_T) for d in (decoder, exact))
     likely = exact_V.topk(min(_LIKELY, len(exact_V))).indices
     rounding = max(float((narrow_V - exact_V)[likely].abs().max()), _LEAST)
@@ -82,7 +78,6 @@ def _share(
 
 @torch.inference_mode()
 def _logits(decoder: Decoder, text_T: Tensor) -> Tensor:
-    """Of the next token, float32, on the CPU."""
     device, offsets = decoder.head_weight.device, torch.tensor([0, len(text_T)])
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

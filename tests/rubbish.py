@@ -52,7 +52,6 @@ def fill() -> None:
 
 
 def check() -> int:
-    """See the module docstring."""
     before, after = json.load(sys.stdin), _content()
     changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
     for name in changed:

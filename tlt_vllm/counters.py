@@ -1,7 +1,5 @@
 """What the tuner does, on the /metrics page of `vllm serve`.
 
-    engine's process: scheduler -> Writer -> engine-0.json -> Page, in the server's process -> /metrics
-
 vLLM's own counters reach the server with each step's outputs, which have no room for ours.  So the engine leaves a
 small file, at most once a second and whenever no request is left; who asks for the page reads it.
 """
@@ -71,8 +69,6 @@ class Writer:
 
 
 class Page:
-    """A collector of prometheus_client."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 

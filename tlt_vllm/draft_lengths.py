@@ -1,13 +1,9 @@
 """Which draft length the next engine step uses, chosen by the tuner from what earlier steps took.  Knows no vLLM.
 
-vLLM drafts at the end of a step and verifies in the next one:
-
     step t      schedule: choose K_t | target's pass, verifies K_t-1 | draft K_t tokens | finish: learn about K_t-1
-    step t + 1  schedule: choose K_t+1 | target's pass, verifies K_t | ...
 
-So a choice is made one step before its predecessor's outcome is known.  With asynchronous scheduling it is two.  A
-round of the tuner is a draft and the pass that verifies it.  Steps that also prefill prompts teach nothing: their time
-is not that of a round.
+A choice is made one step before its predecessor's outcome is known; with asynchronous scheduling it is two.  A round of
+the tuner is a draft and the pass that verifies it.  Steps that also prefill prompts teach nothing.
 """
 
 import logging
@@ -29,8 +25,6 @@ def strategies(draft_lengths: Sequence[int], drafter: str) -> dict[int, Strategy
 
 
 class _Step(NamedTuple):
-    """An engine step under way."""
-
     began_s: float
     strategy: Strategy  # of the drafts that it verifies
     drafted: Mapping[str, int]  # draft tokens that it verifies, of each request that decodes
@@ -63,13 +57,7 @@ class DraftLengths:
         self._logged: dict[str, list[float]] = {}
 
     def schedule(
-        self,
-        drafted: Mapping[str, int],
-        *,
-        next_up: Mapping[str, int],
-        context: int,
-        prefills: bool,
-        began_s: float,
+        self, drafted: Mapping[str, int], *, next_up: Mapping[str, int], context: int, prefills: bool, began_s: float
     ) -> int:
         """A step begins; returns how many tokens to draft at its end.
 
@@ -122,7 +110,6 @@ class DraftLengths:
             self._say(now_s)
 
     def forget(self, names: Sequence[str]) -> None:
-        """These requests have ended."""
         for name in names:
             row = self._rows.pop(name, None)
             if row is not None:
@@ -130,14 +117,11 @@ class DraftLengths:
 
     def changed(self, *, change: float | None = None) -> None:
         """The drafter's weights are new.  change: see `RecordedTuner.notify_change`."""
-        self.tuner.notify_change(self._drafter(), **({} if change is None else {"change": change}))
+        drafter = next((s.drafter for s in self.by_length.values() if not s.is_off), "eagle3")
+        self.tuner.notify_change(drafter, **({} if change is None else {"change": change}))
 
     def snapshot(self) -> dict[str, Any]:
-        """What was decoded so far, as JSON values."""
         return {"rounds": {name: list(of) for name, of in self.rounds.items()}, "tuner": self.tuner.snapshot()}
-
-    def _drafter(self) -> str:
-        return next((s.drafter for s in self.by_length.values() if not s.is_off), "eagle3")
 
     def _row(self, name: str) -> int:
         if name not in self._rows:

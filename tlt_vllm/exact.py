@@ -1,13 +1,8 @@
 """Sampling in vLLM by our definition of the policy (`tlt_core.model.sampling`): noise is keyed by request and position.
 
-    token at position p = arg-max(z + noise(stream, p))          z: logits / temperature, then top-k and top-p
-
-The noise of a position does not depend on drafts.  So a draft token is accepted exactly if it is the token that plain
-decoding samples there, and the accepted tokens are those of plain decoding, given the same logits.  Drafts are sampled
-with the same noise, which raises acceptance at temperatures above 0.
-
-A request takes part unless it wants something that this definition lacks (penalties, min-p, logit bias, bad words,
-structured output); those are sampled by vLLM, in the same batch.  `rows` says which, and with which noise.
+So a draft token is accepted exactly if it is the token that plain decoding samples there.  Drafts are sampled with the
+same noise, which raises acceptance.  Requests that want what this definition lacks are sampled by vLLM, in the same
+batch; `rows` says which.
 
 Written for vLLM's V1 runner.  Shapes: B requests of the batch, N rows of logits (a request has one, and one more for
 each draft token), V vocabulary, K longest draft of the batch.
@@ -31,16 +26,12 @@ from tlt_vllm.tap import Tap
 
 
 class ExactSampler:
-    """One a runner.  Used through `sample` and `draft`."""
-
     def __init__(self, runner: Any, tap: Tap | None = None, *, policy_logprobs: bool = False) -> None:
         """tap: hears the log-normalisers of what is sampled.  policy_logprobs: see `Settings`."""
         self._runner, self._tap, self._policy_logprobs = runner, tap, policy_logprobs
         parallel = runner.parallel_config
         self._rows = Rows(seed=runner.model_config.seed, replica=parallel.data_parallel_index)
         self.foreign = 0  # rows of logits that vLLM sampled
-
-    # ------------------------------------------------------------------------------------------ the target's tokens
 
     def sample(self, original: Callable[..., SamplerOutput], logits_NV: Tensor | None, spec: Any) -> SamplerOutput:
         """As `GPUModelRunner._sample`.  original: that, for the requests that do not take part."""
@@ -125,8 +116,6 @@ class ExactSampler:
         result: LogprobsTensors = Sampler.gather_logprobs(at, most, emitted_BK.clamp(min=0).flatten())
         return result
 
-    # ------------------------------------------------------------------------------------------ the drafter's tokens
-
     def draft(self, original: Callable[..., Any], options: dict[str, Any]) -> Tensor:
         """As the drafter's `propose(**options)`, with the noise of the positions that the tokens would take."""
         rows, drafter = self._batch(), self._runner.drafter
@@ -160,12 +149,10 @@ class ExactSampler:
         return drafted
 
     def _batch(self) -> list[Row | None]:
-        """How each request of the batch is sampled."""
         return [self._rows.of(self._runner.requests, name) for name in self._runner.input_batch.req_ids]
 
 
 def _by_params(rows: Sequence[Row | None]) -> dict[SamplingParams, list[int]]:
-    """Requests that are sampled alike."""
     groups: dict[SamplingParams, list[int]] = defaultdict(list)
     for b, row in enumerate(rows):
         if row is not None:

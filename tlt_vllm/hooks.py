@@ -17,8 +17,6 @@ _INSTALLED = "_tlt_installed"
 
 
 class Parts:
-    """What of TLT works in one runner."""
-
     def __init__(self, runner: Any) -> None:
         speculative = runner.speculative_config
         longest = 0 if speculative is None else speculative.num_speculative_tokens
@@ -34,7 +32,6 @@ class Parts:
         self.late_s = 0.0  # of it, for steps before
 
     def propose(self, original: Any, options: dict[str, Any]) -> Any:
-        """As the drafter's `propose(**options)`."""
         if self.deferred is not None:
             nothing = self.deferred.put_off(original, options)
             if nothing is not None:

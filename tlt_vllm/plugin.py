@@ -1,11 +1,6 @@
-"""Entry point of group `vllm.general_plugins`, called in every process of vLLM.
-
-It repairs the CPU build where that is wrong.  Where the user has set `additional_config={"tlt": ...}`, it also chooses
-TLT's scheduler and worker extension, after a look at vLLM's version and at the methods that they replace.
-"""
+"""Entry point of group `vllm.general_plugins`, called in every process of vLLM."""
 
 import functools
-import inspect
 import os
 from typing import Any
 
@@ -16,49 +11,6 @@ SCHEDULER = "tlt_vllm.scheduler.AdaptiveScheduler"
 WORKER = "tlt_vllm.worker.WorkerExtension"
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 VERSIONS = ("0.32",)  # whose source was read
-# What we replace or call, with the parameters that we rely on.
-SIGNATURES = {
-    ("vllm.v1.core.sched.scheduler", "Scheduler._update_after_schedule"): ("self", "scheduler_output"),
-    ("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"): (
-        "self",
-        "scheduler_output",
-        "model_runner_output",
-    ),
-    ("vllm.v1.engine.parallel_sampling", "ParentRequest._get_child_sampling_params"): ("self", "index"),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner._sample"): ("self", "logits", "spec_decode_metadata"),
-    ("vllm.v1.worker.gpu_model_runner", "GPUModelRunner.propose_draft_token_ids"): (
-        "self",
-        "scheduler_output",
-        "sampled_token_ids",
-        "sampling_metadata",
-        "hidden_states",
-        "sample_hidden_states",
-        "aux_hidden_states",
-        "spec_decode_metadata",
-        "common_attn_metadata",
-        "slot_mappings",
-    ),
-    ("vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer.propose"): (
-        "self",
-        "num_speculative_tokens",
-        "target_token_ids",
-        "target_positions",
-        "target_hidden_states",
-        "next_token_ids",
-        "token_indices_to_sample",
-        "common_attn_metadata",
-        "sampling_metadata",
-        "mm_embed_inputs",
-        "num_rejected_tokens_gpu",
-        "slot_mappings",
-    ),
-    ("vllm.v1.spec_decode.llm_base_proposer", "SpecDecodeBaseProposer._sample_draft_tokens"): (
-        "self",
-        "hidden_states",
-        "sampling_metadata",
-    ),
-    ("vllm.model_executor.model_loader.reload.layerwise", "initialize_layerwise_reload"): ("model",),
-}
 
 
 def register() -> None:
@@ -136,15 +88,3 @@ def require_vllm() -> None:
             f"tlt_vllm was written for vLLM {', '.join(VERSIONS)}, and this is {vllm.__version__}: install that "
             "version, or leave tlt out of additional_config"
         )
-    wrong = [found for where, wanted in SIGNATURES.items() if (found := _difference(*where, wanted)) is not None]
-    if wrong:
-        raise ValueError(f"vLLM {vllm.__version__} is not as tlt_vllm expects: {'; '.join(wrong)}")
-
-
-def _difference(module: str, name: str, wanted: tuple[str, ...]) -> str | None:
-    try:
-        found: Any = functools.reduce(getattr, name.split("."), __import__(module, fromlist=["_"]))
-        has = tuple(inspect.signature(found).parameters)
-    except (ImportError, AttributeError) as error:
-        return f"{module}.{name} is missing ({error})"
-    return None if has[: len(wanted)] == wanted else f"{name} takes {has}, not {wanted}"

@@ -1,12 +1,7 @@
 """Which requests are sampled by our definition of the policy, and with which noise.  Without vLLM.
 
-A request's stream is, in this order:
-
-    extra_args["tlt_stream"]           with n > 1, child i has a stream of its own, made from it and i
-    made from its seed                 vLLM gives child i the seed + i
-    made from the engine's seed, the number of the replica, and how many such requests came before it
-
-So equal seeds repeat, other seeds and replicas differ, and a request's id, which vLLM draws at random, plays no part.
+A request's stream is extra_args["tlt_stream"] (with n > 1, child i has one made from it and i); else made from its
+seed; else from the engine's seed, the number of the replica, and how many such requests came before it.
 """
 
 import hashlib
@@ -25,15 +20,11 @@ _log = logging.getLogger("vllm.plugins.tlt")  # vLLM shows INFO of its own logge
 
 
 class Row(NamedTuple):
-    """How one request is sampled."""
-
     stream: int
     params: SamplingParams
 
 
 class Rows:
-    """Those of one engine's requests."""
-
     def __init__(self, *, seed: int, replica: int) -> None:
         """seed: the engine's; replica: number of this engine where several share the requests."""
         self._engine = f"engine {seed}, replica {replica}"

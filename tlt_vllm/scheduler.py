@@ -1,9 +1,4 @@
-"""vLLM's scheduler with a draft length that the tuner chooses in every step (see `draft_lengths`).
-
-vLLM has a field for the draft length of a step, `SchedulerOutput.num_spec_tokens_to_schedule`, which it fills from a
-table by batch size.  This class fills it by what was measured.  It stands before `Scheduler` or `AsyncScheduler`,
-whichever the engine would have used.
-"""
+"""vLLM's scheduler with a draft length that the tuner chooses in every step (see `draft_lengths`)."""
 
 import time
 from typing import Any
@@ -38,7 +33,6 @@ class AdaptiveScheduler(Scheduler):
         self._began_s = 0.0
 
     def schedule(self, *args: Any, **options: Any) -> SchedulerOutput:
-        """As `Scheduler.schedule`."""
         self._began_s = time.perf_counter()
         return super().schedule(*args, **options)
 
@@ -48,7 +42,6 @@ class AdaptiveScheduler(Scheduler):
         super()._update_after_schedule(scheduler_output)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
-        """As `Scheduler.update_from_output`."""
         if scheduler_output.num_scheduled_tokens:
             sampled = model_runner_output.sampled_token_ids
             emitted = {name: len(sampled[row]) for name, row in model_runner_output.req_id_to_index.items()}

@@ -1,14 +1,8 @@
 """Hidden states of the target, kept while vLLM decodes: what a drafter is trained on (`items/train_sequence`).
 
-    target's pass --norms, states--> slots [S, C, ...] --take, when a response has ended--> Taken
-
-A request has a slot from its first pass to its last.  Rejected drafts write states too; the next pass of the request
-overwrites them.  Prompt tokens that the prefix cache knows are not computed again: their states are copied from the
-request that computed them, whose slot stays readable until it is needed.  Nothing waits: a request that finds no slot,
-or no such copy, is counted as dropped.
-
-Slots are in main memory: for 48 responses of 9,216 tokens of a 7B model they take 25 GB, which a GPU needs for keys and
-values.  A round moves one vector of 4 D numbers a token.
+A request has a slot, in main memory, from its first pass to its last.  States of rejected drafts are overwritten by the
+next pass.  Prompt tokens that the prefix cache knows are copied from the request that computed them, whose slot stays
+readable until it is needed.  A request that finds no slot, or no such copy, is counted as dropped.
 
 Written for vLLM's V1 runner.  Shapes: S slots, C positions, T tokens of a pass, E tapped width, D hidden size.
 """
@@ -29,8 +23,6 @@ class Taken(NamedTuple):
 
 
 class _Slot:
-    """One place for a request, and what is in it."""
-
     def __init__(self, index: int) -> None:
         self.index = index
         self.owner: str | None = None
@@ -41,8 +33,6 @@ class _Slot:
 
 
 class Tap:
-    """One a runner."""
-
     def __init__(self, runner: Any, *, capture_mb: int) -> None:
         """capture_mb: main memory for all slots.  It is taken at the first pass."""
         self._runner, self._bytes = runner, capture_mb << 20
@@ -162,8 +152,7 @@ class Tap:
         for donor in self._slots:
             same = donor is not slot and donor.whole and donor.covered >= until and donor.tokens[:until] == wanted
             if same and len(wanted) == until:
-                self._taps_SCE[slot.index, :until] = self._taps_SCE[donor.index, :until]
-                self._last_SCD[slot.index, :until] = self._last_SCD[donor.index, :until]
-                self._norms_SC[slot.index, :until] = self._norms_SC[donor.index, :until]
+                for kept in (self._taps_SCE, self._last_SCD, self._norms_SC):
+                    kept[slot.index, :until] = kept[donor.index, :until]
                 return
         slot.whole = False

@@ -1,8 +1,6 @@
 """Weights into a running engine, in place, and a proof that they are there.
 
-vLLM packs weights for its CPU kernels and fuses projections, so what is in use cannot be compared with the file.  After
-a load each layer is therefore asked: its output for one random input must be that of the file's weights.  Under tensor
-parallelism each worker asks its own part of each layer.
+vLLM packs and fuses them, so after a load each layer's output for one random input must be that of the file's weights.
 """
 
 from collections.abc import Container, Iterator, Mapping
@@ -11,6 +9,9 @@ from typing import Any, cast
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
+from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
@@ -19,9 +20,6 @@ class Loading:
     """New weights of one model, which may come in several files.  Until `end` the model must not be used."""
 
     def __init__(self, runner: Any, model: nn.Module) -> None:
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
-
         self._runner, self._model = runner, model
         self._wanted = {name for name, _ in model.named_parameters()}
         found = (p.dtype for _, layer, _ in _layers(model) for p in layer.parameters() if p.is_floating_point())
@@ -36,9 +34,6 @@ class Loading:
             initialize_layerwise_reload(model)
 
     def add(self, file: str) -> None:
-        """Load the tensors of a safetensors file."""
-        from vllm.config import set_current_vllm_config
-
         with safe_open(file, framework="pt") as tensors:
             given = {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118  (not a mapping)
         for name, weight in given.items():
@@ -55,9 +50,6 @@ class Loading:
         """Finish.  Returns {"tensors": loaded, "checked": layers that were compared}.
 
         Raises ValueError when the files do not fill the model, or the model does not compute with them."""
-        from vllm.config import set_current_vllm_config
-        from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
-
         with set_current_vllm_config(self._runner.vllm_config):
             finalize_layerwise_reload(self._model, self._runner.vllm_config.model_config)
         # A head that is tied to the embedding is not in the file, but it is packed apart.
@@ -96,15 +88,12 @@ class Loading:
 
 
 def _input(size: int, dtype: torch.dtype) -> Tensor:
-    """What a layer with so many inputs is asked, [1, size]."""
     return torch.randn(1, size, generator=torch.Generator().manual_seed(size)).to(dtype)
 
 
 @torch.inference_mode()
 def answers(model: nn.Module) -> dict[str, Tensor]:
     """What each layer computes for one random input, and the sum of each parameter.  On the CPU, by name."""
-    from vllm.model_executor.layers.linear import LinearBase
-
     found = {f"{name} (sum)": p.detach().double().sum().cpu() for name, p in model.named_parameters()}
     generator = torch.Generator().manual_seed(0)
     for name, module in model.named_modules():
@@ -143,8 +132,6 @@ def _refuse_missing(model: nn.Module, given: Container[str]) -> None:
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any, list[str]]]:
     """Linear layers, with the ends of the names that their matrices have in a file."""
-    from vllm.model_executor.layers.linear import LinearBase
-
     fused: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {}) or {
         "qkv_proj": ["q_proj", "k_proj", "v_proj"],
         "gate_up_proj": ["gate_proj", "up_proj"],
@@ -158,8 +145,6 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, Any, list[str]]]:
 def _part(layer: Any, number: int) -> tuple[slice, slice]:
     """Rows and columns of a layer's matrix that this worker has under tensor parallelism.  number: of the matrix, where
     several are fused."""
-    from vllm.model_executor.layers.linear import ColumnParallelLinear, RowParallelLinear
-
     whole = slice(None)
     if isinstance(layer, RowParallelLinear):
         size = layer.input_size_per_partition

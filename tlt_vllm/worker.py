@@ -76,7 +76,6 @@ class WorkerExtension:
         return True
 
     def tlt_report(self) -> dict[str, int]:
-        """Counters since the start."""
         parts = hooks.parts_of(self.model_runner)
         return {
             "dropped": 0 if parts.tap is None else parts.tap.dropped,

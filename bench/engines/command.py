@@ -7,26 +7,24 @@
     vllm tlt                           the same vLLM and drafter with our plug-in: adaptive draft length, exact sampling
     llama.cpp, llama.cpp fp16          in an environment of its own, with the model converted to GGUF
 
-Greedy and at temperature 1, with 1 to 16 live requests and a fixed number of new tokens.  The model is the one that the
-run starts from, or the run's policy if `rollout.speculation.drafter_path` names a drafter for it.  An engine that does
-not run here gets a row that says why.  Rows name the precision of each engine.  `--instructions avx2` limits engines to
-the instructions of a processor without AVX-512.  Variables that the user has set for this reach the engines too, and
-the report names them.
+The model is the one that the run starts from, or the run's policy if `rollout.speculation.drafter_path` names a drafter
+for it.  An engine that does not run here gets a row that says why.
 """
 
 import os
 import statistics
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import transformers
 from prefect import flow
 
 from bench.engines import llama_cpp
 from bench.engines.environment import PeerError
-from bench.engines.greedy_agreement import LogProbs, agreement, float32_log_probs
-from bench.engines.measure import Case, Contest, EngineSpec, Measured, compete, cores, own_environment
+from bench.engines.measure import Case, Contest, EngineSpec, compete, cores, own_environment
 from bench.report import write_report
 from bench.verdicts import summarise, verdict
 from conf.load import ConfigError
@@ -65,18 +63,18 @@ _LIMITS = {  # variables for each value of `--instructions`
     "all": {},
     "avx2": {"TLT_NATIVE_KERNELS": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
 }
+# Variables that may change the instructions of an engine.
 _TELLING = ("TLT_NATIVE_", "ATEN_", "ONEDNN_", "DNNL_", "GGML_", "MKL_", "OMP_", "KMP_")
+
+LogProbs = Callable[[Sequence[int]], torch.Tensor]  # tokens -> [V] of the next one
 
 
 @flow(name="bench-engines")
 def bench_engines(
     cfg: RunConfig, *, repeats: int, out: Path, command: str, peers: str = "all", instructions: str = "all"
 ) -> dict[str, Any]:
-    """Measure, judge and write the report; returns it.
-
-    `rollout.max_new_tokens` and `rollout.max_live_requests` lower the number of new tokens and the largest batch.
-    peers: all, none or llama.cpp.  instructions: all or avx2.  Raises ConfigError.
-    """
+    """`rollout.max_new_tokens` and `rollout.max_live_requests` lower the number of new tokens and the largest batch.
+    peers: all, none or llama.cpp.  instructions: all or avx2.  Raises ConfigError."""
     if peers not in _PEERS:
         raise ConfigError(f"--peers={peers}: say {', '.join(_PEERS)}")
     if instructions not in _LIMITS:
@@ -110,13 +108,14 @@ def bench_engines(
     failed = [{"configuration": name, "reason": f"left out: {reason}"} for name, reason in contest.failed.items()]
     tokenizer = load_tokenizer(model)
     agreements = agreements_of(contest, prompts, enders=tokenizer.all_special_ids, log_probs=float32_log_probs(model))
+    told = {name: value for name, value in os.environ.items() if name.startswith(_TELLING)}
     return write_report(
         out,
         command=command,
         repeats=repeats,
         rows=[*rows, *agreements, *missing, *failed],
         verdicts=[*verdicts_of(contest), *agreement_verdicts(agreements)],
-        environment=_telling(limits),
+        environment=dict(sorted({**limits, **told}.items())),
     )
 
 
@@ -124,16 +123,12 @@ def engines(
     cfg: RunConfig, model: Path, *, max_live: int, max_len: int, with_llama: bool = False
 ) -> tuple[list[EngineSpec], list[dict[str, Any]]]:
     """Engines that can run here, and a row for each that cannot."""
-    threads = cfg.cluster.threads_per_worker
-    common = {
-        "model": str(model.absolute()),
-        "dtype": cfg.rollout.dtype,
-        "threads": threads,
-        "cores": cores(threads),
-        "max_live": max_live,
-        "max_len": max_len,
-        "kv_cache_mb": _KV_CACHE_MB,
-    }
+    threads, speculation = cfg.cluster.threads_per_worker, cfg.rollout.speculation
+    if speculation.drafter_path is not None:  # other processes may have another working folder
+        drafter = str(Path(speculation.drafter_path).absolute())
+        speculation = speculation.model_copy(update={"drafter_path": drafter})
+    common = {"model": str(model.absolute()), "dtype": cfg.rollout.dtype, "threads": threads, "cores": cores(threads)}
+    common |= {"max_live": max_live, "max_len": max_len, "kv_cache_mb": _KV_CACHE_MB}
 
     def own(name: str, file: str, most_live: int = 0, kernels: str = "", **settings: Any) -> EngineSpec:
         environment = own_environment(threads=threads) | ({"TLT_NATIVE_KERNELS": kernels} if kernels else {})
@@ -144,19 +139,18 @@ def engines(
     specs = [
         own("plain", "builtin.py", speculation=off),
         own("plain float32 torch", "builtin.py", kernels="0", dtype="float32", speculation=off),
-        own("adaptive", "builtin.py", speculation=_absolute(cfg.rollout.speculation).model_dump(mode="json")),
+        own("adaptive", "builtin.py", speculation=speculation.model_dump(mode="json")),
         own("transformers", "hf.py", dtype=torchs, lookup_tokens=0),
         own("transformers lookup", "hf.py", most_live=1, dtype=torchs, lookup_tokens=_LOOKUP_TOKENS),
     ]
     missing = []
     if with_llama:
         try:
-            folders = {"environments": artifacts_dir() / "peers", "work_dir": cfg.run_dir / "bench-engines"}
-            specs += llama_cpp.specs(common, **folders)
+            specs += llama_cpp.specs(common, artifacts_dir() / "peers", work_dir=cfg.run_dir / "bench-engines")
         except (PeerError, ModelError) as error:
             missing.append({"configuration": llama_cpp.NAME, "reason": f"left out: {error}"})
     python = vllm_environment.vllm_python()
-    kinds = _vllm_kinds(cfg.rollout.speculation)
+    kinds = _vllm_kinds(speculation)
     reason = ""
     if not python.is_file():
         reason = "left out: vLLM's environment is not there; 'make vllm-env' builds it"
@@ -169,8 +163,8 @@ def engines(
         return specs, [*missing, *({"configuration": name, "reason": reason} for name in kinds)]
     # The scheduler in a process of its own would compete with the computing threads for the same cores.
     environment = vllm_environment.environment(python, threads=threads) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    for name, settings in kinds.items():
-        specs.append(EngineSpec(name, _FILES / "vllm_llm.py", python, environment, common | settings))
+    file = _FILES / "vllm_llm.py"
+    specs += [EngineSpec(name, file, python, environment, common | settings) for name, settings in kinds.items()]
     return specs, missing
 
 
@@ -181,12 +175,6 @@ def limited(specs: Sequence[EngineSpec], limits: Mapping[str, str]) -> list[Engi
     return [spec._replace(environment={**limits, **spec.environment}, optional=spec.name != "plain") for spec in specs]
 
 
-def _telling(limits: Mapping[str, str]) -> dict[str, str]:
-    """Variables that may change the instructions of an engine."""
-    found = {name: value for name, value in os.environ.items() if name.startswith(_TELLING)}
-    return dict(sorted({**limits, **found}.items()))
-
-
 def _vllm_kinds(speculation: SpeculationConfig) -> dict[str, dict[str, Any]]:
     kinds: dict[str, dict[str, Any]] = {
         "vllm": {"speculative": None, "eager": False},
@@ -194,8 +182,7 @@ def _vllm_kinds(speculation: SpeculationConfig) -> dict[str, dict[str, Any]]:
         "vllm ngram": {"speculative": _NGRAM, "eager": False},
     }
     if speculation.drafter_path is not None:
-        drafter = str(Path(speculation.drafter_path).absolute())
-        eagle3 = {"method": "eagle3", "model": drafter}
+        eagle3 = {"method": "eagle3", "model": speculation.drafter_path}
         for tokens in _EAGLE3_TOKENS:
             chains = eagle3 | {"num_speculative_tokens": tokens}
             kinds[f"vllm eagle3 {tokens}"] = {"speculative": chains, "eager": False}
@@ -204,33 +191,20 @@ def _vllm_kinds(speculation: SpeculationConfig) -> dict[str, dict[str, Any]]:
     return kinds
 
 
-def _absolute(speculation: SpeculationConfig) -> SpeculationConfig:
-    """With an absolute path, since other processes may have another working folder."""
-    path = speculation.drafter_path
-    return speculation.model_copy(update={"drafter_path": path and str(Path(path).absolute())})
-
-
 def rows_of(contest: Contest) -> list[dict[str, Any]]:
-    """A row for each engine and case.
-
-    over_plain: tokens per second over those of our plain engine in the same repeat.  differing: share of responses
-    whose greedy tokens differ from its tokens (in bf16 near-ties flip).
-    """
+    """A row for each engine and case.  over_plain: tokens per second over those of our plain engine in the same repeat;
+    differing: share of responses whose greedy tokens differ from its tokens (in bf16 near-ties flip)."""
     rows = []
     for (name, case), runs in contest.measured.items():
         figures = []
         for mine, plain in zip(runs, contest.measured["plain", case], strict=True):
-            row = {
-                "tokens_per_s": mine.tokens_per_s,
-                "total_tokens_per_s": mine.total_tokens_per_s,
-                "over_plain": mine.tokens_per_s / plain.tokens_per_s,
-            }
+            row = {"tokens_per_s": mine.tokens_per_s, "total_tokens_per_s": mine.total_tokens_per_s}
+            row["over_plain"] = mine.tokens_per_s / plain.tokens_per_s
             if case.temperature == 0:
-                unlike = sum(a != b for a, b in zip(mine.tokens, plain.tokens, strict=True))
-                row["differing"] = unlike / case.live
+                row["differing"] = sum(a != b for a, b in zip(mine.tokens, plain.tokens, strict=True)) / case.live
             figures.append(row)
         about = {"configuration": name, "live": case.live, "temperature": case.temperature, **contest.described[name]}
-        rows.append({**about, **summarise(figures, list(figures[0]))})
+        rows.append({**about, **summarise(figures)})
     return rows
 
 
@@ -250,7 +224,7 @@ def _against(contest: Contest, name: str, rival: str, variants: Sequence[str], b
         mine = contest.measured.get((name, case))
         measured = [contest.measured[other, case] for other in variants if (other, case) in contest.measured]
         if measured and mine:
-            fastest = max(measured, key=_median_rate)
+            fastest = max(measured, key=lambda runs: statistics.median(m.tokens_per_s for m in runs))
             ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(mine, fastest, strict=True)]
             claim = f"{name} over {rival}, {case.live} live, temperature {case.temperature:g}"
             verdicts.append(verdict(claim, ratios, bound))
@@ -262,24 +236,58 @@ def agreements_of(
 ) -> list[dict[str, Any]]:
     """A row for each engine: its greedy tokens beside those of transformers, on the largest batch."""
     cases = [case for name, case in contest.measured if name == _REFERENCE and case.temperature == 0]
-    if not cases:
-        return []
-    case = max(cases, key=lambda case: case.live)
-    reference = contest.measured[_REFERENCE, case][0].tokens
     rows = []
+    case = max(cases, key=lambda case: case.live, default=None)
     for name, other in contest.measured:
         if name != _REFERENCE and other == case:
-            theirs = contest.measured[name, case][0].tokens
-            found = agreement(prompts[: case.live], reference, theirs, enders=enders, log_probs=log_probs)
-            rows.append({"configuration": name, "compared_with": _REFERENCE, "live": case.live, **found._asdict()})
+            reference, theirs = (contest.measured[one, other][0].tokens for one in (_REFERENCE, name))
+            found = agreement(prompts[: other.live], reference, theirs, enders=enders, log_probs=log_probs)
+            rows.append({"configuration": name, "compared_with": _REFERENCE, "live": other.live, **found._asdict()})
     return rows
 
 
 def agreement_verdicts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Where greedy tokens first differ from those of transformers, both tokens must be nearly equally likely."""
-    claim = "{} parts from transformers at near-ties"
-    return [verdict(claim.format(row["configuration"]), [row["largest_gap"]], _NEAR_TIE, at_most=True) for row in rows]
+    claims = {f"{row['configuration']} parts from transformers at near-ties": row["largest_gap"] for row in rows}
+    return [verdict(claim, [gap], _NEAR_TIE, at_most=True) for claim, gap in claims.items()]
 
 
-def _median_rate(runs: Sequence[Measured]) -> float:
-    return statistics.median(m.tokens_per_s for m in runs)
+class Agreement(NamedTuple):
+    equal_tokens: float  # share of the reference's tokens before the first difference
+    parted: int  # responses that differ
+    largest_gap: float  # nats, at the first differences; 0 if there are none
+
+
+def agreement(
+    prompts: Sequence[Sequence[int]],
+    reference: Sequence[Sequence[int]],
+    theirs: Sequence[Sequence[int]],
+    *,
+    enders: Collection[int],
+    log_probs: LogProbs,
+) -> Agreement:
+    """Compare greedy tokens.  enders: tokens that end a response: from the reference's first one on none counts.
+
+    Rounding differs between engines, so either of two almost equally likely tokens may win, and then another text
+    follows.  After a wrong conversion, engines differ at tokens that are far from equally likely."""
+    equal, total, gaps = 0, 0, []
+    for prompt, ours, other in zip(prompts, reference, theirs, strict=True):
+        length = next((i for i, token in enumerate(ours) if token in enders), len(ours))
+        same = next((i for i in range(length) if ours[i] != other[i]), length)
+        total, equal = total + length, equal + same
+        if same < length:
+            scores = log_probs([*prompt, *ours[:same]])
+            gaps.append(abs(float(scores[ours[same]] - scores[other[same]])))
+    return Agreement(equal / total if total else 1.0, len(gaps), max(gaps, default=0.0))
+
+
+def float32_log_probs(folder: Path) -> LogProbs:
+    """Log-probabilities of the model in `folder`, computed by transformers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+    def log_probs(tokens: Sequence[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            logits = model(torch.tensor([list(tokens)]), logits_to_keep=1).logits[0, -1]
+        return torch.log_softmax(logits, dim=-1)
+
+    return log_probs

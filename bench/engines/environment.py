@@ -1,25 +1,29 @@
-"""Environments of the engines that ours is compared with.  Each is made when it is first needed.
+"""The engines that ours is compared with: their environments, made when they are first needed, and their processes.
 
-    artifacts/peers/NAME-DIGEST/        DIGEST: of the pinned packages, so that a changed pin makes a new environment
-        bin/python ...
-        .made                           written last: without it the environment is made again
-
-Every package is named and installed without dependencies, so nothing else is installed.  Ours stays as it is.
+artifacts/peers/NAME-DIGEST/        DIGEST: of the pinned packages, so that a changed pin makes a new environment
+    bin/python ...
+    .made                           written last: without it the environment is made again
 """
 
+import contextlib
 import hashlib
+import json
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tlt_core.machine import file_lock
 
 _MADE = ".made"
 _ERROR_CHARACTERS = 300
+_STOP_S = 20.0
+_LOG_LINES = 15
 
 _log = logging.getLogger(__name__)
 
@@ -29,10 +33,9 @@ class PeerError(Exception):
 
 
 class Peer(NamedTuple):
-    """What to install.  Peer("llama.cpp", "", ("xllamacpp==1.2.3",))"""
+    """What to install.  Peer("llama.cpp", ("xllamacpp==1.2.3",))"""
 
     name: str
-    torch: str  # installed first, with its dependencies; empty: none
     packages: tuple[str, ...]
 
 
@@ -60,13 +63,7 @@ def variables(*, threads: int) -> dict[str, str]:
 def run(command: list[str], *, purpose: str) -> None:
     """Run a command.  Raises PeerError with the end of its output if it fails."""
     done = subprocess.run(
-        command,
-        env=variables(threads=1),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=False,
+        command, env=variables(threads=1), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace"
     )
     if done.returncode:
         said = " ".join((done.stderr or done.stdout).split())[-_ERROR_CHARACTERS:]
@@ -78,7 +75,50 @@ def _make(peer: Peer, folder: Path, python: Path) -> None:
     purpose = f"making the environment of {peer.name}"
     run([sys.executable, "-m", "venv", str(folder)], purpose=purpose)
     install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    if peer.torch:
-        run([*install, peer.torch], purpose=purpose)
-    run([*install, "--no-deps", *peer.packages], purpose=purpose)
+    run([*install, *peer.packages], purpose=purpose)
     (folder / _MADE).touch()
+
+
+class LineProcess:
+    """A process that is asked with a line of JSON and answers with one; see `processes/process.py`.
+
+    It has a process group of its own, and its other output is in a file.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
+        self._name, self._log = name, log
+        pipe = subprocess.PIPE
+        with log.open("wb") as stderr:
+            self._process = subprocess.Popen(
+                command, env=environment, stdin=pipe, stdout=pipe, stderr=stderr, start_new_session=True, text=True
+            )
+
+    def ask(self, value: Mapping[str, Any]) -> dict[str, Any]:
+        """Say a line and wait for the answer.  Raises PeerError with the end of the log when the process has ended."""
+        assert self._process.stdin is not None, "opened as a pipe"
+        assert self._process.stdout is not None, "opened as a pipe"
+        try:
+            self._process.stdin.write(json.dumps(value) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            end = "\n".join(self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:])
+            raise PeerError(f"{self._name} ended; the end of {self._log}:\n{end}")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def signal(self, sign: signal.Signals) -> None:
+        """To the process and all that it started.  If it has ended, the next `ask` says so."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, sign)
+
+    def close(self) -> None:
+        for sign in (signal.SIGCONT, signal.SIGTERM):
+            self.signal(sign)
+        try:
+            self._process.communicate(timeout=_STOP_S)
+        except subprocess.TimeoutExpired:
+            self.signal(signal.SIGKILL)
+            self._process.communicate()

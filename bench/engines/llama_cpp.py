@@ -1,11 +1,7 @@
 """llama.cpp as a rival of our engine: its environment, and the model as a GGUF file.  Nothing is quantised.
 
-    llama.cpp         matrices in the configured type; vectors (norms, biases) in float32, as llama.cpp adds them up
-    llama.cpp fp16    the same with float16, if bfloat16 is configured: not every build is fast with bfloat16
-
-llama.cpp wants tokens, kinds and merges of tokenizer.json even where token ids go in and out.  It rotates neighbouring
-pairs (0, 1), (2, 3), ... of a head of the architecture `llama`, Hugging Face the pairs (i, i + head_dim / 2): rows of
-the query and key matrices are put in that order.  `qwen2` and `qwen3` are rotated there as they are here.
+It rotates neighbouring pairs (0, 1), (2, 3), ... of a head of the architecture `llama`, Hugging Face the pairs
+(i, i + head_dim / 2): rows of the query and key matrices are put in that order.  `qwen2` and `qwen3` are rotated alike.
 """
 
 import json
@@ -23,13 +19,9 @@ from tlt_core.model.config import DecoderConfig, ModelError
 from tlt_core.model.load import load_config, read_tensors
 
 NAME = "llama.cpp"
-PEER = environment.Peer(NAME, "", ("xllamacpp==2026.10.11549",))
+PEER = environment.Peer(NAME, ("xllamacpp==2026.10.11549",))
 _PROCESS = Path(__file__).with_name("processes") / "llama_cpp.py"
-_ARCHITECTURES = {
-    "llama": gguf.MODEL_ARCH.LLAMA,
-    "qwen2": gguf.MODEL_ARCH.QWEN2,
-    "qwen3": gguf.MODEL_ARCH.QWEN3,
-}
+_ARCHITECTURES = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
 _TYPES = {
     torch.bfloat16: (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
     torch.float16: (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
@@ -37,11 +29,9 @@ _TYPES = {
 }
 
 
-def specs(common: Mapping[str, Any], *, environments: Path, work_dir: Path) -> list[EngineSpec]:
-    """Both variants, ready to start.  common: settings of every engine; work_dir: folder for converted models.
-
-    Raises PeerError or ModelError where llama.cpp cannot be had for this model.
-    """
+def specs(common: Mapping[str, Any], environments: Path, *, work_dir: Path) -> list[EngineSpec]:
+    """The model in the configured type and, since not every build is fast with bfloat16, in float16.  work_dir: folder
+    for converted models.  Raises PeerError or ModelError where llama.cpp cannot be had for this model."""
     python = environment.interpreter(PEER, environments)
     kinds = {NAME: common["dtype"]} | ({f"{NAME} fp16": "float16"} if common["dtype"] == "bfloat16" else {})
     work_dir.mkdir(parents=True, exist_ok=True)
@@ -72,7 +62,7 @@ def write_gguf(folder: Path, out: Path, *, dtype: torch.dtype) -> None:
         if name is None:
             raise ModelError(f"{folder}: tensor {hf_name} has no place in a GGUF file of the family {config.family}")
         tensor = rotated_rows(hf_name, tensors.pop(hf_name), config)
-        if tensor.dim() == 1:
+        if tensor.dim() == 1:  # norms and biases, which llama.cpp adds up in float32
             writer.add_tensor(name, tensor.float().numpy())
         else:
             in_bytes = tensor.to(dtype).contiguous().view(torch.uint8)  # numpy has no bfloat16

@@ -2,29 +2,23 @@
 
     start and warm up every engine -> repeat: every case, every engine -> Measured
 
-Only one process runs at a time; the others are stopped by a signal.  In: engines and what they decode.  Out: figures by
-(engine, case), in the order of the repeats.
+Only one process runs at a time; the others are stopped by a signal.
 """
 
 import logging
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from bench.engines.environment import PeerError
-from bench.engines.line_process import LineProcess
+from bench.engines.environment import LineProcess, PeerError
 
 _PROCESS = Path(__file__).with_name("processes") / "process.py"
 _WARM_UP_TOKENS = 8
 
 _log = logging.getLogger(__name__)
-
-OnProgress = Callable[[str, int, int], None]
-"""Called with a phase, and with how much of it is done, of how much."""
 
 
 class EngineSpec(NamedTuple):
@@ -40,51 +34,38 @@ class EngineSpec(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is decoded: the first `live` prompts at a temperature."""
-
     live: int
     temperature: float
 
 
 class Measured(NamedTuple):
-    """One measurement of one engine on one case."""
-
     tokens_per_s: float  # of all live requests together, without the first token of each
     total_tokens_per_s: float  # with the time for prompts and first tokens
     tokens: list[list[int]]
 
 
 class Contest(NamedTuple):
-    """Everything that was measured."""
-
     measured: dict[tuple[str, Case], list[Measured]]  # by engine and case, one for each repeat
     described: dict[str, dict[str, Any]]  # version, threads and precision, by engine
-    failed: Mapping[str, str] = MappingProxyType({})  # reasons, by optional engine
+    failed: dict[str, str]  # reasons, by optional engine
 
 
-class _Engine:
+class _Engine(LineProcess):
     """A running engine, which is stopped by a signal except while it works."""
 
     def __init__(self, spec: EngineSpec, log: Path) -> None:
         command = [str(spec.python), "-P", str(_PROCESS), str(spec.file)]
-        self.spec, self.described = spec, dict[str, Any]()
-        self._process = LineProcess(f"engine {spec.name}", command, environment=spec.environment, log=log)
-        self.close = self._process.close
-
-    def start(self) -> None:
-        """Load the model.  Raises PeerError."""
-        self.described = self._process.ask(self.spec.settings)["ready"]
-        self._process.signal(signal.SIGSTOP)
+        super().__init__(f"engine {spec.name}", command, environment=spec.environment, log=log)
+        self.spec = spec
 
     def takes(self, case: Case) -> bool:
-        """Whether the engine accepts this many requests at once."""
         return not self.spec.most_live or case.live <= self.spec.most_live
 
-    def decode(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        """See `processes/process.py`."""
-        self._process.signal(signal.SIGCONT)
-        reply = self._process.ask(job)
-        self._process.signal(signal.SIGSTOP)
+    def work(self, job: Mapping[str, Any]) -> dict[str, Any]:
+        """As `ask`, while the process may run."""
+        self.signal(signal.SIGCONT)
+        reply = self.ask(job)
+        self.signal(signal.SIGSTOP)
         return reply
 
 
@@ -97,46 +78,57 @@ def compete(
     repeats: int,
     seed: int,
     log_dir: Path,
-    on_progress: OnProgress = lambda phase, done, total: None,
+    on_progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
 ) -> Contest:
     """Measure every engine on every case that it accepts, `repeats` times; another engine is first in each repeat.
 
-    Raises PeerError when an engine fails, unless it is optional and fails before the measurements.
+    on_progress: called with a phase, and with how much of it is done, of how much.  Raises PeerError when an engine
+    fails, unless it is optional and fails before the measurements.
     """
-    measured: dict[tuple[str, Case], list[Measured]] = {}
-    warm_ups = [(case, _job(case, prompts, new_tokens=min(_WARM_UP_TOKENS, new_tokens), seed=seed)) for case in cases]
-    with _running(specs, warm_ups, log_dir, on_progress) as (engines, failed):
-        for repeat in range(repeats):
-            for case in cases:
-                on_progress("measurements", repeat * len(cases) + cases.index(case), repeats * len(cases))
-                able = [engine for engine in engines if engine.takes(case)]
-                for engine in able[repeat % len(able) :] + able[: repeat % len(able)]:
-                    reply = engine.decode(_job(case, prompts, new_tokens=new_tokens, seed=seed + repeat))
-                    result = figures(reply, case, new_tokens=new_tokens)
-                    measured.setdefault((engine.spec.name, case), []).append(result)
-                    _log.info("repeat %d, %s, %s: %.1f tokens/s", repeat, case, engine.spec.name, result.tokens_per_s)
-        described = {engine.spec.name: engine.described for engine in engines}
-    return Contest(measured, described, failed)
+    found = Contest({}, {}, {})
+    log_dir.mkdir(parents=True, exist_ok=True)
 
+    def job(case: Case, tokens: int, seed: int) -> dict[str, Any]:
+        asked = [list(p) for p in prompts[: case.live]]
+        return {"prompts": asked, "new_tokens": tokens, "temperature": case.temperature, "seed": seed}
 
-def figures(reply: Mapping[str, Any], case: Case, *, new_tokens: int) -> Measured:
-    """Rates from an engine's reply."""
-    decoding_s = max(reply["seconds"] - reply["first_seconds"], 1e-9)
-    return Measured(
-        tokens_per_s=case.live * (new_tokens - 1) / decoding_s,
-        total_tokens_per_s=case.live * new_tokens / reply["seconds"],
-        tokens=reply["tokens"],
-    )
+    with ExitStack() as stack:
+        engines: list[_Engine] = []
+        for done, spec in enumerate(specs):
+            on_progress(f"starting {spec.name}", done, len(specs))
+            engine = _Engine(spec, log_dir / f"{spec.name.replace(' ', '-')}.log")
+            stack.callback(engine.close)
+            try:
+                described = engine.work(spec.settings)["ready"]
+                for case in filter(engine.takes, cases):
+                    engine.work(job(case, min(_WARM_UP_TOKENS, new_tokens), seed))
+            except PeerError as error:
+                if not spec.optional:
+                    raise
+                _log.warning("left out: %s", error)
+                found.failed[spec.name] = str(error)
+                continue
+            _log.info("engine %s: %s", spec.name, described)
+            found.described[spec.name] = described
+            engines.append(engine)
+        for turn in range(repeats * len(cases)):
+            repeat, case = turn // len(cases), cases[turn % len(cases)]
+            on_progress("measurements", turn, repeats * len(cases))
+            able = [engine for engine in engines if engine.takes(case)]
+            for engine in able[repeat % len(able) :] + able[: repeat % len(able)]:
+                reply = engine.work(job(case, new_tokens, seed + repeat))
+                decoding_s = max(reply["seconds"] - reply["first_seconds"], 1e-9)
+                rate, total = case.live * (new_tokens - 1) / decoding_s, case.live * new_tokens / reply["seconds"]
+                result = Measured(rate, total, reply["tokens"])
+                found.measured.setdefault((engine.spec.name, case), []).append(result)
+                _log.info("repeat %d, %s, %s: %.1f tokens/s", repeat, case, engine.spec.name, result.tokens_per_s)
+    return found
 
 
 def own_environment(*, threads: int) -> dict[str, str]:
-    """Variables for engines in this interpreter's environment."""
-    return dict(os.environ) | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": _import_path()}
-
-
-def _import_path() -> str:
-    """Import path of our packages, which need not be installed."""
-    return os.pathsep.join([str(_PROCESS.parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    """Variables for engines in this interpreter's environment, where our packages need not be installed."""
+    path = os.pathsep.join([str(_PROCESS.parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return dict(os.environ) | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
 
 
 def cores(count: int) -> list[int]:
@@ -145,43 +137,3 @@ def cores(count: int) -> list[int]:
     if len(usable) < count:
         raise ValueError(f"cluster.threads_per_worker={count}, but this machine has {len(usable)} cores: lower it")
     return usable[:count]
-
-
-@contextmanager
-def _running(
-    specs: Sequence[EngineSpec],
-    warm_ups: Sequence[tuple[Case, Mapping[str, Any]]],
-    log_dir: Path,
-    on_progress: OnProgress,
-) -> Iterator[tuple[list[_Engine], dict[str, str]]]:
-    """All engines, started and warmed up, and the reasons of those that failed.  All are ended afterwards."""
-    log_dir.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
-        engines, failed = [], {}
-        for done, spec in enumerate(specs):
-            on_progress(f"starting {spec.name}", done, len(specs))
-            engine = _Engine(spec, log_dir / f"{spec.name.replace(' ', '-')}.log")
-            stack.callback(engine.close)
-            try:
-                engine.start()
-                for case, job in warm_ups:
-                    if engine.takes(case):
-                        engine.decode(job)
-            except PeerError as error:
-                if not spec.optional:
-                    raise
-                _log.warning("left out: %s", error)
-                failed[spec.name] = str(error)
-                continue
-            _log.info("engine %s: %s", spec.name, engine.described)
-            engines.append(engine)
-        yield engines, failed
-
-
-def _job(case: Case, prompts: Sequence[Sequence[int]], *, new_tokens: int, seed: int) -> dict[str, Any]:
-    return {
-        "prompts": [list(p) for p in prompts[: case.live]],
-        "new_tokens": new_tokens,
-        "temperature": case.temperature,
-        "seed": seed,
-    }

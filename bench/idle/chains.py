@@ -29,50 +29,34 @@ from tlt_core.machine.precision import as_torch
 
 
 class Recorded(NamedTuple):
-    """One response of a run."""
-
     worker: str
     sequence: TrainSequence
 
     @property
     def id(self) -> str:
-        """Of its own in the run."""
         return f"{self.worker}/{self.step}/{self.sequence.key.prompt_id}/{self.sequence.key.sample}"
 
     @property
     def step(self) -> int:
-        """RL step."""
         return self.sequence.step
-
-
-class Recording(NamedTuple):
-    """What a run's workers have kept."""
-
-    responses: list[Recorded]  # by step
-    heads: dict[int, Tensor]  # draft vocabulary's rows of the LM head, by policy version
 
 
 Runs = Mapping[str, Tensor]  # accepted drafts of the chain begun at each token, by response
 
 
-def recorded(idle_training_dir: Path) -> Recording:
-    """Read the workers' folders; nobody may be training."""
+def recorded(idle_training_dir: Path) -> list[Recorded]:
+    """Responses that the run's workers have kept, by step; nobody may be training."""
     found: list[Recorded] = []
-    heads: dict[int, Tensor] = {}
     for folder in sorted(idle_training_dir.glob("worker_*")):
         saved = load_checkpoint(folder / "training.safetensors")
-        heads |= {int(version): head for version, head in saved.part("heads").items()}
         for file in saved.values["buffer"]["files"]:
             sequences = map_sequences(folder / file["name"], file["sequences"], nbytes=file["bytes"])
             found += [Recorded(folder.name, sequence) for sequence in sequences]
-    return Recording(sorted(found, key=lambda r: (r.step, r.worker, r.sequence.key)), heads)
+    return sorted(found, key=lambda r: (r.step, r.worker, r.sequence.key))
 
 
 def accept_length(runs: Runs, *, drafts: int) -> float:
-    """Tokens a round, the target's own among them, with chains of at most so many drafts.
-
-    Rounds come one after the other, as the engine makes them: all tokens over all rounds.
-    """
+    """All tokens over all rounds, the target's own among them, with chains of at most so many drafts."""
     cut = [run_P.clamp_max(drafts) for run_P in runs.values()]
     return sum(map(len, cut)) / sum(_rounds(run_P.tolist()) for run_P in cut)
 
@@ -80,13 +64,8 @@ def accept_length(runs: Runs, *, drafts: int) -> float:
 def by_round_error(runs: Runs, *, drafts: int) -> float:
     """Standard error of `accept_length`: by chance alone, had the policy answered the same prompts again.
 
-    Of L = sum_i t_i / R, R = sum_i r_i, tokens over rounds of each response, with a prompt's n responses drawn
-    independently and d_i = t_i - L r_i (linearised):
-
-        error^2 = sum over prompts of n / (n - 1) sum_i (d_i - mean d)^2 / R^2
-
-    A prompt's only response says nothing of chance.
-    """
+    Of L = sum_i t_i / R, R = sum_i r_i, tokens over rounds of each response, linearised: with d_i = t_i - L r_i,
+    error^2 = sum over prompts of n / (n - 1) sum_i (d_i - mean d)^2 / R^2."""
     sizes = {name: (len(run_P), _rounds(run_P.clamp_max(drafts).tolist())) for name, run_P in runs.items()}
     tokens, rounds = (sum(column) for column in zip(*sizes.values(), strict=True))
     off: dict[str, list[float]] = {}
@@ -124,13 +103,11 @@ def eagle3_runs(
 
 
 class NgramReplay:
-    """The n-gram drafter beside a run: what it would have had accepted, and what it has seen by then.
-
-    A worker's samples of one prompt grow side by side, token by token, and stay indexed for the prompt's next visits.
-    """
+    """The n-gram drafter beside a run: a worker's samples of one prompt grow side by side, token by token, and stay
+    indexed for the prompt's next visits."""
 
     def __init__(self, cfg: RunConfig) -> None:
-        self._cfg = cfg
+        self._cfg = cfg.rollout
         self._drafters: dict[str, NgramDrafter] = {}  # by worker
 
     def runs(self, responses: Sequence[Recorded], *, drafts: int) -> dict[str, Tensor]:
@@ -138,7 +115,7 @@ class NgramReplay:
         found: dict[str, Tensor] = {}
 
         def visit(r: Recorded) -> tuple[int, str, int]:
-            return (r.step, r.worker, r.sequence.key.prompt_id)
+            return r.step, r.worker, r.sequence.key.prompt_id
 
         for _, group in itertools.groupby(sorted(responses, key=visit), key=visit):
             found |= self._visit(sorted(group, key=lambda r: -r.sequence.rows), drafts)
@@ -146,16 +123,13 @@ class NgramReplay:
 
     def _visit(self, siblings: Sequence[Recorded], drafts: int) -> dict[str, Tensor]:
         """siblings: the longest first, so that the last rows end first."""
-        ngram = self._cfg.rollout.speculation.ngram
-        drafter = self._drafters.setdefault(
-            siblings[0].worker, NgramDrafter(max_index_tokens=ngram.max_index_tokens, min_match=ngram.min_match)
-        )
+        ngram = self._cfg.speculation.ngram
+        new = NgramDrafter(max_index_tokens=ngram.max_index_tokens, min_match=ngram.min_match)
+        drafter = self._drafters.setdefault(siblings[0].worker, new)
         texts = [r.sequence.tokens_L.long() for r in siblings]
         first = len(texts[0]) - siblings[0].sequence.rows
-        params = SamplingParams(temperature=self._cfg.rollout.temperature)
-        requests = [
-            GenerationRequest(r.sequence.key, text_L[:first].int()) for r, text_L in zip(siblings, texts, strict=True)
-        ]
+        params = SamplingParams(temperature=self._cfg.temperature)
+        requests = [GenerationRequest(r.sequence.key, r.sequence.tokens_L[:first]) for r in siblings]
         tokens_BL = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
         streams_B = torch.tensor([r.sequence.stream for r in siblings])
         for row, request in enumerate(requests):
@@ -166,24 +140,15 @@ class NgramReplay:
             while len(texts[live - 1]) <= length:
                 live -= 1
                 drafter.release(live, texts[live])
-            view = LiveView(
-                requests[:live],
-                tokens_BL[:live],
-                [length] * live,
-                [drafts + 1] * live,
-                streams_B[:live],
-                params,
-            )
+            lengths, room = [length] * live, [drafts + 1] * live
+            view = LiveView(requests[:live], tokens_BL[:live], lengths, room, streams_B[:live], params)
             tree = drafter.propose(view, Strategy("ngram", drafts, 1, drafts))
             chains: list[list[int]] = [[] for _ in range(live)]
             for row, token in zip(tree.rows_N.tolist(), tree.tokens_N.tolist(), strict=True):
                 chains[row].append(token)
             for own, chain, text_L in zip(runs, chains, texts, strict=False):
-                own.append(_agreement(chain, text_L[length:].tolist()))
+                pairs = zip(chain, text_L[length:].tolist(), strict=False)
+                own.append(sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
         for row in reversed(range(live)):
             drafter.release(row, texts[row])
         return {r.id: torch.tensor(run) for r, run in zip(siblings, runs, strict=True)}
-
-
-def _agreement(chain: Sequence[int], text: Sequence[int]) -> int:
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(chain, text, strict=False)))

@@ -1,18 +1,9 @@
 """`tlt bench idle`: what training the drafter in idle time brings over a whole training run.
 
-Two runs take turns, a block of steps each: all of TLT, and the same with the first drafter left as it is.  Their
-rollouts are the same, so their step times show what training costs and what it brings, block by block.  Policy updates
-are the same work in both: what these differ by is the machine's doing.
-
-After each block, on that block's responses under their own noise: what is accepted of the first drafter (static) and of
-the one that each step's rollout drafted with (adaptive), of the n-gram drafter, and of the longer one of its and the
-static chains (`bench/idle/chains`).  Tokens a round, for chains as long as the drafter is trained for, and for long
-ones: a drafter that is nearly always right is worth a longer chain, and a short one hides how right it is.  Blocks are
-on the same prompts when each is of whole epochs; with each length goes its error, which is what chance would make of it
-if the policy answered the same prompts again.
-
-To be measured, each published drafter is written to a file, which counts as time of its step
-(`timing_s/publish_drafter`); a usual run keeps none.
+Two runs take turns, a block of steps each: all of TLT, and the same with the first drafter left as it is.  After each
+block, on that block's responses under their own noise: what is accepted of the first drafter (static) and of the one
+that each step's rollout drafted with (adaptive), of the n-gram drafter, and of the longer one of its and the static
+chains (`bench/idle/chains`).  Each published drafter is written to a file, which counts as time of its step.
 """
 
 import itertools
@@ -23,17 +14,9 @@ from typing import Any
 from prefect import flow
 from torch import Tensor
 
-from bench.idle.chains import (
-    NgramReplay,
-    Runs,
-    accept_length,
-    by_round_error,
-    eagle3_runs,
-    longer,
-    recorded,
-)
+from bench.idle.chains import NgramReplay, Runs, accept_length, by_round_error, eagle3_runs, longer, recorded
 from bench.report import write_report
-from bench.runs import drop_checkpoints, first_drafter, same_steps, steps_of, take_turns, variants
+from bench.runs import first_drafter, same_steps, steps_of, take_turns, variants
 from bench.verdicts import summarise, verdict
 from conf.run import RunConfig
 from tlt_core.drafter.eagle3.files import load_eagle3
@@ -43,25 +26,7 @@ from tlt_core.run.drafter_release import published_dir
 
 _LONG = 12  # drafts of a long chain
 _TIMES = ("timing_s/step", "timing_s/gen", "timing_s/update_actor")
-_FIGURES = (
-    "timing_s/step",
-    "timing_s/publish_drafter",
-    "rollout/tail_ratio",
-    "rollout/spec_accept_length",
-    "rollout/spec_speedup_est",
-    "idle/idle_s",
-    "idle/harvested_s",
-    "idle/long_idle_s",
-    "idle/harvested_ratio",
-    "idle/preempt_ms_p95",
-    "drafter/trained_tokens",
-    "drafter/optimizer_steps",
-    "drafter/version",
-    "drafter/rejected",
-    "drafter/heldout_accept_length_before",
-    "drafter/heldout_tokens",
-    "critic/rewards/mean",
-)
+_FIGURES = ("timing_s/step", "timing_s/publish_drafter", "rollout/", "idle/", "drafter/", "critic/rewards/mean")
 
 
 @flow(name="bench-idle")
@@ -69,7 +34,10 @@ def bench_idle(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
     """`repeats` blocks of steps, `num_steps` in all, of both runs; returns the report."""
     first, policy_dir = first_drafter(cfg)
     both = variants(cfg, first)
-    run = _keeping_drafters(both["trained"], steps=-(-cfg.num_steps // repeats))
+    kept = {"keep_published": -(-cfg.num_steps // repeats) + 1}  # the drafters of a block, and the one before it
+    idle_training = both["trained"].drafter.idle_training.model_copy(update=kept)
+    keeping = both["trained"].drafter.model_copy(update={"idle_training": idle_training})
+    run = both["trained"].model_copy(update={"drafter": keeping})
     turns = {"static": both["static"], "tlt": run}
     decoder = load_decoder(policy_dir, dtype=as_torch(cfg.rollout.dtype))
     embedding_VD = decoder.embed_tokens.weight.detach()
@@ -77,7 +45,7 @@ def bench_idle(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
     used, done = first, 0
     ngram = NgramReplay(cfg)
     for steps in take_turns(turns, num_steps=cfg.num_steps, blocks=repeats):
-        responses = [r for r in recorded(run.run_dir / "idle_training").responses if done < r.step <= steps]
+        responses = [r for r in recorded(run.run_dir / "idle_training") if done < r.step <= steps]
         drafter = load_eagle3(first, decoder.config)
         runs: dict[str, Runs] = {"static": eagle3_runs(cfg, drafter, embedding_VD, responses, drafts=_LONG)}
         adaptive: dict[str, Tensor] = {}
@@ -97,21 +65,13 @@ def bench_idle(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
             for drafts in (cfg.drafter.depth, _LONG)
         ]
         done = steps
-    rows = steps_of(run)
-    own = [f for f in _FIGURES if any(f in row for row in rows)]
-    drop_checkpoints(turns)
-    times = _times(turns, after=0)
+    rows, times = steps_of(run), _times(turns, after=0)
+    figures = summarise(rows, sorted({figure for row in rows for figure in row if figure.startswith(_FIGURES)}))
     same = same_steps(run, turns["static"])
     whole = {"configuration": "training in idle time over none", "same_steps": same, **times}
-    report_rows = [{"configuration": "steps", **summarise(rows, own)}, whole, *acceptance]
+    report_rows = [{"configuration": "steps", **figures}, whole, *acceptance]
     verdicts = _verdicts(rows, [a for a in acceptance if a["drafts"] == _LONG], times["over_static/timing_s/step"])
     return write_report(out, command=command, repeats=repeats, rows=report_rows, verdicts=verdicts)
-
-
-def _keeping_drafters(run: RunConfig, *, steps: int) -> RunConfig:
-    """The drafters of a block, and the one before it."""
-    idle_training = run.drafter.idle_training.model_copy(update={"keep_published": steps + 1})
-    return run.model_copy(update={"drafter": run.drafter.model_copy(update={"idle_training": idle_training})})
 
 
 def _times(turns: Mapping[str, RunConfig], *, after: int) -> dict[str, float]:
@@ -124,7 +84,6 @@ def _times(turns: Mapping[str, RunConfig], *, after: int) -> dict[str, float]:
 
 
 def _lengths(runs: Mapping[str, Runs], drafts: int) -> dict[str, float]:
-    """Acceptance lengths of each drafter, and adaptive over static."""
     lengths = {name: accept_length(of_it, drafts=drafts) for name, of_it in runs.items()}
     figures: dict[str, float] = {"drafts": drafts}
     figures |= {f"{name}_by_round_error": by_round_error(of_it, drafts=drafts) for name, of_it in runs.items()}

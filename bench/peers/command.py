@@ -1,9 +1,8 @@
 """`tlt bench peers`: whole training steps of ours beside those of TRL's GRPOTrainer, on the same cores.
 
 Equal are the start model, the prompts of each step, group size, longest response, temperature, algorithm, optimizer,
-the precision (float32 weights, passes in bfloat16 where the machine has it) and the rewards, which our processes
-compute for both.  The noise is not, so responses differ.  TRL generates with transformers, in one process that has all
-cores: padded batches of all prompts of a step.  The first step of each warms up and does not count for the time.
+precision and the rewards, which our processes compute for both.  The noise is not, so responses differ.  The first step
+of each warms up and does not count for the time.
 """
 
 import statistics
@@ -18,7 +17,7 @@ from prefect import flow
 from bench.engines import environment
 from bench.peers.trl import TRL, Trl, TrlStep, arguments
 from bench.report import write_report
-from bench.runs import drop_checkpoints, first_drafter, steps_of, take_turns, variants
+from bench.runs import first_drafter, steps_of, take_turns, variants
 from bench.verdicts import summarise, verdict
 from conf.load import ConfigError
 from conf.run import RunConfig
@@ -51,54 +50,44 @@ def bench_peers(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dic
     drafter, policy = first_drafter(cfg)
     work_dir = cfg.run_dir.with_name(f"bench-{cfg.name}-trl")
     work_dir.mkdir(parents=True, exist_ok=True)
-    given = arguments(cfg, num_steps=cfg.num_steps, out=work_dir)
     python = environment.interpreter(TRL, artifacts_dir() / "peers")
     prompts = Prompts.load(data_dir(cfg), policy, num_prompts=cfg.rollout.num_prompts)
     order = PromptOrder(prompts.train, seed=cfg.seed)
     rows = [prompt for _ in range(cfg.num_steps) for prompt in order.take(cfg.rollout.num_prompts)]
-
-    with closing(
-        Trl(python, _settings(cfg, policy, rows, prompts) | {"arguments": given}, work_dir / "log.txt")
-    ) as trl:
-        theirs: list[TrlStep] = []
-        sentence = f"TRL: {{}} of {cfg.num_steps} steps, {{:.0f}} s so far"
-        began_s = time.monotonic()
-        with (
-            Scorer(cfg.reward) as scorer,
-            Heartbeat(lambda: sentence.format(len(theirs), time.monotonic() - began_s)),
-        ):
-            while len(theirs) < cfg.num_steps:
-                theirs.append(trl.step(lambda at, texts: _score(scorer, rows, at, texts)))
-        versions = trl.versions
-    every = variants(cfg, drafter)
-    runs = {name: every[name] for name in _OURS}
-    for _ in take_turns(runs, num_steps=cfg.num_steps, blocks=1):
-        pass
-    drop_checkpoints(runs)
-    report_rows: list[dict[str, Any]] = [
-        {"configuration": name, **summarise(steps_of(run), _FIGURES)} for name, run in runs.items()
-    ]
-    report_rows.append({"configuration": "trl", **summarise(_figures(theirs)[1:], _FIGURES), **versions})
-    gains = _reward_gains(runs["tlt"], rows, theirs)
-    report_rows.append({"configuration": "reward, tlt minus trl", **gains})
-    return write_report(
-        out,
-        command=command,
-        repeats=cfg.num_steps - 1,
-        rows=report_rows,
-        verdicts=_verdicts(steps_of(runs["tlt"]), _figures(theirs)[1:], gains),
-    )
-
-
-def _settings(cfg: RunConfig, policy: Path, rows: Sequence[Prompt], prompts: Prompts) -> dict[str, Any]:
     token_ids = [prompt.tokens.tolist() for prompt in rows]
-    return {
+    settings = {
         "model": str(policy),
         "threads": cfg.cluster.num_workers * cfg.cluster.threads_per_worker,
         "weights": "float32",
         "prompts": [prompts.tokenizer.decode(ids) for ids in token_ids],
         "token_ids": token_ids,
+        "arguments": arguments(cfg, num_steps=cfg.num_steps, out=work_dir),
     }
+    theirs: list[TrlStep] = []
+    began_s = time.monotonic()
+
+    def progress() -> str:
+        return f"TRL: {len(theirs)} of {cfg.num_steps} steps, {time.monotonic() - began_s:.0f} s so far"
+
+    with (
+        closing(Trl(python, settings, work_dir / "log.txt")) as trl,
+        Scorer(cfg.reward) as scorer,
+        Heartbeat(progress),
+    ):
+        while len(theirs) < cfg.num_steps:
+            theirs.append(trl.step(lambda at, texts: _score(scorer, rows, at, texts)))
+        versions = trl.versions
+    every = variants(cfg, drafter)
+    runs = {name: every[name] for name in _OURS}
+    list(take_turns(runs, num_steps=cfg.num_steps, blocks=1))
+    gains, figures = _reward_gains(runs["tlt"], rows, theirs), _figures(theirs)[1:]
+    report_rows = [
+        *({"configuration": name, **summarise(steps_of(run), _FIGURES)} for name, run in runs.items()),
+        {"configuration": "trl", **summarise(figures, _FIGURES), **versions},
+        {"configuration": "reward, tlt minus trl", **gains},
+    ]
+    verdicts = _verdicts(steps_of(runs["tlt"]), figures, gains)
+    return write_report(out, command=command, repeats=cfg.num_steps - 1, rows=report_rows, verdicts=verdicts)
 
 
 def _score(scorer: Scorer, rows: Sequence[Prompt], at: Sequence[int], texts: Sequence[str]) -> list[float]:

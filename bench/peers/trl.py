@@ -4,61 +4,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bench.engines import environment
-from bench.engines.environment import Peer
-from bench.engines.line_process import LineProcess
+from bench.engines.environment import LineProcess, Peer, variables
 from conf.load import ConfigError
 from conf.run import RunConfig
 
 _PROCESS = Path(__file__).with_name("trl_process.py")
 _MOST_IN_A_PASS = 8  # responses of an update's pass; they are padded, and longer passes take more memory
 
-TRL = Peer(
-    "trl",
-    "torch==2.13.0",
-    (
-        "accelerate==1.15.0",
-        "annotated-doc==0.0.7",
-        "anyio==4.16.0",
-        "click==8.5.1",
-        "datasets==5.2.0",
-        "dill==0.4.1",
-        "h11==0.16.0",
-        "hf-xet==1.8.0",
-        "httpcore2==2.16.2",
-        "httpx2==2.16.2",
-        "huggingface_hub==2.4.0",
-        "idna==3.20",
-        "multiprocess==0.70.19",
-        "numpy==2.4.6",
-        "packaging==26.3",
-        "pandas==3.1.1",
-        "psutil==7.2.2",
-        "pyarrow==26.0.1",
-        "python-dateutil==4.0.0",
-        "PyYAML==6.0.4",
-        "regex==2026.11.19",
-        "safetensors==0.8.0",
-        "shellingham==1.5.4",
-        "tokenizers==0.23.3",
-        "tqdm==4.70.1",
-        "transformers==5.24.0",
-        "trl==1.16.0",
-        "truststore==0.10.5",
-        "typer==0.29.2",
-        "tzdata==2026.6",
-        "xxhash==4.1.0",
-    ),
-)
-
+TRL = Peer("trl", ("torch==2.13.0", "transformers==5.24.0", "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"))
 _LOSSES = {"token_mean": "dapo", "sequence_mean": "grpo", "constant": "dr_grpo"}
 _SCALES = {"grpo": "group", "dr_grpo": "none"}
 Score = Callable[[Sequence[int], Sequence[str]], list[float]]
 
 
 class TrlStep(NamedTuple):
-    """One step of TRL's."""
-
     seconds: float
     rollout_s: float
     tokens: int
@@ -69,11 +28,12 @@ class TrlStep(NamedTuple):
 def arguments(cfg: RunConfig, *, num_steps: int, out: Path) -> dict[str, Any]:
     """GRPOConfig's, for the same algorithm.  Raises ConfigError where TRL has no counterpart."""
     algorithm, rollout, optimizer = cfg.algorithm, cfg.rollout, cfg.update.optimizer
-    if algorithm.advantage not in _SCALES or algorithm.dynamic_sampling or cfg.update.num_minibatches > 1:
+    minibatches = cfg.update.num_minibatches
+    if algorithm.advantage not in _SCALES or algorithm.dynamic_sampling or minibatches > 1:
         raise ConfigError(
-            f"algorithm.advantage={algorithm.advantage}, dynamic_sampling={algorithm.dynamic_sampling}, "
-            f"update.num_minibatches={cfg.update.num_minibatches}: compared with TRL are grpo and dr_grpo without "
-            "dynamic sampling, in one optimizer step; change these settings"
+            f"algorithm.advantage={algorithm.advantage}, dynamic_sampling={algorithm.dynamic_sampling}, update."
+            f"num_minibatches={minibatches}: compared with TRL are grpo and dr_grpo without dynamic sampling, in one "
+            "optimizer step; change these settings"
         )
     responses = rollout.num_prompts * rollout.num_samples
     in_a_pass = max(n for n in range(1, _MOST_IN_A_PASS + 1) if responses % n == 0)
@@ -110,18 +70,14 @@ def arguments(cfg: RunConfig, *, num_steps: int, out: Path) -> dict[str, Any]:
     }
 
 
-class Trl:
+class Trl(LineProcess):
     """A trainer that waits before each of its steps.  Raises PeerError when it cannot go on."""
 
     def __init__(self, python: Path, settings: Mapping[str, Any], log: Path) -> None:
-        """Start it, and wait until its model is loaded."""
-        variables = environment.variables(threads=settings["threads"])
-        self._process = LineProcess("TRL's process", [str(python), "-P", str(_PROCESS)], environment=variables, log=log)
-        self.close = self._process.close
-        self.versions: dict[str, str] = self._process.ask(settings)["ready"]
+        command = [str(python), "-P", str(_PROCESS)]
+        super().__init__("TRL's process", command, environment=variables(threads=settings["threads"]), log=log)
+        self.versions: dict[str, str] = self.ask(settings)["ready"]
 
     def step(self, score: Score) -> TrlStep:
-        """One step.  score: rewards of responses, by the rows of their prompts."""
-        asked = self._process.ask({"go": True})["score"]
-        rewards = score(asked["rows"], asked["responses"])
-        return TrlStep(**self._process.ask({"rewards": rewards})["step"])
+        asked = self.ask({"go": True})["score"]
+        return TrlStep(**self.ask({"rewards": score(asked["rows"], asked["responses"])})["step"])

@@ -1,12 +1,10 @@
-"""TRL's GRPOTrainer in a process of its own, to be measured: lines of JSON in and out.
+"""TRL's GRPOTrainer in a process of its own, in TRL's environment, to be measured: lines of JSON in and out.
 
-    stdin   {"model": ..., "prompts": [...], "token_ids": [[...], ...], ...}                      settings, once
-    stdout  {"ready": {"trl": version, ...}}
-    stdin   {"go": true}                                                                          before a step
-    stdout  {"score": {"rows": [...], "responses": [...]}}        of the step; the answer is {"rewards": [...]}
-    stdout  {"step": {"seconds": ..., "rollout_s": ..., "tokens": ..., "lengths": [...], "rewards": [...]}}
-
-Runs in TRL's environment: nothing of ours is imported.
+stdin   {"model": ..., "prompts": [...], "token_ids": [[...], ...], ...}                      settings, once
+stdout  {"ready": {"trl": version, ...}}
+stdin   {"go": true}                                                                          before a step
+stdout  {"score": {"rows": [...], "responses": [...]}}        of the step; the answer is {"rewards": [...]}
+stdout  {"step": {"seconds": ..., "rollout_s": ..., "tokens": ..., "lengths": [...], "rewards": [...]}}
 """
 
 import json
@@ -17,7 +15,6 @@ from typing import Any, TextIO
 
 
 def main() -> None:
-    """Train for as many steps as the settings say."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever TRL prints must not look like a reply
     settings = json.loads(sys.stdin.readline())
@@ -27,8 +24,6 @@ def main() -> None:
 
 
 class _Link:
-    """Questions to the process that measures."""
-
     def __init__(self, replies: TextIO) -> None:
         self._replies = replies
         self.rewards: list[float] = []
@@ -36,19 +31,12 @@ class _Link:
         self.rollout_s = 0.0
 
     def score(self, completions: list[str], completion_ids: list[list[int]], row: list[int], **_: Any) -> list[float]:
-        """TRL's reward function: ours scores."""
         _say(self._replies, {"score": {"rows": row, "responses": completions}})
         self.rewards = json.loads(sys.stdin.readline())["rewards"]
         self.lengths = [len(ids) for ids in completion_ids]
         return self.rewards
 
-    def wait(self) -> None:
-        """Until the next step may begin."""
-        if not sys.stdin.readline():
-            raise SystemExit(1)
-
     def tell(self, seconds: float) -> None:
-        """A step has ended."""
         figures = {"seconds": seconds, "rollout_s": self.rollout_s, "tokens": sum(self.lengths)}
         _say(self._replies, {"step": {**figures, "lengths": self.lengths, "rewards": self.rewards}})
 
@@ -64,7 +52,8 @@ def _trainer(settings: dict[str, Any], link: _Link) -> tuple[Any, dict[str, str]
 
     class _Steps(TrainerCallback):
         def on_step_begin(self, *_: Any, **__: Any) -> None:
-            link.wait()
+            if not sys.stdin.readline():
+                raise SystemExit(1)
             self.began_s = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -72,11 +61,9 @@ def _trainer(settings: dict[str, Any], link: _Link) -> tuple[Any, dict[str, str]
 
     tokenizer = AutoTokenizer.from_pretrained(settings["model"])
     model = AutoModelForCausalLM.from_pretrained(settings["model"], dtype=getattr(torch, settings["weights"]))
-    given = settings["token_ids"]
-    found = tokenizer(text=settings["prompts"])["input_ids"]
-    if found != given:
+    if tokenizer(text=settings["prompts"])["input_ids"] != settings["token_ids"]:
         raise SystemExit("TRL's tokens of the prompts are not ours")
-    rows = Dataset.from_dict({"prompt": settings["prompts"], "row": list(range(len(given)))})
+    rows = Dataset.from_dict({"prompt": settings["prompts"], "row": list(range(len(settings["prompts"])))})
     trainer = trl.GRPOTrainer(
         model=model,
         processing_class=tokenizer,

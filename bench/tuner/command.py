@@ -1,11 +1,5 @@
-"""`tlt bench tuner`: how well each policy chooses where the best choice is known.
+"""`tlt bench tuner`: how well each policy chooses where the best choice is known.  Repeats differ by their seed."""
 
-It measures the throughput of every policy and of each single strategy on simulated workloads, and the rounds until a
-policy does well again after its drafter turned useless, and after it turned good again.  The clock is virtual: a repeat
-differs by the seed of the draws and of the noise.
-"""
-
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,40 +28,18 @@ def bench_tuner(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dic
     rows, verdicts = [], []
     for name, work in WORKLOADS.items():
         played = [earnings(work, strategies, seed=seed) for seed in seeds]
-        rows += _earning_rows(name, played)
-        verdicts.append(_earning_verdict(name, played))
+        for player in played[0]:  # a policy or strategy; compared with the best fixed strategy with the same seed
+            figures = [{"tokens_per_s": own[player], "of_best_fixed": own[player] / best_fixed(own)} for own in played]
+            rows.append({"workload": name, "configuration": player, **summarise(figures)})
+        ratios = [earned["cost_model"] / best_fixed(earned) for earned in played]
+        verdicts.append(verdict(f"{name}: cost_model over the best fixed strategy", ratios, _OF_BEST))
     for live in SWAP_LIVE:
         for policy in POLICIES:
             figures = [recovery(policy, strategies, live=live, seed=seed) for seed in seeds]
-            rows.append({"workload": f"swap, {live} live", "configuration": policy, **summarise(figures, list(_SWAPS))})
+            rows.append({"workload": f"swap, {live} live", "configuration": policy, **summarise(figures)})
             if policy == "cost_model":
-                verdicts += _swap_verdicts(live, figures)
+                until = f"{live} live: cost_model's rounds until it does well again after"
+                for figure, what in _SWAPS.items():
+                    rounds = [f[figure] for f in figures]
+                    verdicts.append(verdict(f"{until} {what}", rounds, _MOST_ROUNDS, at_most=True))
     return write_report(out, command=command, repeats=repeats, rows=rows, verdicts=verdicts)
-
-
-def _earning_rows(workload: str, played: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    """One row a policy or strategy; `of_best_fixed` is relative to the best fixed strategy with the same seed."""
-    rows = []
-    for name in played[0]:
-        figures = [
-            {"tokens_per_s": earned[name], "of_best_fixed": earned[name] / best_fixed(earned)} for earned in played
-        ]
-        rows.append({"workload": workload, "configuration": name, **summarise(figures, list(figures[0]))})
-    return rows
-
-
-def _earning_verdict(workload: str, played: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    ratios = [earned["cost_model"] / best_fixed(earned) for earned in played]
-    return verdict(f"{workload}: cost_model over the best fixed strategy", ratios, _OF_BEST)
-
-
-def _swap_verdicts(live: int, figures: Sequence[Mapping[str, float]]) -> list[dict[str, Any]]:
-    return [
-        verdict(
-            f"{live} live: cost_model's rounds until it does well again after {what}",
-            [f[figure] for f in figures],
-            _MOST_ROUNDS,
-            at_most=True,
-        )
-        for figure, what in _SWAPS.items()
-    ]

@@ -2,8 +2,8 @@
 
     tuner.choose -> random draws of accepted tokens, seconds with noise and spikes -> tuner.observe
 
-The tuner sees random draws and noise, as in a real engine.  The history holds expected tokens and seconds without
-noise, so that two policies differ by their choices alone.
+The tuner sees random draws and noise.  The history holds expected tokens and seconds without noise, so that two
+policies differ by their choices alone.
 """
 
 import random
@@ -16,22 +16,14 @@ from typing import NamedTuple
 
 from tlt_core.items.speculation import RoundReport, Strategy, Tuner
 
-_POINTS = (
-    (1, 7.2e-3),
-    (4, 7.8e-3),
-    (9, 8.7e-3),
-    (16, 9.8e-3),
-    (28, 16.2e-3),
-    (160, 90e-3),
-)  # tokens of a pass, seconds
+_POINTS = {1: 7.2e-3, 4: 7.8e-3, 9: 8.7e-3, 16: 9.8e-3, 28: 16.2e-3, 160: 90e-3}  # seconds, by tokens of a pass
 _PROMPT = 100.0  # tokens of each prompt
 
 
 def pass_seconds(live: int, tokens: int, context: int) -> float:
     """A 135M model on one core: measured points, attention over the context, sampling, and a constant."""
-    sizes = [size for size, _ in _POINTS]
-    at = min(max(bisect_right(sizes, tokens) - 1, 0), len(_POINTS) - 2)
-    (low, low_s), (high, high_s) = tuple(pairwise(_POINTS))[at]
+    at = min(max(bisect_right(list(_POINTS), tokens) - 1, 0), len(_POINTS) - 2)
+    (low, low_s), (high, high_s) = tuple(pairwise(_POINTS.items()))[at]
     base = low_s + (high_s - low_s) * (tokens - low) / (high - low)
     return (
         0.7e-3
@@ -54,8 +46,6 @@ def draft_seconds(strategy: Strategy, live: int) -> float:
 
 @dataclass
 class Hits:
-    """How one drafter's tokens are accepted."""
-
     first: float  # acceptance of the first draft token
     fall: float = 0.95  # factor from one position to the next
     cover: float = 1.0  # share of the rounds in which the drafter proposes
@@ -63,20 +53,10 @@ class Hits:
 
 
 class PlayedRound(NamedTuple):
-    """What a round yields on average."""
-
     strategy: Strategy
     tokens: float
     seconds: float
     best_rate: float  # tokens a second of the best strategy in this round; 0: not asked for
-
-
-class _Outcome(NamedTuple):
-    """One request's draft."""
-
-    offered: int  # depth
-    drafted: int
-    accepted: int
 
 
 @dataclass
@@ -95,7 +75,6 @@ class Engine:
 
     @property
     def rate(self) -> float:
-        """Expected tokens a second of the strategies chosen, without noise."""
         return sum(r.tokens for r in self.history) / sum(r.seconds for r in self.history)
 
     def __post_init__(self) -> None:
@@ -110,14 +89,12 @@ class Engine:
         self.rows[next(self._ids)] = [_PROMPT, float(self.lengths(self._arrivals)), self._arrivals.uniform(-1, 1)]
 
     def run(self, tuner: Tuner, rounds: int = 10**9) -> None:
-        """Until the rounds are done or no request is left."""
         for _ in range(rounds):
             if not self.rows:
                 return
             self._round(tuner)
 
     def share(self, *strategies: Strategy, last: int) -> float:
-        """Share of the last rounds that used one of the strategies."""
         return sum(r.strategy in strategies for r in self.history[-last:]) / last
 
     def _round(self, tuner: Tuner) -> None:
@@ -143,15 +120,14 @@ class Engine:
                     self.waiting -= 1
                     self._join()
 
-    def _draft(self, strategy: Strategy, ability: float) -> _Outcome:
+    def _draft(self, strategy: Strategy, ability: float) -> tuple[int, int, int]:
+        """Depth, draft tokens and accepted ones of one request."""
         hits = self.hits.get(strategy.drafter)
-        if strategy.is_off or hits is None:
-            return _Outcome(0, 0, 0)
-        if self._random.random() >= hits.cover:
-            return _Outcome(0, 0, 0)
+        if strategy.is_off or hits is None or self._random.random() >= hits.cover:
+            return 0, 0, 0
         rates = _rates(hits, strategy, ability)
         accepted = next((step for step, rate in enumerate(rates) if self._random.random() >= rate), len(rates))
-        return _Outcome(len(rates), _asked(strategy), accepted)
+        return len(rates), _asked(strategy), accepted
 
     def _expected(self, strategy: Strategy) -> float:
         """Draft tokens accepted on average, all requests together."""

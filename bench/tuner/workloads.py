@@ -1,8 +1,5 @@
 """Simulated workloads: the throughput of each policy, and how soon it follows a drafter that turns bad and good again.
 
-The clock is virtual, so the figures are the same on any machine, also on a busy one.  `tlt bench rollout` compares the
-same policies on a real model.
-
 In some workloads speculation pays (tail, near break-even, heavy tail).  In others it cannot pay, and a tuner must not
 lose (hostile), or everything is over before much can be learnt (short).
 """
@@ -12,10 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from bench.tuner.simulator import Engine, Hits, pass_seconds
-from bench.tuner.threshold import ThresholdTuner
+from bench.tuner.simulator import Engine, Hits, PlayedRound, pass_seconds
 from tlt_core.items.speculation import OFF, Strategy
-from tlt_core.tuner.policies import Kind, RecordedTuner, make_tuner
+from tlt_core.tuner.policies import FixedTuner, Kind, RecordedTuner, make_tuner
 
 POLICIES = ("cost_model", "beg_mab", "threshold", "off")
 NEVER = 1000  # recovery rounds of a tuner that had not recovered by then
@@ -23,6 +19,17 @@ _SETTLE = 150  # rounds before a swap
 _WINDOW = 32  # rounds over which a tuner must do well to have recovered
 _RECOVERED = 0.9  # of the best strategy's throughput
 _LONG = 10**6  # tokens: requests that outlast any swap
+
+
+class ThresholdTuner(FixedTuner):
+    """The rule of serving engines: the first strategy while at most `max_live` requests live, plain decoding above."""
+
+    def __init__(self, strategies: Sequence[Strategy], *, max_live: int = 32) -> None:
+        super().__init__(strategies)
+        self._max_live = max_live
+
+    def choose(self, rows: Sequence[int], context: int) -> Strategy:
+        return OFF if len(rows) > self._max_live else super().choose(rows, context)
 
 
 def heavy_tail(rng: random.Random) -> int:
@@ -90,11 +97,8 @@ def best_fixed(earned: Mapping[str, float]) -> float:
 
 
 def recovery(kind: str, strategies: Sequence[Strategy], *, live: int, seed: int) -> dict[str, float]:
-    """Rounds until a tuner does well again after its good drafter turned useless, and after it turned good again.
-
-    The tuner learns of it from its rounds alone.  It has recovered at the first round from which on it reaches, over
-    32 rounds, at least 0.9 of the throughput that the best strategy has in the same rounds.
-    """
+    """Rounds until a tuner does well again after its good drafter turned useless, and after it turned good again: the
+    first round from which on it reaches, over 32 rounds, at least 0.9 of the best strategy's throughput in them."""
     work = SimulatedWork(_SWAPPED.eagle3, _SWAPPED.ngram, live, _LONG)
     engine, adaptive = work.engine(seed=seed, compare=(OFF, *strategies)), tuner_of(kind, strategies, seed=seed)
     engine.run(adaptive, _SETTLE)
@@ -104,14 +108,13 @@ def recovery(kind: str, strategies: Sequence[Strategy], *, live: int, seed: int)
         engine.hits["eagle3"] = hits
         engine.history.clear()
         engine.run(adaptive, _WINDOW)
-        while not (recovered := _does_well(engine)) and len(engine.history) < NEVER:
+        while not (recovered := _does_well(engine.history[-_WINDOW:])) and len(engine.history) < NEVER:
             engine.run(adaptive, 1)
         figures[f"rounds_{name}"] = float(len(engine.history) - _WINDOW if recovered else NEVER)
         engine.run(adaptive, _SETTLE)
     return figures
 
 
-def _does_well(engine: Engine) -> bool:
-    latest = engine.history[-_WINDOW:]
+def _does_well(latest: Sequence[PlayedRound]) -> bool:
     best = sum(r.best_rate * r.seconds for r in latest)
     return sum(r.tokens for r in latest) >= _RECOVERED * best

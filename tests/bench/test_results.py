@@ -8,8 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from bench import results
 
 ROOT = Path(__file__).parents[2]
@@ -58,20 +56,3 @@ def test_a_new_report_appears_by_itself(tmp_path: Path) -> None:
     assert "| steps | 1.25 (1.125-1.5) |\n| all steps | 1.25 |" in page
     assert "1.25 (at most 1.01, **missed**) | Some CPU, limited to avx2, 4 cores |" in table
     assert table.endswith("Bounds in `reports/`: 1 hold, 1 are missed ([which](docs/results.md#missed-bounds)).")
-
-
-def test_a_report_without_verdicts_and_of_an_unknown_kind_is_shown(tmp_path: Path) -> None:
-    report = {key: value for key, value in REPORT.items() if key not in ("verdicts", "environment", "repeats")}
-    report |= {"command": "make demo", "rows": [{"figure": "seconds", "value": 600}]}
-    (tmp_path / "demo.json").write_text(json.dumps(report))
-    page = results.page(results.load_reports(tmp_path))
-    assert "## Missed bounds\n\nNone.\n" in page
-    assert "| value | 600 |" in page
-
-
-def test_what_is_no_report_or_has_no_place_for_the_table_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "notes.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"notes\.json is no report"):
-        results.load_reports(tmp_path)
-    with pytest.raises(ValueError, match="put both back"):
-        results.replace_table("# TLT\n", "| a |")

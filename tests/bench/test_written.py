@@ -1,12 +1,10 @@
 """The shape of a workload, by hand."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench.runs import variants
 from bench.written import written
 from conf.load import load
 from tests.tlt_core.grpo.rollouts import scored
@@ -39,20 +37,12 @@ def batch() -> RolloutBatch:
     return RolloutBatch.pack(rollouts)
 
 
-def test_a_measured_run_keeps_all_its_steps() -> None:
-    """In a bench `num_steps` is rounded up to whole blocks."""
-    runs = variants(load("conf/smoke.yaml", ["num_steps=50"]), Path("drafter"))
-    assert all(run.checkpoint.keep_step_files >= 100 for run in runs.values())
-
-
 def test_what_is_written(batch: RolloutBatch, tmp_path: Path) -> None:
     cfg = load("conf/smoke.yaml", [f"output_dir={tmp_path}"])
     folder = cfg.run_dir / "steps" / "000001"
     folder.mkdir(parents=True)
-    whole = scored(batch, torch.zeros(len(batch)))
     rewards = torch.tensor([reward for *_, reward in RESPONSES])
-    apart = {"rewards_R": rewards.clone(), "scores_R": rewards, "components_RF": rewards[:, None].clone()}
-    save_scored(replace(whole, **apart), folder / "scored.safetensors")
+    save_scored(scored(batch, rewards), folder / "scored.safetensors")
     found = written(cfg)
     assert (found["length p50"], found["length max"]) == (4, 10)
     assert found["truncated"] == pytest.approx(0.2)

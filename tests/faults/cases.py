@@ -54,8 +54,6 @@ class Damage(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One of the matrix."""
-
     fault: str
     phase: str
     kind: Kind | Damage
@@ -116,7 +114,6 @@ KINDS = {
 
 
 def _start_anew(path: Path, _: bytes) -> None:
-    """As the message advises: remove the folder."""
     shutil.rmtree(path.parent)
 
 

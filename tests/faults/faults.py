@@ -21,8 +21,6 @@ from tests.faults.service import Mlflow
 
 
 class Place(NamedTuple):
-    """What a fault can get at."""
-
     run: Run
     mlflow: Mlflow
     disk: Path  # folder on a disk of its own; holds the run's folder
@@ -32,8 +30,6 @@ Fault = Callable[[Place], AbstractContextManager[None]]
 
 
 def driver_gets(number: int) -> Fault:
-    """A signal for the driver."""
-
     @contextmanager
     def strike(place: Place) -> Iterator[None]:
         place.run.signal(number)
@@ -50,8 +46,6 @@ def driver_paused(place: Place) -> Iterator[None]:
 
 
 def killed(name: str) -> Fault:
-    """SIGKILL for one of the run's processes."""
-
     @contextmanager
     def strike(place: Place) -> Iterator[None]:
         _one(place, name).kill()
@@ -170,7 +164,6 @@ def second_run(place: Place) -> Iterator[None]:
 
 
 def mount(*arguments: str) -> None:
-    """Skips the case where this user may not mount."""
     done = subprocess.run(["mount", *arguments], capture_output=True, text=True)
     if done.returncode != 0:
         pytest.skip(f"this user may not mount: {done.stderr.strip()}")
@@ -188,17 +181,14 @@ def _one(place: Place, name: str) -> psutil.Process:
 
 
 def newest_checkpoint(run: Run) -> Path:
-    """Its folder."""
     return max((run.dir / "checkpoints").glob("step_*"))
 
 
 def torn(path: Path) -> None:
-    """The second half of a file is missing."""
     os.truncate(path, path.stat().st_size // 2)
 
 
 def flipped(path: Path) -> None:
-    """One bit of a file is another."""
     middle = path.stat().st_size // 2
     with path.open("r+b") as file:
         file.seek(middle)
@@ -214,5 +204,4 @@ def half_a_line(path: Path) -> None:
 
 
 def damaged_line(path: Path) -> None:
-    """The first line of a file is none."""
     path.write_bytes(b"\0" * 20 + path.read_bytes())

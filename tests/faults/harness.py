@@ -27,7 +27,6 @@ NOISE = ("Traceback", "SIGABRT", "Stack trace", "core_worker", "terminate called
 
 
 def settings(reference: bool = False) -> list[str]:
-    """Decoding and dispatch that repeat to the bit."""
     return [
         f"num_steps={NUM_STEPS}",
         "coldstart.num_examples=64",
@@ -57,13 +56,11 @@ class Run:
     # ------------------------------------------------------------------------------------------ the process
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Start the command; `said` begins anew."""
         self._said_from = self.log.stat().st_size if self.log.is_file() else 0
         self.process = self.spawn(self.log)
         return self.process
 
     def spawn(self, log: Path, environment: Mapping[str, str] | None = None) -> "subprocess.Popen[bytes]":
-        """The command as one more process."""
         command = [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *self._settings]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PREFECT_HOME": str(self.prefect), "TLT_HOME": str(self.home)}
         env.pop("PREFECT_API_URL", None)
@@ -72,22 +69,18 @@ class Run:
 
     @property
     def pid(self) -> int:
-        """Of the driver."""
         assert self.process is not None
         return self.process.pid
 
     @property
     def is_running(self) -> bool:
-        """Has it been started, and not ended?"""
         return self.process is not None and self.process.poll() is None
 
     @property
     def has_finished(self) -> bool:
-        """Has it ended with exit code 0?"""
         return self.process is not None and self.process.poll() == 0
 
     def said(self) -> str:
-        """What it has printed since its start."""
         return self.log.read_bytes()[self._said_from :].decode(errors="replace")
 
     def family(self, name: str = "") -> list[psutil.Process]:
@@ -99,7 +92,6 @@ class Run:
         return [child for child in children if not name or name in called(child)]
 
     def kill(self) -> None:
-        """End it, and all its processes."""
         if self.process is None:
             return
         children = self.family()
@@ -150,7 +142,6 @@ class Run:
         return False
 
     def signal(self, number: int) -> None:
-        """Send the driver a signal."""
         os.kill(self.pid, number)
 
     # ------------------------------------------------------------------------------------------ what it leaves
@@ -181,6 +172,5 @@ def called(process: psutil.Process) -> str:
 
 
 def left(processes: Sequence[psutil.Process], *, within_s: float) -> list[psutil.Process]:
-    """Which of them are still there after that time."""
     _, alive = psutil.wait_procs(processes, timeout=within_s)
     return [p for p in alive if called(p)]

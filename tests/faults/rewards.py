@@ -67,6 +67,5 @@ def misdeed_of(response: str) -> str:
 
 
 def misbehaving(*, response: str, **_: object) -> object:
-    """1 for a response that nothing falls to."""
     name = misdeed_of(response)
     return MISDEEDS[name]() if name else 1.0

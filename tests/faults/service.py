@@ -17,8 +17,6 @@ _START_S = 240
 
 
 class Mlflow:
-    """On a free port, over a sqlite file."""
-
     def __init__(self, folder: Path) -> None:
         with closing(socket.socket()) as probe:
             probe.bind(("127.0.0.1", 0))
@@ -29,13 +27,11 @@ class Mlflow:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Return at once."""
         command = server_command(uri=self.store, host="127.0.0.1", port=self.port)
         with (self.folder / "mlflow.log").open("a") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
 
     def wait_ready(self) -> None:
-        """Return when it answers."""
         until_s = time.monotonic() + _START_S
         while True:
             try:
@@ -51,18 +47,15 @@ class Mlflow:
         return [metric.step for metric in history]
 
     def kill(self) -> None:
-        """With all its processes."""
         if self._process is not None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
 
     def stop(self) -> None:
-        """It stands still; its port is open."""
         assert self._process is not None
         os.killpg(self._process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """After `stop`."""
         assert self._process is not None
         os.killpg(self._process.pid, signal.SIGCONT)

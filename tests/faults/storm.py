@@ -54,7 +54,6 @@ class Storm:
         )
 
     def begin(self) -> None:
-        """Run the reference; prepare the first lap."""
         self.mlflow.start()
         reference = self.run
         assert reference.start().wait(LIMIT_S * 3) == 0, reference.said()[-3000:]
@@ -66,7 +65,6 @@ class Storm:
         self.run = self._new_lap(fresh=False)
 
     def close(self) -> None:
-        """End all processes; free the disk."""
         self.run.kill()
         self.mlflow.kill()
         if self.disk.is_mount():
@@ -144,7 +142,6 @@ class Storm:
         self.check()
 
     def reach(self, phase: str) -> None:
-        """Have a run held within the phase."""
         for _ in range(5):
             if phase in COLD and self._has_passed(phase):
                 self.settle()
@@ -196,7 +193,6 @@ class Storm:
         return _short(message)
 
     def _lasted(self, case: Case) -> dict[str, Any]:
-        """The fault lasts for its time."""
         until_s = time.monotonic() + case.kind.lasts_s
         while time.monotonic() < until_s and self.run.is_running:
             time.sleep(0.05)
@@ -236,7 +232,6 @@ class Storm:
         return bool(self.unproven)
 
     def finish(self) -> None:
-        """A lap has ended by itself."""
         process = self.run.process
         assert process is not None
         assert process.wait(LIMIT_S) == 0, self.run.said()[-3000:]
@@ -259,7 +254,6 @@ class Storm:
         self.run.start()
 
     def _new_lap(self, *, fresh: bool) -> Run:
-        """fresh: with the cold start still to be made."""
         self._laps += 1
         shutil.rmtree(self.run.dir, ignore_errors=True)  # the disk is small
         name, home = f"lap{self._laps}", self.root / f"home-{self._laps}" if fresh else HOME

@@ -82,7 +82,6 @@ def write(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def page(report: Mapping[str, Any], *, left_s: float) -> str:
-    """docs/faults.md."""
     rows, machine = report["rows"], report["machine"]
     not_run = [row for row in rows if "not run" in row]
     failed = [row for row in rows if not row["passed"] and "not run" not in row]
@@ -120,7 +119,6 @@ def _outcome(row: Mapping[str, Any]) -> str:
 
 
 def _message(row: Mapping[str, Any]) -> str:
-    """Without what differs from case to case."""
     text = re.sub(r"\x1b\[\d+m", "", row.get("message", ""))
     text = re.sub(r"ray::(\w+\.\w+)\(\) \(pid=[^)]*\)", r"\1", text)
     text = re.sub(r"(\^+ )+|(/[\w.-]+)+/", "", text)
@@ -143,7 +141,6 @@ def _key(row: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def main() -> None:
-    """Write the page."""
     from tests.faults.storm import LEFT_S
 
     PAGE.write_text(page(json.loads(RECORD.read_text()), left_s=LEFT_S), encoding="utf-8")

@@ -41,7 +41,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 
 @pytest.fixture(scope="module")
 def responses(run: Run) -> list[dict[str, Any]]:
-    """Of all steps, with reward and status."""
     assert run.process is not None
     assert run.process.wait(900) == 0, run.said()[-3000:]
     files = sorted((run.dir / "samples").glob("step_*.jsonl"))

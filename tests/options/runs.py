@@ -34,8 +34,6 @@ SMALL = [
 
 
 class Parts(NamedTuple):
-    """What all runs start from."""
-
     root: Path
     model: Path
     drafter: Path
@@ -79,7 +77,6 @@ def train(parts: Parts, name: str, settings: Sequence[str]) -> list[dict[str, fl
 
 
 def _step(session: Session, step: int) -> dict[str, float]:
-    """As in `flows/train.py`."""
     session.begin_step(step)
     scored = session.score(step, session.sample_step(step))
     session.drafter.publish(step)

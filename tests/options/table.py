@@ -65,7 +65,6 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {  # option: name of a value: s
 
 
 def settings(run: Run) -> list[str]:
-    """Overrides of a configuration file."""
     return [setting for option, value in run.items() for setting in OPTIONS[option][value]]
 
 
@@ -79,7 +78,6 @@ def refusal(run: Run) -> str:
 
 
 def pairs(run: Run) -> Iterator[Pair]:
-    """Every two of its values."""
     return map(frozenset, itertools.combinations(run.items(), 2))
 
 
@@ -90,7 +88,6 @@ def every_pair() -> list[Pair]:
 
 
 def read() -> list[Run]:
-    """The table."""
     with TABLE.open() as file:
         return list(csv.DictReader(file))
 

@@ -7,14 +7,6 @@ import torch
 from tlt_vllm.accepted import NO_TOKEN, emitted, merged
 
 
-def test_by_hand() -> None:
-    """Request 0: draft 5 is right, 9 is not.  Request 1 has no draft.  Request 2: both are right."""
-    tokens = torch.tensor([5, 6, 7, 8, 1, 2, 3])
-    drafts = torch.tensor([5, 9, 1, 2], dtype=torch.int32)
-    found = emitted(tokens, [3, 1, 3], drafts, 3)
-    assert found.tolist() == [[5, 6, NO_TOKEN], [8, NO_TOKEN, NO_TOKEN], [1, 2, 3]]
-
-
 def test_random_batches_against_a_loop() -> None:
     """Two tokens alone, so that drafts are often right; a right draft after a wrong one does not count."""
     chance = random.Random(0)

@@ -1,6 +1,5 @@
 """What an engine leaves for the server's /metrics page."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -42,28 +41,3 @@ def test_the_page_is_what_the_engines_counted(folder: Path) -> None:
     spent_s = sum(value for (name, number, *_), value in page.items() if "seconds" in name and number == "0")
     assert spent_s == pytest.approx(engines[0].now_s, rel=0.1), "a draft counts with the step that verifies it"
     assert page["tlt_tuner_failed", "0"] == 0
-
-
-def test_a_busy_engine_writes_once_a_second(folder: Path) -> None:
-    engine, writer = Engine(settings()), Writer(0)
-    for _ in range(50):
-        engine.step(["a"])
-        writer.write(engine.lengths, is_idle=False)
-    rounds = sum(value for (name, *_), value in shown(folder).items() if name == "tlt_rounds_total")
-    assert rounds < 50, "the file is that of an earlier round"
-    writer.write(engine.lengths, is_idle=True)
-    rounds = sum(value for (name, *_), value in shown(folder).items() if name == "tlt_rounds_total")
-    assert rounds == 50
-
-
-def test_without_a_server_and_without_its_folder_an_engine_goes_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine, writer = Engine(settings()), Writer(0)
-    folder.rmdir()
-    writer.write(engine.lengths, is_idle=True)
-    writer.write(engine.lengths, is_idle=True)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    monkeypatch.delenv(FOLDER)
-    Writer(0).write(engine.lengths, is_idle=True)
-    assert FOLDER not in os.environ

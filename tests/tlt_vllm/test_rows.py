@@ -39,16 +39,6 @@ def test_requests_without_a_seed_repeat_with_the_engine_s_seed_and_differ_with_a
     assert not set(first) & {*of_engine(2, 0, "abc"), *of_engine(1, 1, "abc")}
 
 
-def test_a_stream_is_that_of_the_arrival_whatever_batch_the_request_is_in_first() -> None:
-    requests = {name: request() for name in "abcd"}
-    rows, other = Rows(seed=0, replica=0), Rows(seed=0, replica=0)
-    by_name = {name: rows.of(requests, name) for name in "cabd"}
-    later = {name: request() for name in "abcd"}
-    assert {name: other.of(later, name) for name in "abcd"} == by_name
-    del requests["b"]  # it has ended
-    assert rows.of(requests, "c") == by_name["c"]
-
-
 def test_a_seed_and_a_stream_are_the_request_s_own() -> None:
     rows = Rows(seed=0, replica=0)
     found = streams(rows, {"a": request(seed=7), "b": request(seed=7), "c": request(extra_args={"tlt_stream": -3})})

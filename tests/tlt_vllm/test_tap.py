@@ -4,6 +4,8 @@ A stand-in for the runner has what `Tap` reads of it.  The state of token n at p
 shows what was written there last.
 """
 
+from types import SimpleNamespace
+
 import numpy as np
 import torch
 
@@ -12,31 +14,12 @@ from tlt_vllm.tap import Taken, Tap
 MAX_LEN = 16
 
 
-class _Request:
-    def __init__(self, prompt: list[int]) -> None:
-        self.prompt_token_ids = prompt
-
-
-class _Batch:
-    def __init__(self) -> None:
-        self.req_ids: list[str] = []
-        self.num_computed_tokens_cpu = np.zeros(0, dtype=np.int32)
-
-
-class _Start:
-    def __init__(self) -> None:
-        self.np = np.zeros(1, dtype=np.int32)
-
-
 class Runner:
-    """Runs passes of given tokens."""
-
     max_model_len, max_num_reqs = MAX_LEN, 8
 
     def __init__(self) -> None:
-        self.requests: dict[str, _Request] = {}
-        self.input_batch, self.query_start_loc = _Batch(), _Start()
-        self._positions = torch.zeros(0)
+        self.requests: dict[str, SimpleNamespace] = {}
+        self.input_batch, self.query_start_loc = SimpleNamespace(), SimpleNamespace()
 
     def _get_positions(self, count: int) -> torch.Tensor:
         return self._positions[:count]
@@ -59,7 +42,7 @@ class Runner:
 
 def begin(prompts: dict[str, list[int]], *, slots: int = 4) -> tuple[Runner, Tap]:
     runner = Runner()
-    runner.requests = {name: _Request(prompt) for name, prompt in prompts.items()}
+    runner.requests = {name: SimpleNamespace(prompt_token_ids=prompt) for name, prompt in prompts.items()}
     tap = Tap(runner, capture_mb=0)
     tap._bytes = slots * MAX_LEN * (3 * 4 + 4)
     return runner, tap
@@ -121,22 +104,13 @@ def test_without_a_slot_a_response_is_dropped_and_counted() -> None:
     assert tap.dropped == 1
 
 
-def test_a_request_that_was_given_up_leaves_its_slot() -> None:
-    runner, tap = begin({"a": [1, 2], "b": [3, 4]}, slots=1)
-    runner.run(tap, {"a": (0, [1, 2])})
-    del runner.requests["a"]
-    runner.run(tap, {"b": (0, [3, 4])})
-    assert kept(tap.take("b", first=2, length=3)) == shown([3, 4])
-    assert tap.take("a", first=2, length=3) is None
-
-
 def test_what_vllm_has_sampled_is_not_kept() -> None:
     """Its log-normalisers are unknown."""
     runner, tap = begin({"a": [1, 2], "b": [3, 4]})
     runner.run(tap, {"a": (0, [1, 2]), "b": (0, [3, 4])}, foreign=("b",))
     assert tap.take("a", first=2, length=3) is not None
     assert tap.take("b", first=2, length=3) is None
-    runner.requests["c"] = _Request([1, 2])
+    runner.requests["c"] = SimpleNamespace(prompt_token_ids=[1, 2])
     runner.run(tap, {"c": (0, [1, 2])})
     tap._pending = None  # a pass without `norms`: the whole batch was vLLM's
     tap.states(torch.zeros(2, 2), torch.zeros(2, 1))

@@ -25,8 +25,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from conf.system import ClusterConfig
+from tlt_core.machine.disk import SHORT, socket_folder
 from tlt_core.machine.processors import check_workers
-from tlt_core.machine.socket_folder import SHORT, socket_folder
 
 log = logging.getLogger(__name__)
 

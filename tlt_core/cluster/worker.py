@@ -39,8 +39,7 @@ from tlt_core.idle_training.coordinator import Action, Progress
 from tlt_core.idle_training.training import IdleTraining, IdleTrainingResult
 from tlt_core.items.types import SamplingParams
 from tlt_core.machine.getting_on import got_on
-from tlt_core.machine.host_memory import keep_freed_memory
-from tlt_core.machine.memory import peak_bytes, require_gpu
+from tlt_core.machine.memory import keep_freed_memory, peak_bytes, require_gpu
 from tlt_core.machine.precision import as_torch
 from tlt_core.rollout.replica import Replica
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from conf.data import DataConfig
 from tlt_core.data.question import DataError
 
 _NO_VARIABLES: Mapping[str, Any] = {}
@@ -38,11 +39,14 @@ def encode_prompt(
         raise DataError(f"the model's chat template fails on {told} ({error}): {', or '.join(remedies)}") from None
 
 
-def check_variables(tokenizer: Any, template_kwargs: Mapping[str, Any], *, setting: str) -> None:
-    """Does the chat template read these variables?  A misspelt one would have no effect.  Raises DataError.
+def encode_question(tokenizer: Any, question: str, cfg: DataConfig) -> list[int]:
+    """Token ids of a question's prompt, as a data set's configuration wants it.  Raises DataError."""
+    text, variables = question + cfg.instruction, cfg.chat_template_kwargs
+    return encode_prompt(tokenizer, text, system_prompt=cfg.system_prompt, template_kwargs=variables)
 
-    setting: where they were given, for the message.
-    """
+
+def check_variables(tokenizer: Any, template_kwargs: Mapping[str, Any], *, setting: str) -> None:
+    """Raises DataError for variables that the chat template does not read.  setting: where they were given."""
     if not template_kwargs:
         return
     if not tokenizer.chat_template:

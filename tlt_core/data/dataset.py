@@ -2,8 +2,7 @@
 
     reasoning-gym mixture, or a JSONL/Parquet file  ->  train.jsonl, validation.jsonl, manifest.json
 
-The same `data` section of the configuration gives the same bytes.  No question is in both splits, and ids are unique
-over both.  Prompts are stored as text and tokenised when they are loaded.
+The same `data` section gives the same bytes.  No question is in both splits, and ids are unique over both.
 """
 
 import hashlib
@@ -19,13 +18,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from conf.data import DataConfig, FileData, GymData
 from tlt_core.data import file_questions, gym_questions
-from tlt_core.data.chat import check_variables, encode_prompt, require_embedded
+from tlt_core.data.chat import check_variables, encode_question, require_embedded
 from tlt_core.data.question import DataError, Question
 from tlt_core.data.response_text import opening
 from tlt_core.items.store import StoreError, read_json, sha256_of, write_folder_atomically
 from tlt_core.items.types import Prompt
-
-__all__ = ["DataError", "DataManifest", "load", "prepare", "read_manifest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +81,10 @@ class _Encoder(NamedTuple):
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     def length(self, item: Question) -> int:
-        """Tokens of its prompt.  Raises DataError."""
-        tokens = _encode(self.tokenizer, item.question, self.cfg)
+        tokens = encode_question(self.tokenizer, item.question, self.cfg)
         where = f"the prompt {item.question[:_SHOWN]!r}"
         require_embedded(tokens, self.tokenizer, vocab_size=self.vocab_size, where=where)
         return len(tokens)
-
-
-def _encode(tokenizer: Any, question: str, cfg: DataConfig) -> list[int]:
-    return encode_prompt(
-        tokenizer,
-        question + cfg.instruction,
-        system_prompt=cfg.system_prompt,
-        template_kwargs=cfg.chat_template_kwargs,
-    )
 
 
 def _make(cfg: DataConfig, encoder: _Encoder, *, max_prompt_tokens: int, out_dir: Path) -> DataManifest:
@@ -144,18 +131,9 @@ def load(out_dir: Path, split: Literal["train", "validation"], tokenizer: Any) -
         raise DataError(f"{path} has changed since it was made; 'tlt prepare CONFIG' makes it again")
     cfg, prompts = _SECTION.validate_python(manifest.config), []
     for _, row in file_questions.jsonl_rows(path, deepest=1 + file_questions.DEEPEST):  # metadata is a level
-        tokens = _encode(tokenizer, row["prompt"], cfg)
-        prompts.append(
-            Prompt(
-                id=row["id"],
-                tokens=torch.tensor(tokens, dtype=torch.int32),
-                text=row["prompt"],
-                answer=row["answer"],
-                task=row["task"],
-                metadata=row["metadata"],
-                opening=opening(tokenizer, tokens),
-            )
-        )
+        tokens = encode_question(tokenizer, row["prompt"], cfg)
+        tokens_P, asked = torch.tensor(tokens, dtype=torch.int32), (row["prompt"], row["answer"], row["task"])
+        prompts.append(Prompt(row["id"], tokens_P, *asked, row["metadata"], opening(tokenizer, tokens)))
     return prompts
 
 

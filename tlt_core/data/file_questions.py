@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Collection, Iterator, Sequence
 from decimal import Decimal
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 def check(cfg: FileData) -> None:
     """Are the files there, and the first rows of each as they should be?  Raises DataError naming file and line."""
-    for path, setting in ((cfg.train_path, "data.train_path"), (cfg.validation_path, "data.validation_path")):
-        for _ in islice(_items(Path(path), cfg, setting=setting), _ROWS_AT_ONCE) if path else ():
+    for rows in _both(cfg):
+        for _ in islice(rows, _ROWS_AT_ONCE):
             pass
 
 
@@ -51,10 +51,9 @@ def splits(cfg: FileData) -> tuple[list[Question], list[Question]]:
 def places(cfg: FileData, wanted: Collection[tuple[str, str]]) -> dict[tuple[str, str], str]:
     """File and line of the first row with each of these prompts and answers."""
     found: dict[tuple[str, str], str] = {}
-    for path, setting in ((cfg.train_path, "data.train_path"), (cfg.validation_path, "data.validation_path")):
-        for where, item in _located(Path(path), cfg, setting=setting) if path else ():
-            if (item.question, item.answer) in wanted:
-                found.setdefault((item.question, item.answer), where)
+    for where, item in chain.from_iterable(_both(cfg)):
+        if (item.question, item.answer) in wanted:
+            found.setdefault((item.question, item.answer), where)
     return found
 
 
@@ -65,10 +64,8 @@ def source(cfg: FileData) -> str:
 
 
 def jsonl_rows(path: Path, *, deepest: int = DEEPEST) -> Iterator[tuple[str, Any]]:
-    """(where, value) of each line that is not blank.  Raises DataError naming file and line.
-
-    deepest: levels of lists and objects in a value.
-    """
+    """(where, value) of each line that is not blank.  Raises DataError naming file and line.  deepest: levels of lists
+    and objects in a value."""
     # Read bytes, where only a line feed ends a line: text mode splits at other characters too, which JSON may contain.
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -83,7 +80,7 @@ def jsonl_rows(path: Path, *, deepest: int = DEEPEST) -> Iterator[tuple[str, Any
                     f"{where}: not JSON ({error.msg} at column {error.colno}); each line must be one JSON object"
                 ) from None
             except _Twins as error:
-                raise DataError(f"{where}: the key {error.key!r} stands twice; remove one") from None
+                raise DataError(f"{where}: the key {error.args[0]!r} stands twice; remove one") from None
             except UnicodeDecodeError as error:
                 raise DataError(f"{where}: not UTF-8 ({error.reason}); convert the file to UTF-8") from None
             except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
@@ -93,11 +90,7 @@ def jsonl_rows(path: Path, *, deepest: int = DEEPEST) -> Iterator[tuple[str, Any
 
 
 class _Twins(Exception):
-    """A JSON object has a key twice; Python would take the last one silently."""
-
-    def __init__(self, key: str) -> None:
-        super().__init__(key)
-        self.key = key
+    """A JSON object has this key twice; Python would take the last one silently."""
 
 
 def _without_twins(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -128,18 +121,19 @@ def _parts(value: Any) -> Sequence[Any]:
 
 
 def _read(path: Path, cfg: FileData, *, setting: str) -> list[Question]:
-    items = list(_items(path, cfg, setting=setting))
+    items = [item for _, item in _located(path, cfg, setting=setting)]
     if not items:
         raise DataError(f"data file {path} has no rows")
     return items
 
 
-def _items(path: Path, cfg: FileData, *, setting: str) -> Iterator[Question]:
-    return (item for _, item in _located(path, cfg, setting=setting))
+def _both(cfg: FileData) -> list[Iterator[tuple[str, Question]]]:
+    """Rows of the training file, and of the validation file if there is one."""
+    paths = {"data.train_path": cfg.train_path, "data.validation_path": cfg.validation_path}
+    return [_located(Path(path), cfg, setting=setting) for setting, path in paths.items() if path]
 
 
 def _located(path: Path, cfg: FileData, *, setting: str) -> Iterator[tuple[str, Question]]:
-    """Each row, and its file and line."""
     if not path.is_file():
         raise DataError(f"data file {path} does not exist; {setting} wants a .jsonl or .parquet file")
     if path.suffix == ".jsonl":

@@ -15,13 +15,11 @@ class PromptOrder:
     """Endless pass over the training prompts."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, cursor: int = 0) -> None:
-        self._prompts = prompts
-        self._seed = seed
+        self._prompts, self._seed = prompts, seed
         self.cursor = cursor  # prompts consumed so far
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
         return self.cursor / len(self._prompts)
 
     def take(self, count: int, *, without: Collection[int] = ()) -> list[Prompt]:

@@ -6,8 +6,7 @@
     </think>
     <answer>33</answer>
 
-Each line needs only the line before it, so a small model learns the format from a few hundred examples.  Solutions grow
-with the problem, so response lengths vary as much as the problems do.
+Each line needs only the line before it.  Solutions grow with the problem, so response lengths vary as problems do.
 """
 
 import hashlib
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from conf.data import GymData
-from tlt_core.data.chat import encode_prompt, require_embedded
+from tlt_core.data.chat import encode_question, require_embedded
 from tlt_core.data.gym_questions import gym_items
 from tlt_core.data.question import DataError
 from tlt_core.data.response_text import continued, opening
@@ -33,7 +32,6 @@ def version() -> str:
 
 
 def supported_tasks() -> tuple[str, ...]:
-    """Names of the tasks with worked solutions."""
     return tuple(sorted(_STEPS))
 
 
@@ -58,17 +56,11 @@ def examples(
     """
     pairs = []
     for item in gym_items(cfg, count=num_examples, first_index=_FIRST_INDEX, exclude=exclude):
-        prompt = encode_prompt(
-            tokenizer,
-            item.question + cfg.instruction,
-            system_prompt=cfg.system_prompt,
-            template_kwargs=cfg.chat_template_kwargs,
-        )
+        prompt = encode_question(tokenizer, item.question, cfg)
         text = continued(opening(tokenizer, prompt), worked_solution(item.task, item.metadata, item.answer))
         completion = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
-        require_embedded(
-            [*prompt, *completion], tokenizer, vocab_size=vocab_size, where=f"the worked solution {text!r}"
-        )
+        where = f"the worked solution {text!r}"
+        require_embedded([*prompt, *completion], tokenizer, vocab_size=vocab_size, where=where)
         pairs.append((torch.tensor(prompt, dtype=torch.int32), torch.tensor(completion, dtype=torch.int32)))
     random.Random(seed).shuffle(pairs)
     return pairs
@@ -101,13 +93,11 @@ def _letter_counting(metadata: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _spell_backward(metadata: Mapping[str, Any]) -> Sequence[str]:
-    """The letters apart, then in reverse."""
     word = metadata["word"]
     return [" ".join(word), " ".join(reversed(word))]
 
 
 def _leg_counting(metadata: Mapping[str, Any]) -> Sequence[str]:
-    """Legs of each kind, then the running total."""
     from reasoning_gym.arithmetic.leg_counting import ANIMALS
 
     total, lines = 0, []

@@ -1,10 +1,7 @@
 """Group-relative advantages, and the shaping of rewards before them.
 
-In: one reward per response and the prompt it answers.  Out: one advantage per response, float32, for all its tokens.
 Means and deviations are float64.  A group of equal rewards has advantages of exactly 0, never rounding noise divided by
-a tiny deviation.
-
-Shapes: R responses, G groups (distinct prompts), T tokens of all responses.
+a tiny deviation.  Shapes: R responses, G groups (distinct prompts), T tokens of all responses.
 """
 
 from typing import NamedTuple, assert_never

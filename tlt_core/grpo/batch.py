@@ -3,9 +3,7 @@
     ScoredBatch -> passes (`passes`) -> [optimizer step][worker] TrainBatch -> one pass at a time (`micro_batch`)
 
 Sequences are packed back to back, never padded.  A group of responses stays in one minibatch, and in one pack of groups
-(`packs`).  Which sequences share a pass depends on their pack alone.  So a pass can be computed as soon as its pack has
-been scored (`run/streamed_update`), and its gradient is the same wherever and whenever that happens.  Passes are dealt
-to the workers so that each has about the same amount to compute.
+(`packs`).  Passes are dealt to the workers so that each has about the same amount to compute.
 
 Shapes: S sequences of a share, T their tokens, C their completion tokens; R responses of the rollout batch.
 """
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from conf.update import AlgorithmConfig, UpdateConfig
 from tlt_core.grpo.passes import Cost, Key, Pass, fill, kept, make_passes, packs, power_of_two
-from tlt_core.items.types import RolloutBatch, ScoredBatch
+from tlt_core.items.types import FinishReason, NoiseKey, Rollout, RolloutBatch, ScoredBatch
 
 Example = tuple[Tensor, Tensor]  # prompt tokens and completion tokens, int32
 
@@ -68,10 +66,6 @@ class TrainBatch:
         """Completion tokens, int64."""
         return self.lengths_S - self.prompt_lens_S
 
-    def with_old_logprobs(self, old_logprobs_C: Tensor) -> "TrainBatch":
-        """The same share with the log-probabilities of the policy before the RL step's first optimizer step."""
-        return replace(self, old_logprobs_C=old_logprobs_C)
-
 
 def make_train_batches(
     scored: ScoredBatch,
@@ -100,28 +94,21 @@ def make_train_batches(
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     groups = rollouts.prompt_ids_R.unique()
     groups = groups[torch.randperm(len(groups), generator=generator)]
-    pack_of = pack_of or _packs_of(rollouts, cfg)
+    if not pack_of:  # nothing was planned before the rollout
+        lens = dict(zip(rollouts.prompt_ids_R.tolist(), rollouts.prompt_lens_R.tolist(), strict=True))
+        pack_of = packs(list(lens), list(lens.values()), groups_per_pack=cfg.groups_per_pack)
     planned = power_of_two(planned_sequences or -(-len(rollouts) // cfg.num_minibatches))
     minibatches = []
     for part in groups.tensor_split(cfg.num_minibatches):
         chosen = (torch.isin(rollouts.prompt_ids_R, part) & kept_R).nonzero().flatten()
         if len(chosen):
-            passes = [
-                p
-                for p in make_passes(scored, chosen.tolist(), cfg, algorithm, pack_of=pack_of)
-                if p.key not in streamed
-            ]
+            passes = make_passes(scored, chosen.tolist(), cfg, algorithm, pack_of=pack_of)
+            left = [p for p in passes if p.key not in streamed]
+            counts = {"num_tokens": int(rollouts.response_lens_R[chosen].sum()), "num_sequences": len(chosen)}
             minibatches.append(
                 [
-                    train_batch(
-                        scored,
-                        share,
-                        num_tokens=int(rollouts.response_lens_R[chosen].sum()),
-                        num_sequences=len(chosen),
-                        planned_sequences=planned,
-                        ref_logprobs_T=ref_logprobs_T,
-                    )
-                    for share in _deal(rollouts, passes, num_workers=num_workers)
+                    train_batch(scored, share, **counts, planned_sequences=planned, ref_logprobs_T=ref_logprobs_T)
+                    for share in _deal(rollouts, left, num_workers=num_workers)
                 ]
             )
     orders = [list(range(len(minibatches)))]
@@ -132,15 +119,9 @@ def make_train_batches(
 def make_forward_batches(rollouts: RolloutBatch, *, num_workers: int) -> list[TrainBatch]:
     """All responses, one share per worker, for log-probabilities only (of the reference model, for example)."""
     alone = [Pass((row, 0), [row], needs_grad=False) for row in range(len(rollouts))]
-    num_tokens, zeros_R = int(rollouts.response_lens_R.sum()), torch.zeros(len(rollouts))
+    tokens, count = int(rollouts.response_lens_R.sum()), len(rollouts)
     return [
-        _take(
-            rollouts,
-            [row for p in share for row in p.rows],
-            zeros_R,
-            num_tokens=num_tokens,
-            num_sequences=len(rollouts),
-        )
+        _take(rollouts, [r for p in share for r in p.rows], torch.zeros(count), num_tokens=tokens, num_sequences=count)
         for share in _deal(rollouts, alone, num_workers=num_workers)
     ]
 
@@ -164,13 +145,19 @@ def make_supervised_batches(
     An optimizer step takes examples until the next would exceed tokens_per_step; a longer example gets its own step.
     """
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
-    lengths = [len(prompt) + len(completion) for prompt, completion in examples]
+    texts = RolloutBatch.pack([_as_rollout(index, *example) for index, example in enumerate(examples)])
+    lengths, ones = texts.lengths_R.tolist(), torch.ones(len(examples))
     steps = []
     for chosen in fill(order, lambda index, _: lengths[index], budget=tokens_per_step):
-        num_tokens = sum(len(examples[index][1]) for index in chosen)
+        tokens, count = sum(len(examples[index][1]) for index in chosen), len(chosen)
         shares = _lightest_first(chosen, lambda index, _: lengths[index], num_workers=num_workers)
-        steps.append([_take_examples(examples, share, num_tokens, len(chosen)) for share in shares])
+        steps.append([_take(texts, share, ones, num_tokens=tokens, num_sequences=count) for share in shares])
     return steps
+
+
+def _as_rollout(number: int, prompt: Tensor, completion: Tensor) -> Rollout:
+    tokens, none = torch.cat([prompt, completion]), torch.zeros(len(completion))
+    return Rollout(NoiseKey(0, 0, number, 0), tokens, len(prompt), none, FinishReason.STOP, policy_version=0)
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
@@ -204,12 +191,6 @@ def _deal(rollouts: RolloutBatch, passes: Sequence[Pass], *, num_workers: int) -
 
     shares = _lightest_first(range(len(passes)), cost, num_workers=num_workers)
     return [[passes[index] for index in share] for share in shares]
-
-
-def _packs_of(rollouts: RolloutBatch, cfg: UpdateConfig) -> dict[int, int]:
-    """Packs of groups where nothing was planned before the rollout."""
-    lens = dict(zip(rollouts.prompt_ids_R.tolist(), rollouts.prompt_lens_R.tolist(), strict=True))
-    return packs(list(lens), list(lens.values()), groups_per_pack=cfg.groups_per_pack)
 
 
 def train_batch(
@@ -266,21 +247,3 @@ def _completions(rollouts: RolloutBatch, share: Tensor, values_T: Tensor) -> Ten
     starts = rollouts.offsets_R1[share] + rollouts.prompt_lens_R[share]
     parts = [values_T[int(s) : int(e)] for s, e in zip(starts, rollouts.offsets_R1[share + 1], strict=True)]
     return torch.cat(parts) if parts else values_T[:0]
-
-
-def _take_examples(examples: Sequence[Example], share: list[int], num_tokens: int, num_sequences: int) -> TrainBatch:
-    tokens = [torch.cat(examples[index]) for index in share]
-    prompt_lens = torch.tensor([len(examples[index][0]) for index in share], dtype=torch.int64)
-    offsets = offsets_of(torch.tensor([len(t) for t in tokens], dtype=torch.int64))
-    return TrainBatch(
-        tokens_T=torch.cat(tokens) if tokens else torch.zeros(0, dtype=torch.int32),
-        offsets_S1=offsets,
-        prompt_lens_S=prompt_lens,
-        prompt_ids_S=torch.tensor(share, dtype=torch.int64),
-        sources_S=torch.tensor(share, dtype=torch.int64),
-        samples_S=torch.zeros(len(share), dtype=torch.int64),
-        advantages_S=torch.ones(len(share)),
-        rollout_logprobs_C=torch.zeros(int(offsets[-1] - prompt_lens.sum())),
-        num_tokens=num_tokens,
-        num_sequences=num_sequences,
-    )

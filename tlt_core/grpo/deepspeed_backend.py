@@ -1,11 +1,7 @@
 """DeepSpeed ZeRO over the worker group, behind the same interface as `torch_backend`.  Only this file imports it.
 
-    stage 0  nothing sharded     1  optimizer state     2  and gradients     3  and parameters
-
 DeepSpeed averages gradients over workers while our losses are shares of a sum, so losses are multiplied by the number
 of workers.  Gradients add up over any number of backward passes until `step` (DeepSpeed's unmanaged accumulation).
-With float32 weights everything is float32.  With bf16 weights DeepSpeed keeps float32 masters, and adds gradients up in
-float32 from stage 1 on.
 """
 
 import math
@@ -30,9 +26,8 @@ from torch import Tensor, nn
 
 from conf.optimizer import AdamWConfig
 from conf.update import DeepSpeedBackend as DeepSpeedConfig
-from tlt_core.grpo.backend import ZERO_BUCKET, ZERO_LIVE
 from tlt_core.grpo.micro_batch import idle_micro_batch
-from tlt_core.grpo.optimizer import decay_groups
+from tlt_core.grpo.optimizer import ZERO_BUCKET, ZERO_LIVE, decay_groups
 from tlt_core.grpo.policy import PolicyModel, inputs_of
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -57,12 +52,10 @@ class DeepSpeedBackend:
         self._trainable = matrices | vectors
         first = next(iter(self._trainable.values()))
         self._bf16, self._norm = first.dtype == torch.bfloat16, 0.0
-        groups = [
-            {"params": list(matrices.values()), "weight_decay": cfg.weight_decay},
-            {"params": list(vectors.values()), "weight_decay": 0.0},
-        ]
+        decays = ((matrices, cfg.weight_decay), (vectors, 0.0))
+        groups = [{"params": list(own.values()), "weight_decay": decay} for own, decay in decays if own]
         # lr 0: DeepSpeed may step once to make the optimizer's state
-        optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=cfg.betas, eps=cfg.eps)
+        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=cfg.betas, eps=cfg.eps)
         if self._plain:
             optimizer.register_step_pre_hook(self._clip)
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it; a worker sees one device only
@@ -85,16 +78,13 @@ class DeepSpeedBackend:
         return self._stage == 0 and not self._bf16
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, see `PolicyModel.forward`."""
         logprob_C, entropy_C = self._engine(*inputs)
         return logprob_C, entropy_C
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this worker's share."""
         self._engine.backward(loss * self._world_size)
 
     def step(self, lr: float, scale: float = 1.0) -> float:
-        """See `backend.Backend`."""
         assert scale == 1.0, "DeepSpeed gets losses with their final weights"
         for settings in self._engine.optimizer.param_groups:
             settings["lr"] = lr
@@ -112,14 +102,12 @@ class DeepSpeedBackend:
                 yield from ((name, parameter.detach().clone()) for name, parameter in bucket)
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """See `backend.Backend`.  Gathered one at a time."""
         for name, parameter in self._trainable.items():
             yield f"master/{name}", self._master(parameter).detach().float().contiguous()
             for moment in _MOMENTS:
                 yield f"{moment}/{name}", self._moment(parameter, moment).detach().float().contiguous()
 
     def state_shapes(self) -> dict[str, torch.Size]:
-        """See `backend.Backend`."""
         return {
             f"{kind}/{name}": torch.Size(getattr(parameter, "ds_shape", parameter.shape))
             for name, parameter in self._trainable.items()
@@ -128,7 +116,6 @@ class DeepSpeedBackend:
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor], *, step: int) -> None:
-        """See `backend.Backend`."""
         for name, parameter in self._trainable.items():
             values = {kind: state[f"{kind}/{name}"].to(parameter.device) for kind in ("master", *_MOMENTS)}
             if self._stage == 3:
@@ -148,8 +135,6 @@ class DeepSpeedBackend:
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers, before the process group goes."""
         self._engine.destroy()
-
-    # ------------------------------------------------------------------------------------------ inside
 
     def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Clip here, after the all-reduce and before the step: in float32 without ZeRO, DeepSpeed does not report the

@@ -41,8 +41,6 @@ class TokenData(NamedTuple):
 
 
 class LossTerms(NamedTuple):
-    """One micro-batch's share."""
-
     loss: Tensor  # scalar
     sums_M: Tensor  # float64, columns `_SUMS`
     largest: Tensor  # float64 scalar, largest |p - q|
@@ -89,7 +87,9 @@ def policy_loss(logprobs_C: Tensor, entropy_C: Tensor, data: TokenData, *, algor
     clipped_C = -advantages_C * ratio_C.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
     upper_C = torch.maximum(plain_C, clipped_C)
     bound_C = torch.where(advantages_C < 0, -advantages_C * algorithm.dual_clip, torch.inf)
-    tis_C = _tis_weight(old_C, data.rollout_logprobs_C, cap=algorithm.tis_cap)
+    tis_C = torch.ones_like(old_C)
+    if algorithm.tis_cap:
+        tis_C = (old_C - data.rollout_logprobs_C).clamp(max=_MAX_LOG_RATIO).exp().clamp(max=algorithm.tis_cap)
     terms_C = tis_C * torch.minimum(upper_C, bound_C)
     kl_C = torch.zeros_like(terms_C)
     if data.ref_logprobs_C is not None:
@@ -111,7 +111,6 @@ def policy_loss(logprobs_C: Tensor, entropy_C: Tensor, data: TokenData, *, algor
 
 
 def empty_sums() -> Tensor:
-    """Start value for adding up `LossTerms.sums_M`."""
     return torch.zeros(len(_SUMS), dtype=torch.float64)
 
 
@@ -140,9 +139,3 @@ def loss_metrics(sums_M: Tensor, largest: Tensor, *, scale: float = 1.0) -> dict
         "training/rollout_probs_diff_max": float(largest),
         "training/rollout_actor_probs_pearson_corr": correlation,
     }
-
-
-def _tis_weight(old_C: Tensor, rollout_C: Tensor, *, cap: float) -> Tensor:
-    if cap == 0:
-        return torch.ones_like(old_C)
-    return (old_C - rollout_C).clamp(max=_MAX_LOG_RATIO).exp().clamp(max=cap)

@@ -1,7 +1,4 @@
-"""From one worker's share of an optimizer step to single forward/backward passes.
-
-Sequences are packed back to back, never padded.  The prompt of a group is computed once for all its responses that are
-in the same pass.
+"""From one worker's share of an optimizer step to single forward/backward passes, packed back to back.
 
 Shapes: U input tokens, Q attention segments, C completion tokens, S sequences of the share.
 """
@@ -14,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tlt_core.grpo.batch import TrainBatch, offsets_of
-from tlt_core.grpo.passes import fill
+from tlt_core.grpo.passes import fill, tokens_added
 
 
 class MicroBatch(NamedTuple):
@@ -38,32 +35,18 @@ class MicroBatch(NamedTuple):
 
 def micro_batches(batch: TrainBatch, *, token_budget: int, skip_zero_advantage: bool) -> Iterator[MicroBatch]:
     """The passes of a share: those it was made of, otherwise passes of at most `token_budget` tokens (a longer sequence
-    gets a pass of its own).
-
-    skip_zero_advantage: sequences whose advantage is 0 have their own passes, without gradient.
-    """
+    gets its own).  skip_zero_advantage: sequences whose advantage is 0 have their own passes, without gradient."""
     live_S = batch.advantages_S != 0 if skip_zero_advantage else torch.ones(len(batch), dtype=torch.bool)
-    for chosen in _filled(batch, live_S, token_budget) if batch.passes_S is None else _dealt(batch.passes_S):
+    dealt = None
+    if batch.passes_S is not None:
+        counts = batch.passes_S.unique_consecutive(return_counts=True)[1]
+        dealt = [part.tolist() for part in torch.arange(len(batch)).split(counts.tolist())]
+    for chosen in _filled(batch, live_S, token_budget) if dealt is None else dealt:
         yield _micro_batch(batch, chosen, needs_grad=bool(live_S[chosen[0]]))
 
 
-def _dealt(passes_S: Tensor) -> Iterator[list[int]]:
-    counts = passes_S.unique_consecutive(return_counts=True)[1]
-    first = 0
-    for count in counts.tolist():
-        yield list(range(first, first + count))
-        first += count
-
-
 def _filled(batch: TrainBatch, live_S: Tensor, token_budget: int) -> Iterator[list[int]]:
-    prompts: list[int] = batch.prompt_ids_S.tolist()
-    prompt_lens: list[int] = batch.prompt_lens_S.tolist()
-    responses: list[int] = batch.response_lens_S.tolist()
-
-    def cost(sequence: int, run: Sequence[int]) -> int:
-        shared = bool(run) and prompts[run[-1]] == prompts[sequence]
-        return responses[sequence] + (0 if shared else prompt_lens[sequence])
-
+    cost = tokens_added(batch.prompt_ids_S, batch.prompt_lens_S, batch.response_lens_S)
     for needs_grad in (True, False):
         yield from fill((live_S == needs_grad).nonzero().flatten().tolist(), cost, budget=token_budget)
 

@@ -1,4 +1,4 @@
-"""What every back end's AdamW shares: learning-rate schedule and weight-decay groups."""
+"""What every back end shares: learning-rate schedule, weight-decay groups, and the sizes of DeepSpeed's buffers."""
 
 import math
 from collections.abc import Iterable
@@ -7,13 +7,14 @@ from torch import nn
 
 from conf.optimizer import AdamWConfig, ConstantSchedule
 
+# In elements; DeepSpeed's own defaults are made for large GPUs alone.
+ZERO_BUCKET = 1 << 27  # gradients that are reduced together; also weights that are gathered together
+ZERO_LIVE = 1_000_000_000  # stage 3: parameters that are whole at the same time
+
 
 def learning_rate(cfg: AdamWConfig, step: int, *, total_steps: int) -> float:
-    """Learning rate of optimizer step `step` (0-based) out of `total_steps`.
-
-    Linear warm-up reaches the peak at step warmup_steps - 1.  Then the rate is constant, or decays linearly or as a
-    cosine to final_fraction of the peak at step total_steps and stays there.
-    """
+    """Of optimizer step `step` (0-based).  Linear warm-up reaches the peak at step warmup_steps - 1.  Then the rate is
+    constant, or decays linearly or as a cosine to final_fraction of the peak at step total_steps and stays there."""
     schedule = cfg.schedule
     if step < schedule.warmup_steps:
         return cfg.learning_rate * (step + 1) / schedule.warmup_steps

@@ -1,7 +1,6 @@
 """Memory of a training pass, by arithmetic: the pass runs on tensors that have a shape and nothing else.
 
-What is alive is added up as torch makes and frees it, so the model's own code decides what is kept for the backward
-pass.  Fragmentation of the allocator comes on top.
+What is alive is added up as torch makes and frees it.  Fragmentation of the allocator comes on top.
 """
 
 import weakref
@@ -83,7 +82,8 @@ def pass_bytes(config: DecoderConfig, update: UpdateConfig, *, sequence: int) ->
         completions_CD = hidden_UD.index_select(0, ids_U)
         at_the_head = live.now + head
         # The gradient of a head that is the embedding, too, waits for the embedding's.
-        waits = torch.empty_like(model.decoder.head_weight) if _is_one_gradient(config, update) else None
+        is_one = config.tie_word_embeddings and not update.lora.enabled
+        waits = torch.empty_like(model.decoder.head_weight) if is_one else None
         live.peak = live.now
         completions_CD.backward(torch.empty_like(completions_CD))
         del waits
@@ -118,10 +118,6 @@ def _head_bytes(config: DecoderConfig, update: UpdateConfig, tokens: int) -> int
     item = as_torch(update.dtype).itemsize
     gradient = 0 if update.lora.enabled else config.vocab_size * config.hidden_size * (4 + 2 * item)
     return min(CHUNK_ELEMENTS, tokens * config.vocab_size) * item + gradient
-
-
-def _is_one_gradient(config: DecoderConfig, update: UpdateConfig) -> bool:
-    return config.tie_word_embeddings and not update.lora.enabled
 
 
 def _forget_gradient(parameter: Tensor) -> None:

@@ -29,10 +29,8 @@ class Pass(NamedTuple):
 def packs(prompt_ids: Sequence[int], prompt_lens: Sequence[int], *, groups_per_pack: int) -> dict[int, int]:
     """Pack of each prompt, numbered from the longest prompts down.
 
-    A long prompt often has long responses, which fill passes by themselves and end late; short ones share a pass.  So
-    prompts of similar length go together, and packs grow towards short ones: 1, 1, 2, 2, 3, 3, ... groups, at most
-    `groups_per_pack`.
-    """
+    A long prompt often has long responses, which fill passes by themselves and end late.  So prompts of similar length
+    go together, and packs grow towards short ones: 1, 1, 2, 2, 3, 3, ... groups, at most `groups_per_pack`."""
     waiting = sorted(range(len(prompt_ids)), key=lambda i: (-prompt_lens[i], -prompt_ids[i]))
     result: dict[int, int] = {}
     pack = 0
@@ -64,14 +62,8 @@ def make_passes(
     """
     rollouts = scored.rollouts
     prompts: list[int] = rollouts.prompt_ids_R.tolist()
-    prompt_lens: list[int] = rollouts.prompt_lens_R.tolist()
-    lens: list[int] = rollouts.response_lens_R.tolist()
+    cost = tokens_added(rollouts.prompt_ids_R, rollouts.prompt_lens_R, rollouts.response_lens_R)
     skips = skips_zero_advantage(cfg, algorithm)
-
-    def cost(row: int, run: Sequence[int]) -> int:
-        shared = bool(run) and prompts[run[-1]] == prompts[row]
-        return lens[row] + (0 if shared else prompt_lens[row])
-
     by_pack: dict[tuple[int, bool], list[int]] = {}
     for row in rows:
         needs_grad = not skips or float(scored.advantages_R[row]) != 0
@@ -97,6 +89,17 @@ def skips_zero_advantage(cfg: UpdateConfig, algorithm: AlgorithmConfig) -> bool:
 
 Cost = Callable[[int, Sequence[int]], int]
 """cost(item, run): tokens that an item adds to a run."""
+
+
+def tokens_added(prompt_ids_S: Tensor, prompt_lens_S: Tensor, response_lens_S: Tensor) -> Cost:
+    """Of sequences: responses to one prompt that follow each other share it."""
+    prompts, lens, responses = prompt_ids_S.tolist(), prompt_lens_S.tolist(), response_lens_S.tolist()
+
+    def cost(sequence: int, run: Sequence[int]) -> int:
+        shared = bool(run) and prompts[run[-1]] == prompts[sequence]
+        return int(responses[sequence] + (0 if shared else lens[sequence]))
+
+    return cost
 
 
 def fill(order: Sequence[int], cost: Cost, *, budget: int) -> Iterator[list[int]]:

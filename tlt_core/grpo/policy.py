@@ -1,8 +1,5 @@
 """The policy as the update sees it: packed tokens in, log-probabilities of completion tokens out.
 
-Decoder, packed causal attention and fused LM head put together.  Only positions that predict a completion token go
-through the LM head.  `PolicyModel` is an nn.Module so that DeepSpeed can hook it.
-
 Shapes: U input tokens, Q attention segments, C completion tokens.
 """
 
@@ -21,8 +18,6 @@ from tlt_core.model.decoder import Decoder
 
 
 class PolicyModel(nn.Module):
-    """Wraps a decoder; see the module docstring."""
-
     def __init__(self, decoder: Decoder, *, temperature: float, activation_checkpointing: bool = False) -> None:
         super().__init__()
         self.decoder = decoder

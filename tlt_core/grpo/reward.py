@@ -1,16 +1,9 @@
 """Scoring of responses in a pool of processes, while rollout goes on.
 
-    submit(key, prompt, response) ... submit(...)        as responses end
-    collect(keys) -> scores                              when they are needed
-
-A reward function that fails here and there ends no run; one that fails for all responses of a step does
-(`require_scores`).  A response scores 0 when a function raises, kills its process, exceeds the time
-limit (its process is then killed) or its memory (`confinement.py`), or returns a number that is not finite or too
-large.  Metrics count these cases.  When a process ends, its response is scored once more: if somebody else has killed
-it, the score is what it would have been.  A process that ends without a response breaks its pool, which is replaced.
-
-A function with `batch` gets all responses that wait for it when the first score of one is needed, in one call.  Where
-that call fails, each of its responses is scored alone, so here, too, a bad one costs no other its score.
+A response scores 0 when a function raises, kills its process, exceeds the time limit or its memory (`confinement.py`),
+or returns a number that is not finite or too large.  When a process ends, its response is scored once more: somebody
+else may have killed it.  A function with `batch` gets all responses that wait when the first score is needed, in one
+call; where that fails, each is scored alone.
 """
 
 import logging
@@ -19,6 +12,8 @@ import os
 from collections.abc import Hashable, Sequence
 from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
@@ -33,12 +28,6 @@ log = logging.getLogger(__name__)
 _LOOK_S = 1.0  # between two looks whether the pool still works
 _MAX_WARNINGS = 10  # a message may quote the response, so messages may all be different
 
-_STATUS = {
-    verifiers.OK: ScoreStatus.OK,
-    verifiers.UNPARSEABLE: ScoreStatus.UNPARSEABLE,
-    verifiers.TIMEOUT: ScoreStatus.TIMEOUT,
-    verifiers.ERROR: ScoreStatus.ERROR,
-}
 _FAILED = (ScoreStatus.TIMEOUT, ScoreStatus.ERROR)
 
 
@@ -56,13 +45,13 @@ class Score(NamedTuple):
     message: str = ""  # why a function failed
 
 
+@dataclass(eq=False)
 class _Call:
     """A call into a scoring process: some terms of one response, or a batch function with many."""
 
-    def __init__(self, terms: Sequence[int], keys: Sequence[Hashable], future: "Future[list[Outcome]]") -> None:
-        self.terms = terms  # indexes into `RewardConfig.functions`
-        self.keys = keys
-        self.future = future
+    terms: Sequence[int]  # indexes into `RewardConfig.functions`
+    keys: Sequence[Hashable]
+    future: "Future[list[Outcome]]"
 
 
 def require_scores(scores: Sequence[Score]) -> None:
@@ -93,14 +82,13 @@ def check_reward_functions(cfg: RewardConfig) -> None:
         pool.stop()
         pool.join()
     if bad is not None:
+        names = confinement.secrets(os.environ, but=cfg.pass_variables)
+        listed = f"{', '.join(names)} (reward.pass_variables names those that a function needs)"
+        withheld = f"; scoring processes do not see {listed}" if names else ""
         raise RewardError(
             f"reward function {bad[0]!r} cannot be used ({bad[1]}); give an importable 'package.module:function' that "
-            f"takes these arguments (is its folder on PYTHONPATH?){_withheld(cfg)}"
+            f"takes these arguments (is its folder on PYTHONPATH?){withheld}"
         )
-
-
-def _pairs(cfg: RewardConfig) -> tuple[tuple[str, str], ...]:
-    return tuple((function.kind, function.path) for function in cfg.functions)
 
 
 def _pool(cfg: RewardConfig, *, processes: int, functions: Sequence[tuple[str, str]]) -> ProcessPool:
@@ -114,20 +102,13 @@ def _pool(cfg: RewardConfig, *, processes: int, functions: Sequence[tuple[str, s
     )
 
 
-def _withheld(cfg: RewardConfig) -> str:
-    """What scoring processes do not see, for a message; empty: they see all."""
-    names = confinement.secrets(os.environ, but=cfg.pass_variables)
-    listed = f"{', '.join(names)} (reward.pass_variables names those that a function needs)"
-    return f"; scoring processes do not see {listed}" if names else ""
-
-
-class Scorer:
+class Scorer(AbstractContextManager["Scorer"]):
     """Owns the pool, whose processes start in the background.  Raises RewardError."""
 
     def __init__(self, cfg: RewardConfig) -> None:
         check_reward_functions(cfg)
         self._cfg = cfg
-        self._functions = _pairs(cfg)
+        self._functions = tuple((function.kind, function.path) for function in cfg.functions)
         self._weights = tuple(f.weight for f in cfg.functions)
         self._alone = tuple(i for i, f in enumerate(cfg.functions) if not f.batch)
         self._together = tuple(i for i, f in enumerate(cfg.functions) if f.batch)
@@ -159,12 +140,8 @@ class Scorer:
         return not wait(futures, timeout=within_s).not_done
 
     def close(self) -> None:
-        """End the pool at once."""
         self._pool.stop()
         self._pool.join()
-
-    def __enter__(self) -> "Scorer":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -216,7 +193,7 @@ class Scorer:
             outcome = self._outcome(first_term, key)
             for term, value in zip(self._calls[key][first_term].terms, outcome.components, strict=True):
                 components[term] = value
-            status, seconds = max(status, _STATUS[outcome.status]), seconds + outcome.seconds
+            status, seconds = max(status, ScoreStatus(outcome.status)), seconds + outcome.seconds
             message = message or outcome.message
         del self._calls[key], self._items[key]
         total = sum(w * c for w, c in zip(self._weights, components, strict=True))

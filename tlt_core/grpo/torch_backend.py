@@ -4,11 +4,10 @@
     step:      all-reduce in buckets, round to fp32, clip by global norm, fused AdamW on flat fp32 masters, copy to
                compute weights
 
-All trainable weights live in two flat buffers (with and without weight decay), so a step is a few large operations.
-With float32 weights the masters are the compute weights.  Everything is deterministic: same input, same bits.  The sum
-of gradients depends neither on their order nor on how passes are divided among workers.
+Deterministic: the sum of gradients depends neither on their order nor on how passes are divided among workers.
 """
 
+import functools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -26,10 +25,10 @@ _NORM_ELEMENTS = 1 << 16
 
 
 class TorchBackend:
-    """See the module docstring.  All workers call every method together."""
+    """Holds model and optimizer, as `DeepSpeedBackend` does.  All workers call every method together."""
 
-    needs_equal_passes = False
-    sums_exactly = True
+    needs_equal_passes = False  # True: forward and backward are collectives
+    sums_exactly = True  # the sum of gradients does not depend on order and workers, and `step` scales it
 
     def __init__(self, model: PolicyModel, cfg: AdamWConfig, *, world_size: int) -> None:
         self.model = model
@@ -52,16 +51,15 @@ class TorchBackend:
             }
 
     def forward(self, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies, see `PolicyModel.forward`."""
         logprob_C, entropy_C = self.model(*inputs)
         return logprob_C, entropy_C
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of this worker's share."""
         loss.backward()
 
     def step(self, lr: float, scale: float = 1.0) -> float:
-        """See `backend.Backend`."""
+        """One optimizer step on `scale` times the gradients added since the last one; returns the global norm of that
+        before clipping.  Gradients that are not finite are dropped, and nothing else changes."""
         sums = [group.sum for group in self._groups]
         if self._world_size > 1:
             buckets = [b for s in sums for b in s.split(_BUCKET_ELEMENTS)]
@@ -91,23 +89,17 @@ class TorchBackend:
             yield name, parameter.detach()
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
-        """See `backend.Backend`: views."""
+        """Masters and moments of the trainable parameters, by name, full, one at a time; here views."""
         for group in self._groups:
-            moments = self._optimizer.state[group.master]
-            for kind, flat in (
-                ("master", group.master),
-                ("exp_avg", moments["exp_avg"]),
-                ("exp_avg_sq", moments["exp_avg_sq"]),
-            ):
-                for name, view in group.views(flat.detach()):
+            state = {"master": group.master, **self._optimizer.state[group.master]}
+            for kind in ("master", "exp_avg", "exp_avg_sq"):
+                for name, view in group.views(state[kind].detach()):
                     yield f"{kind}/{name}", view
 
     def state_shapes(self) -> dict[str, torch.Size]:
-        """See `backend.Backend`."""
         return {name: view.shape for name, view in self.named_state()}
 
     def load_state(self, state: Mapping[str, Tensor], *, step: int) -> None:
-        """See `backend.Backend`."""
         for name, view in self.named_state():
             view.copy_(state[name])
         for group in self._groups:
@@ -134,7 +126,7 @@ class _FlatGroup:
         sums, weights = dict(self.views(self.sum)), dict(self.views(self._compute))
         for name, parameter in parameters.items():
             parameter.data = weights[name]
-            self._add_when_complete(parameter, sums[name])
+            parameter.register_post_accumulate_grad_hook(functools.partial(_add_and_free, sums[name]))
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Each parameter's part of a flat buffer, in its shape."""
@@ -146,15 +138,12 @@ class _FlatGroup:
         if self._compute.dtype != torch.float32:
             self._compute.copy_(self.master.detach())
 
-    def _add_when_complete(self, parameter: nn.Parameter, total: Tensor) -> None:
-        """Add the gradient of each backward pass as soon as it exists, and free it."""
 
-        def complete(parameter: Tensor) -> None:
-            assert parameter.grad is not None, "it was just accumulated"
-            add_exactly(total, parameter.grad)
-            parameter.grad = None
-
-        parameter.register_post_accumulate_grad_hook(complete)
+def _add_and_free(total: Tensor, parameter: Tensor) -> None:
+    """Add the gradient of each backward pass as soon as it exists, and free it."""
+    assert parameter.grad is not None, "it was just accumulated"
+    add_exactly(total, parameter.grad)
+    parameter.grad = None
 
 
 def flat_norm(values: Tensor) -> Tensor:

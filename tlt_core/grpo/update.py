@@ -4,14 +4,15 @@
     all workers together:                          reduce gradients -> clip -> AdamW
     measurements of all micro-batches and workers: added up -> metrics
 
-`supervised_step` trains on worked solutions in the same way.  The back end holds the optimizer.  With several workers
-the caller initialises torch.distributed.
+The back end holds the optimizer.  With several workers the caller initialises torch.distributed.
 """
 
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from torch import Tensor
 from conf.optimizer import AdamWConfig
 from conf.update import AlgorithmConfig, UpdateConfig
 from tlt_core.grpo import trainer_files
-from tlt_core.grpo.backend import Backend
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.lora import inject_adapters, merged_weights
 from tlt_core.grpo.loss import LossTerms, TokenData, empty_sums, loss_metrics, policy_loss, token_weights
@@ -28,25 +28,54 @@ from tlt_core.grpo.micro_batch import MicroBatch, idle_micro_batch, micro_batche
 from tlt_core.grpo.optimizer import learning_rate
 from tlt_core.grpo.passes import skips_zero_advantage
 from tlt_core.grpo.policy import PolicyModel, inputs_of, measure_logprobs
-from tlt_core.grpo.step_sums import StepSums
 from tlt_core.grpo.torch_backend import TorchBackend
 from tlt_core.items.store import is_finite
 from tlt_core.machine.getting_on import got_on
 from tlt_core.model.decoder import Decoder
+
+if TYPE_CHECKING:
+    from tlt_core.grpo.deepspeed_backend import DeepSpeedBackend
 
 log = logging.getLogger(__name__)
 
 _STEP = "step"  # in the saved state
 _MOST_SKIPPED = 3  # optimizer steps in a row
 _MOST_NAMED = 8  # responses in a message
+# As in `exact_sum`, with multiples of 2^-36: below 2^17 these sums depend neither on the order nor on the workers.
+_SHIFT = 1.5 * 2.0**16
 
 
 class UpdateError(ValueError):
     """The update cannot go on.  The text names the remedy."""
 
 
+@dataclass(slots=True)
+class _StepSums:
+    """What the passes of one optimizer step have measured so far; see `loss`."""
+
+    sums_M: Tensor
+    largest: Tensor
+    finite: list[tuple[TrainBatch, MicroBatch, Tensor]] = field(default_factory=list)
+
+    def add(self, terms: LossTerms, batch: TrainBatch, micro: MicroBatch) -> None:
+        self.sums_M += (terms.sums_M + _SHIFT) - _SHIFT
+        self.largest = torch.maximum(self.largest, terms.largest)
+        self.finite.append((batch, micro, terms.finite_C))
+
+    def not_finite(self) -> list[str]:
+        """Responses with a term of the loss that is not finite."""
+        bad = {
+            (int(batch.prompt_ids_S[s]), int(batch.samples_S[s]))
+            for batch, micro, finite_C in self.finite
+            for s in micro.sequence_C[~finite_C.cpu()].tolist()
+        }
+        return [f"sample {sample} of prompt {prompt}" for prompt, sample in sorted(bad)]
+
+
 class PolicyTrainer:
     """Trains one policy; one instance per worker, used in step with the others."""
+
+    _backend: "TorchBackend | DeepSpeedBackend"
 
     def __init__(
         self,
@@ -77,26 +106,18 @@ class PolicyTrainer:
             inject_adapters(decoder, cfg.lora)
         model = PolicyModel(decoder, temperature=temperature, activation_checkpointing=cfg.activation_checkpointing)
         self._decoder = decoder
-        self._backend = self._make_backend(model)
+        if cfg.backend.kind == "torch":
+            self._backend = TorchBackend(model, self._optimizer, world_size=world_size)
+        else:
+            from tlt_core.grpo import deepspeed_backend  # seven seconds to import
+
+            make = deepspeed_backend.DeepSpeedBackend
+            self._backend = make(model, self._optimizer, cfg.backend, world_size=world_size, device=device)
         self._done = self._nothing_done()  # passes of the next optimizer step that were streamed
 
-    def _make_backend(self, model: PolicyModel) -> Backend:
-        if self._cfg.backend.kind == "torch":
-            return TorchBackend(model, self._optimizer, world_size=self._world_size)
-        from tlt_core.grpo.deepspeed_backend import DeepSpeedBackend  # seven seconds to import
-
-        return DeepSpeedBackend(
-            model, self._optimizer, self._cfg.backend, world_size=self._world_size, device=self._device
-        )
-
-    # ------------------------------------------------------------------------------------------ training
-
     def steps(self, batches: Sequence[TrainBatch]) -> dict[str, float]:
-        """All optimizer steps of one RL step.
-
-        Metrics are means over the steps (learning rate: the last; maxima: the largest); there are none when no step
-        was made because everything was masked out or skipped.
-        """
+        """All optimizer steps of one RL step.  Metrics are means over the steps (learning rate: the last; maxima: the
+        largest); there are none when no step was made because everything was masked out or skipped."""
         results = [metrics for batch in self._with_old_logprobs(batches) if (metrics := self.step(batch))]
         if not results:
             return {}
@@ -131,7 +152,6 @@ class PolicyTrainer:
         self._done.add(self._compute(batch, micro), batch, micro)
 
     def _compute(self, batch: TrainBatch, micro: MicroBatch) -> LossTerms:
-        """One pass: forward, loss, backward."""
         weights_S = token_weights(
             self._algorithm.loss_aggregation,
             batch.response_lens_S,
@@ -158,9 +178,9 @@ class PolicyTrainer:
             return self._planned_tokens(batch) / batch.num_tokens
         return batch.planned_sequences / batch.num_sequences
 
-    def _nothing_done(self) -> StepSums:
+    def _nothing_done(self) -> _StepSums:
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        return StepSums(empty_sums().to(self._device), zero)
+        return _StepSums(empty_sums().to(self._device), zero)
 
     def supervised_step(self, batch: TrainBatch) -> dict[str, float]:
         """One optimizer step on the mean cross-entropy of completion tokens.  The temperature applies here too: a
@@ -182,10 +202,7 @@ class PolicyTrainer:
     def logprobs(self, batch: TrainBatch) -> Tensor:
         """Log-probabilities of the share's completion tokens under the current policy, [C] float32 on the CPU."""
         passes = self._passes(batch, skip_zero_advantage=False)
-        count = len(batch.rollout_logprobs_C)
-        return measure_logprobs(self._backend.forward, passes, count, device=self._device)
-
-    # ------------------------------------------------------------------------------------------ state
+        return measure_logprobs(self._backend.forward, passes, len(batch.rollout_logprobs_C), device=self._device)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight under the decoder's names, full, adapters merged, in the compute dtype.
@@ -235,22 +252,19 @@ class PolicyTrainer:
         trainer_files.write(folder, self._rank, share)
 
     def load(self, folder: Path) -> None:
-        """Read what `save` wrote, on every worker."""
         self.load_state_dict(trainer_files.SavedState(folder))
 
     def close(self) -> None:
         """Release the back end (for DeepSpeed, before the process group is destroyed)."""
         self._backend.close()
 
-    # ------------------------------------------------------------------------------------------ inside
-
     def _with_old_logprobs(self, batches: Sequence[TrainBatch]) -> list[TrainBatch]:
         """With several optimizer steps the policy moves away from the one that sampled, so its log-probabilities are
         computed before the first.  With one, old and current policy are the same, and no extra pass is needed."""
         if len(batches) <= 1:
             return list(batches)
-        done = {id(batch): batch for batch in batches}  # epochs repeat the same object
-        done = {key: batch.with_old_logprobs(self.logprobs(batch)) for key, batch in done.items()}
+        once = {id(batch): batch for batch in batches}  # epochs repeat the same object
+        done = {key: replace(batch, old_logprobs_C=self.logprobs(batch)) for key, batch in once.items()}
         return [done[id(batch)] for batch in batches]
 
     def _passes(self, batch: TrainBatch, *, skip_zero_advantage: bool) -> Iterator[MicroBatch]:

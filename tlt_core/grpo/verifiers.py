@@ -1,8 +1,6 @@
 """The reward functions, as scoring processes run them.
 
-Nothing heavy is imported at the top (no torch), so a scoring process starts quickly.  `start` prepares a process; then
-`score_response` takes one response and returns one number per reward function; `score_batch` takes many, for a
-function that wants them together.
+Nothing heavy is imported at the top (no torch), so a scoring process starts quickly.
 """
 
 import asyncio
@@ -19,7 +17,7 @@ from typing import Any, NamedTuple
 
 from tlt_core.grpo import confinement, math_answer
 
-OK, UNPARSEABLE, TIMEOUT, ERROR = "ok", "unparseable", "timeout", "error"
+OK, UNPARSEABLE, TIMEOUT, ERROR = range(4)  # as `types.ScoreStatus`
 LARGEST_REWARD = 1e6  # of one function, in absolute value
 _ONE = ("prompt", "response", "answer", "metadata")  # arguments of a function of yours
 _MANY = ("prompts", "responses", "answers", "metadata")  # of one that takes whole batches
@@ -32,8 +30,6 @@ _FORMAT = re.compile(
 
 
 class Item(NamedTuple):
-    """What is to be scored."""
-
     prompt: str
     response: str
     answer: str
@@ -46,7 +42,7 @@ class Outcome(NamedTuple):
     """Result of one response, before weighting."""
 
     components: tuple[float, ...]
-    status: str  # one of the four above: the worst over the functions
+    status: int  # one of the four above: the worst over the functions
     message: str  # first error, for the log
     seconds: float
 
@@ -56,11 +52,8 @@ class Unparseable(ValueError):
 
 
 def start(functions: Sequence[tuple[str, str]], max_memory_gb: float, pass_variables: Sequence[str]) -> None:
-    """Prepare a new scoring process: confine it, silence it and import all that the functions need.
-
-    It runs before the first response, so imports do not count against a sample's time limit, not even in a process that
-    replaces a killed one.  It calls no reward function.
-    """
+    """Prepare a new scoring process: confine it, silence it and import all that the functions need, before the first
+    response, so that imports do not count against a sample's time limit.  It calls no reward function."""
     confinement.confine(max_memory_gb=max_memory_gb, pass_variables=pass_variables)
     sink = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # what a reward function prints must not garble the terminal
@@ -81,7 +74,7 @@ def score_response(functions: Sequence[tuple[str, str]], item: Item) -> Outcome:
         try:
             value = _checked(resolve(kind, path)(item))
         except Unparseable:
-            status = UNPARSEABLE if status == OK else status
+            status = max(status, UNPARSEABLE)
         except BaseException as error:  # users' code may raise anything, SystemExit included
             status, message = ERROR, message or f"{path or kind}: {_in_words(error)}"
         components.append(value)
@@ -89,7 +82,6 @@ def score_response(functions: Sequence[tuple[str, str]], item: Item) -> Outcome:
 
 
 def score_each(functions: Sequence[tuple[str, str]], items: Sequence[Item]) -> list[Outcome]:
-    """Score items one after the other."""
     return [score_response(functions, item) for item in items]
 
 
@@ -108,17 +100,13 @@ def score_batch(functions: Sequence[tuple[str, str]], items: Sequence[Item]) -> 
 
 
 def _called_together(path: str, items: Sequence[Item]) -> list[float]:
-    function = load(path)
-    values = list(
-        _awaited(
-            function(
-                prompts=[item.prompt for item in items],
-                responses=[item.response for item in items],
-                answers=[item.answer for item in items],
-                metadata=[dict(item.metadata) for item in items],
-            )
-        )
+    given = load(path)(
+        prompts=[item.prompt for item in items],
+        responses=[item.response for item in items],
+        answers=[item.answer for item in items],
+        metadata=[dict(item.metadata) for item in items],
     )
+    values = list(_awaited(given))
     if len(values) != len(items):
         raise ValueError(f"it returned {len(values)} rewards for {len(items)} responses; return one for each")
     return [_checked(value) for value in values]

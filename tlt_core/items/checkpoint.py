@@ -2,12 +2,12 @@
 
 A checkpoint is a folder `step_000012/` with `state.json` (driver), the workers' files, and `COMPLETE`, written last,
 which lists size and SHA-256 of every file.  The folder is built under a temporary name and renamed when it is whole.
-`newest` compares every file with its digest, skips damaged checkpoints and says so.
-
 A run may write and prune while another process (`tlt evaluate`, `tlt export`) reads.  Readers hold a shared lock on
 `COMPLETE`, and `prune` removes only what it can lock alone.  The kernel frees the lock of a process that is killed.
 """
 
+import errno
+import fcntl
 import functools
 import json
 import logging
@@ -15,17 +15,17 @@ import math
 import shutil
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tlt_core.items.shared_lock import locked
 from tlt_core.items.store import flush, make_folder, put_in_place, sha256_of
 
 log = logging.getLogger(__name__)
 
 _COMPLETE, _STATE = "COMPLETE", "state.json"
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of a disk without locks, where nothing is protected
 
 
 class CheckpointError(ValueError):
@@ -52,8 +52,6 @@ class DriverState:
 
 
 class Found(NamedTuple):
-    """A checkpoint to go on from."""
-
     folder: Path
     state: DriverState
 
@@ -112,7 +110,7 @@ def newest(root: Path) -> Iterator[Found | None]:
     skipped: set[Path] = set()
     while folders := set(root.glob("step_*")) - skipped:  # looked up again: a run may have written and pruned meanwhile
         folder = max(folders)
-        with locked(folder / _COMPLETE, exclusively=False) as why_not:
+        with _locked(folder / _COMPLETE, exclusively=False) as why_not:
             problem = why_not or _damage(folder)
             if problem is None:
                 yield Found(folder, load_state(folder))
@@ -145,11 +143,27 @@ def prune(root: Path, *, keep_last: int, keep_best: int) -> None:
     ranked = sorted((m, p) for p, m in metrics.items() if m is not None and math.isfinite(m))
     best = [p for _, p in reversed(ranked)][:keep_best]
     for folder in set(folders) - {*folders[-keep_last:], *best}:
-        with locked(folder / _COMPLETE, exclusively=True) as why_not:
+        with _locked(folder / _COMPLETE, exclusively=True) as why_not:
             if why_not is None:
                 shutil.rmtree(folder)
             else:
                 log.info("checkpoint %s is kept for now: %s", folder, why_not)
+
+
+@contextmanager
+def _locked(file: Path, *, exclusively: bool) -> Iterator[str | None]:
+    """Hold the file's lock within the block.  Yields why it is not held, None where it is."""
+    why_not = None
+    with ExitStack() as stack:
+        try:  # network disks lock exclusively only what is open for writing
+            opened = stack.enter_context(file.open("r+b" if exclusively else "rb"))
+            fcntl.flock(opened, (fcntl.LOCK_EX if exclusively else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            why_not = "another process is using it" if exclusively else "another process is removing it"
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                why_not = f"{file.name} cannot be locked ({error})"
+        yield why_not
 
 
 def _damage(folder: Path, *, digests_of: Container[str] | None = None) -> str | None:

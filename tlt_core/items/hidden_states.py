@@ -1,10 +1,5 @@
 """Hidden states of the live requests: one buffer, written by the engine, lent to drafters and to the capture.
 
-    prefill, rounds --record--> HiddenStates --read--> drafters (to catch up), capture (training data)
-
-Every row of the live batch has a slot in the buffer.  When the last row moves into a gap, the two rows exchange their
-slots, and nothing is copied.
-
 Shapes: S slots, B rows, C positions, T tokens, E tapped width, D hidden size.
 """
 
@@ -49,7 +44,6 @@ class HiddenStates:
         self.acquire()
 
     def acquire(self) -> None:
-        """Take the memory, all zeros."""
         self.taps_SCE = torch.zeros(self._shape, dtype=self._dtype, device=self.slots_B.device)
 
     def release(self) -> None:
@@ -58,11 +52,9 @@ class HiddenStates:
 
     @property
     def num_bytes(self) -> int:
-        """Memory held."""
         return self.taps_SCE.nbytes
 
     def slot(self, row: int) -> int:
-        """The row's place on the first axis of the buffer."""
         return self._slots[row]
 
     def places(self, rows_T: Tensor, positions_T: Tensor) -> Tensor:

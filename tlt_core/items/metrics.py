@@ -1,9 +1,8 @@
-"""Every metric of a run: name, unit, aggregation, meaning.  A name that is not declared here fails a test.
+"""Every metric of a run: name, unit, aggregation, meaning, and when a step has it.  Others fail a test.
 
     python -m tlt_core.items.metrics > docs/metrics.md
 
-Names follow verl where verl has one.  A part in braces stands for a generated word without a slash.  The last column
-says when a step has the metric; without it, every RL step has it.
+A part in braces stands for a generated word without a slash.
 """
 
 import functools
@@ -155,8 +154,6 @@ class Metric(NamedTuple):
 
 
 class Section(NamedTuple):
-    """One table of `docs/metrics.md`, with a note above it."""
-
     title: str
     note: str
     metrics: tuple[Metric, ...]
@@ -177,7 +174,6 @@ def undeclared(names: Iterable[str]) -> list[str]:
 
 @functools.cache
 def declaration(name: str) -> Metric | None:
-    """What is declared of a metric; None: nothing."""
     return next((metric for metric, pattern in _patterns() if pattern.fullmatch(name)), None)
 
 
@@ -198,7 +194,6 @@ def _patterns() -> tuple[tuple[Metric, re.Pattern[str]], ...]:
 
 
 def page() -> str:
-    """Text of `docs/metrics.md`."""
     lines = [
         "# Metrics",
         "",

@@ -30,7 +30,6 @@ class Strategy(NamedTuple):
 
     @property
     def is_off(self) -> bool:
-        """Whether the round decodes plainly."""
         return self.tokens == 0
 
     def __str__(self) -> str:
@@ -56,12 +55,10 @@ class DraftTree(NamedTuple):
     def of_lists(
         cls, tokens: Sequence[int], parents: Sequence[int], rows: Sequence[int], depths: Sequence[int]
     ) -> "DraftTree":
-        """From Python lists, on the CPU."""
         return cls(*(torch.tensor(list(values), dtype=torch.int64) for values in (tokens, parents, rows, depths)))
 
     @classmethod
     def empty(cls) -> "DraftTree":
-        """No draft at all."""
         return cls.of_lists([], [], [], [])
 
 

@@ -128,7 +128,6 @@ def flush(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Hex digest of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -154,7 +153,9 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             if line.strip():
-                rows.append(_object(line))
+                rows.append(content := json.loads(line))
+                if not isinstance(content, dict):
+                    raise ValueError(f"found {type(content).__name__}")
         except (ValueError, RecursionError) as error:
             if number < len(lines):
                 raise StoreError(
@@ -162,13 +163,6 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
                     "file there"
                 ) from None
     return rows
-
-
-def _object(line: bytes) -> dict[str, Any]:
-    content = json.loads(line)
-    if not isinstance(content, dict):
-        raise ValueError(f"found {type(content).__name__}")
-    return content
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -1,14 +1,10 @@
 """What the drafter learns from: one finished response, as the policy saw it.
 
-    rollout/capture --TrainSequence--> idle_training/buffer (memory, then files) --windows of it--> drafter/eagle3/train
-
 The policy's distribution after position t is softmax(W h_t) with the LM head W.  It is not stored: the hidden state h_t
-and the log-normaliser of its logits restore the probability of any token, without a product over the whole vocabulary:
+and the log-normaliser of its logits restore it: log p(v) = W_v h_t - lognorm_t.
 
-    log p(v) = W_v h_t - lognorm_t
-
-The drafter reads row by row.  Row p takes the hidden states of position p and token p + 1, and predicts token p + 2.
-Trained are the rows that predict a sampled token: p = max(first - 2, 0) .. L - 3.
+Row p takes the hidden states of position p and token p + 1, and predicts token p + 2.  Trained are the rows that
+predict a sampled token: p = max(first - 2, 0) .. L - 3.
 
 Shapes: L tokens, prompt included; P = L - first sampled tokens; E tapped width, D hidden size.
 """
@@ -18,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tlt_core.items.types import NoiseKey
+from tlt_core.items.types import NoiseKey, require
 
 TENSORS = ("tokens_L", "taps_LE", "last_PD", "lognorms_P")
 
@@ -48,24 +44,22 @@ class TrainSequence:
         object.__setattr__(self, "id", ".".join(map(str, self.key)))
         object.__setattr__(self, "nbytes", sum(t.nbytes for t in self.tensors.values()))
         length = len(self.tokens_L)
-        _require(self.tokens_L.dtype == torch.int32, f"tokens are {self.tokens_L.dtype}, not int32")
-        _require(0 < self.first < length, f"{self.first} prompt tokens of {length}")
-        _require(len(self.taps_LE) == length - 1, f"{len(self.taps_LE)} hidden states of {length} tokens")
+        require(self.tokens_L.dtype == torch.int32, f"tokens are {self.tokens_L.dtype}, not int32")
+        require(0 < self.first < length, f"{self.first} prompt tokens of {length}")
+        require(len(self.taps_LE) == length - 1, f"{len(self.taps_LE)} hidden states of {length} tokens")
         sampled = length - self.first
-        _require(len(self.last_PD) == len(self.lognorms_P) == sampled, f"not one distribution each of {sampled} tokens")
+        require(len(self.last_PD) == len(self.lognorms_P) == sampled, f"not one distribution each of {sampled} tokens")
         for states in (self.taps_LE, self.last_PD):
-            _require(states.is_floating_point(), f"hidden states are {states.dtype}")
-        _require(self.lognorms_P.dtype == torch.float32, f"log-normalisers are {self.lognorms_P.dtype}")
-        _require(all(t.device.type == "cpu" for t in self.tensors.values()), "not on the CPU: copy it there first")
+            require(states.is_floating_point(), f"hidden states are {states.dtype}")
+        require(self.lognorms_P.dtype == torch.float32, f"log-normalisers are {self.lognorms_P.dtype}")
+        require(all(t.device.type == "cpu" for t in self.tensors.values()), "not on the CPU: copy it there first")
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Its tensors by name."""
         return {name: getattr(self, name) for name in TENSORS}
 
     @property
     def step(self) -> int:
-        """RL step in which it was sampled."""
         return self.key.step
 
     @property
@@ -75,10 +69,4 @@ class TrainSequence:
 
     @property
     def rows(self) -> int:
-        """Number of trained rows."""
         return max(len(self.tokens_L) - 2 - self.earliest, 0)
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)

@@ -2,8 +2,8 @@
 
     Prompt -> GenerationRequest -> Rollout -> RolloutBatch -> ScoredBatch -> (tlt_core/grpo) TrainBatch
 
-Single items are small and frozen.  Batches are packed tensors with offsets; these are saved (`items/store`).
-Invariants are checked once, when an item is made; other code relies on them.
+Batches are packed tensors with offsets; these are saved (`items/store`).  Invariants are checked once, when an item is
+made; other code relies on them.
 
 Shape suffixes: R responses, T tokens of all responses back to back, P prompt tokens, L tokens of one response.
 """
@@ -47,8 +47,8 @@ class Prompt:
     opening: str = ""  # what the chat template has said for the response already, such as "<think>\n"
 
     def __post_init__(self) -> None:
-        _require(self.tokens.dtype == torch.int32 and self.tokens.ndim == 1, "prompt tokens must be [P] int32")
-        _require(self.tokens.numel() > 0, f"prompt {self.id} is empty")
+        require(self.tokens.dtype == torch.int32 and self.tokens.ndim == 1, "prompt tokens must be [P] int32")
+        require(self.tokens.numel() > 0, f"prompt {self.id} is empty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +63,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         found = f"temperature is {self.temperature}: give 0 (greedy) or a positive number"
-        _require(0 <= self.temperature < math.inf, found)
-        _require(0 < self.top_p <= 1, f"top_p is {self.top_p}: give a number above 0 and at most 1 (1: off)")
-        _require(self.top_k >= 0, f"top_k is {self.top_k}: give 0 (off) or a positive number")
-        _require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}: give at least 1")
+        require(0 <= self.temperature < math.inf, found)
+        require(0 < self.top_p <= 1, f"top_p is {self.top_p}: give a number above 0 and at most 1 (1: off)")
+        require(self.top_k >= 0, f"top_k is {self.top_k}: give 0 (off) or a positive number")
+        require(self.max_new_tokens >= 1, f"max_new_tokens is {self.max_new_tokens}: give at least 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,9 @@ class Rollout:
     finished_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _require(self.tokens.dtype == torch.int32, "rollout tokens must be int32")
-        _require(0 < self.prompt_len < len(self.tokens), f"prompt_len {self.prompt_len} of {len(self.tokens)} tokens")
-        _require(len(self.logprobs) == len(self.tokens) - self.prompt_len, "one log-prob per completion token")
+        require(self.tokens.dtype == torch.int32, "rollout tokens must be int32")
+        require(0 < self.prompt_len < len(self.tokens), f"prompt_len {self.prompt_len} of {len(self.tokens)} tokens")
+        require(len(self.logprobs) == len(self.tokens) - self.prompt_len, "one log-prob per completion token")
 
     @property
     def completion(self) -> Tensor:
@@ -126,9 +126,9 @@ class RolloutBatch:
     finished_s_R: Tensor  # float64
 
     def __post_init__(self) -> None:
-        _require(self.tokens_T.dtype == torch.int32 and self.offsets_R1.dtype == torch.int64, "wrong dtypes")
-        _require(int(self.offsets_R1[-1]) == len(self.tokens_T) == len(self.logprobs_T), "offsets do not fit tokens")
-        _require(bool((self.lengths_R > self.prompt_lens_R).all()), "a response without completion tokens")
+        require(self.tokens_T.dtype == torch.int32 and self.offsets_R1.dtype == torch.int64, "wrong dtypes")
+        require(int(self.offsets_R1[-1]) == len(self.tokens_T) == len(self.logprobs_T), "offsets do not fit tokens")
+        require(bool((self.lengths_R > self.prompt_lens_R).all()), "a response without completion tokens")
 
     def __len__(self) -> int:
         return len(self.prompt_lens_R)
@@ -149,7 +149,6 @@ class RolloutBatch:
         return self.tokens_T[start + int(self.prompt_lens_R[index]) : end]
 
     def take(self, responses: Sequence[int]) -> "RolloutBatch":
-        """The given responses, in the given order."""
         starts, ends = self.offsets_R1[:-1], self.offsets_R1[1:]
         spans = [slice(int(starts[r]), int(ends[r])) for r in responses]
         index = torch.tensor(list(responses), dtype=torch.int64)
@@ -165,7 +164,6 @@ class RolloutBatch:
 
     @classmethod
     def join(cls, batches: Sequence["RolloutBatch"]) -> "RolloutBatch":
-        """All responses of several batches, one batch after the other."""
         offsets = [b.offsets_R1[1:] + sum(len(a.tokens_T) for a in batches[:i]) for i, b in enumerate(batches)]
         joined = {
             f.name: torch.cat([getattr(b, f.name) for b in batches]) for f in fields(cls) if f.name != "offsets_R1"
@@ -174,8 +172,7 @@ class RolloutBatch:
 
     @classmethod
     def pack(cls, rollouts: Sequence[Rollout]) -> "RolloutBatch":
-        """Sort into canonical order and pack."""
-        _require(len(rollouts) > 0, "no rollouts to pack")
+        require(len(rollouts) > 0, "no rollouts to pack")
         ordered = sorted(rollouts, key=lambda r: (r.key.prompt_id, r.key.sample))
         offsets = torch.zeros(len(ordered) + 1, dtype=torch.int64)
         torch.cumsum(torch.tensor([len(r.tokens) for r in ordered]), 0, out=offsets[1:])
@@ -221,20 +218,18 @@ class ScoredBatch:
     def __post_init__(self) -> None:
         n = len(self.rollouts)
         for name in ("rewards_R", "scores_R", "status_R", "reward_s_R", "advantages_R"):
-            _require(len(getattr(self, name)) == n, f"{name} must have {n} entries")
+            require(len(getattr(self, name)) == n, f"{name} must have {n} entries")
         for name in ("rewards_R", "advantages_R"):
             bad = (~getattr(self, name).isfinite()).nonzero().flatten().tolist()
-            _require(not bad, f"{name} is not finite for responses {bad[:5]}: check the weights in reward.functions")
+            require(not bad, f"{name} is not finite for responses {bad[:5]}: check the weights in reward.functions")
 
     def take(self, responses: Sequence[int]) -> "ScoredBatch":
-        """The given responses, in the given order."""
         index = torch.tensor(list(responses), dtype=torch.int64)
         own = {f.name: getattr(self, f.name)[index] for f in fields(self) if f.name != "rollouts"}
         return ScoredBatch(rollouts=self.rollouts.take(responses), **own)
 
     @classmethod
     def join(cls, batches: Sequence["ScoredBatch"]) -> "ScoredBatch":
-        """All responses of several batches, one batch after the other."""
         own = {f.name: torch.cat([getattr(b, f.name) for b in batches]) for f in fields(cls) if f.name != "rollouts"}
         return cls(rollouts=RolloutBatch.join([b.rollouts for b in batches]), **own)
 
@@ -258,6 +253,7 @@ class WorkerSpan(NamedTuple):
     end_s: float
 
 
-def _require(condition: bool, message: str) -> None:
+def require(condition: bool, message: str) -> None:
+    """Raises ValueError where an item is not as it should be."""
     if not condition:
         raise ValueError(message)

@@ -1,8 +1,12 @@
-"""Checks of a folder before work that takes minutes: can it be written, is there free space?"""
+"""Checks of a folder before work that takes minutes: can it be written, is there free space, is its name short?"""
 
+import os
 import shutil
 import tempfile
 from pathlib import Path
+
+SHORT = "/tmp"
+_LONGEST = 107  # bytes of a Unix socket's path: Linux's sun_path, less its end; a batch job's TMPDIR may have more
 
 
 class SpaceError(ValueError):
@@ -54,3 +58,8 @@ def _is_there(path: Path) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+def socket_folder(wanted: str, *, behind: str) -> str:
+    """`wanted`; or SHORT where the path of a socket, which goes on with `behind`, would be too long in it."""
+    return wanted if len(os.fsencode(wanted + behind)) <= _LONGEST else SHORT

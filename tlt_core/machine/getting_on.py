@@ -16,5 +16,4 @@ def got_on() -> None:
 
 
 def how_far() -> int:
-    """Calls of `got_on` so far."""
     return _done

@@ -1,9 +1,7 @@
 """Weights in huge pages: a decode pass reads all weights, and with pages of 4 KiB address look-ups cost a fifth of it.
 
-Linux gives a process huge pages for anonymous memory when it asks (`transparent_hugepage/enabled` is `madvise` on most
-machines).  We ask for everything that the process has mapped, since oneDNN does not say where its packed weights are.
-This takes a second or more for each gigabyte in small pages, so do not ask in every step of a process that also trains.
-Memory that is reserved but not touched gets huge pages when it is touched.
+We ask for everything that the process has mapped, since oneDNN does not say where its packed weights are.  This takes a
+second or more for each gigabyte in small pages, so do not ask in every step of a process that also trains.
 """
 
 import ctypes

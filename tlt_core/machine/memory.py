@@ -1,5 +1,6 @@
 """How much memory there is, and how much this process has taken."""
 
+import ctypes
 import logging
 import re
 import resource
@@ -11,6 +12,10 @@ import torch
 log = logging.getLogger(__name__)
 
 _STATUS = Path("/proc/self/status")
+# From malloc.h
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
+_LARGEST_INT = 2**31 - 1
 USABLE = 0.95  # of a GPU: torch's allocator keeps pieces that fit nothing
 # Marketed sizes, in GB; `--gpu 80` names one that is not here.
 GPUS_GB = {
@@ -43,6 +48,17 @@ def warn_of_limits() -> None:
                 option,
                 option,
             )
+
+
+def keep_freed_memory() -> bool:
+    """Make malloc keep freed memory: glibc returns large blocks to the kernel, and page faults take a large part of a
+    training pass.  Call it once, early.  Returns False, and changes nothing, where the C library is not glibc."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        log.info("malloc cannot keep freed memory here: training on the CPU will be slower")
+        return False
+    # No block gets a mapping of its own, which would be unmapped when it is freed, and the heap never shrinks.
+    return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT))
 
 
 def peak_bytes(device: torch.device) -> int:

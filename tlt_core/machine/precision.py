@@ -4,9 +4,7 @@
     update.dtype      bfloat16 where torch computes in it, else float32; float32 where rollout.dtype was set to that
     coldstart.dtype   as update.dtype
 
-On a processor without bfloat16 instructions torch emulates bfloat16, several times slower than float32.  `settle` alone
-decides, before any expensive work; the rest of the code gets the settled types.  A resumed run keeps the precision of
-its newest checkpoint, and is refused where this machine would emulate it.
+A resumed run keeps the precision of its newest checkpoint, and is refused where this machine would emulate it.
 """
 
 import logging
@@ -57,9 +55,6 @@ class Offers(NamedTuple):
     lacks: str  # why torch would emulate it; empty: it would not
 
 
-# ------------------------------------------------------------------------------------------------ the machine
-
-
 def kernels_isa() -> str | None:
     """Instructions that the C kernels are compiled for; None where they do not run."""
     return native.isa()
@@ -105,31 +100,27 @@ def _gpu_lacks() -> str:
     return f"{torch.cuda.get_device_name()} has no bfloat16 (it takes sm_80 or newer)"
 
 
-# ------------------------------------------------------------------------------------------------ the rule
-
-
 def resolve(asked: Precision, here: Offers, *, recorded: Precision | None = None, made: str = "") -> Precision:
     """Replace `auto`.  Raises PrecisionError where a resumed run would continue in emulated bfloat16.
 
     recorded: precision of the run's newest checkpoint.  made: type of a cold start that a stage of dvc.yaml has made,
     perhaps on another machine.
     """
-    rollout = asked.rollout
-    if rollout == _AUTO and recorded is not None:
-        rollout = recorded.rollout
-        if rollout == _HALF and not here.rollout:
-            raise PrecisionError(_refusal("rollout", "rollout.dtype", recorded, here))
-    elif rollout == _AUTO:
-        rollout = _HALF if here.rollout else _FULL
-    update = asked.update
-    if update == _AUTO and asked.rollout == _FULL and (recorded is None or recorded.rollout != _FULL):
-        update = _FULL  # float32 rollouts mean float32 everywhere
-    elif update == _AUTO and recorded is not None:
-        update = recorded.update
-        if update == _HALF and not here.update:
-            raise PrecisionError(_refusal("update", "update.dtype", recorded, here))
-    elif update == _AUTO:
-        update = _HALF if here.update else _FULL
+
+    def settled(what: str, wanted: str, able: str) -> str:
+        if wanted != _AUTO:
+            return wanted
+        if recorded is None:
+            return _HALF if able else _FULL
+        kept: str = getattr(recorded, what)
+        if kept == _HALF and not able:
+            raise PrecisionError(_refusal(what, f"{what}.dtype", recorded, here))
+        return kept
+
+    rollout = settled("rollout", asked.rollout, here.rollout)
+    # float32 rollouts mean float32 everywhere
+    is_full = asked.rollout == _FULL and (recorded is None or recorded.rollout != _FULL)
+    update = _FULL if asked.update == _AUTO and is_full else settled("update", asked.update, here.update)
     coldstart = asked.coldstart
     if coldstart == _AUTO:  # a resumed run has its cold start already
         coldstart = made or update if recorded is None else recorded.coldstart
@@ -139,9 +130,9 @@ def resolve(asked: Precision, here: Offers, *, recorded: Precision | None = None
 def _refusal(what: str, key: str, recorded: Precision, here: Offers) -> str:
     fresh = resolve(Precision(_AUTO, _AUTO, _AUTO), here)
     follows = ", and training with it" if what == "rollout" and recorded.update == _HALF else ""
-    remedy = "resume it on a machine like the one it started on" + (
-        ", or install a C compiler here (Debian, Ubuntu: apt install gcc)" if what == "rollout" else ""
-    )
+    remedy = "resume it on a machine like the one it started on"
+    if what == "rollout":
+        remedy += ", or install a C compiler here (Debian, Ubuntu: apt install gcc)"
     return (
         f"this run's checkpoint says '{recorded}', but here {what}s in bfloat16 would be emulated, several times "
         f"slower than float32: {here.lacks} (a new run would get '{fresh}').  Either {remedy}, or continue in float32 "
@@ -150,16 +141,13 @@ def _refusal(what: str, key: str, recorded: Precision, here: Offers) -> str:
     )
 
 
-# ------------------------------------------------------------------------------------------------ a run
-
-
 def settle(cfg: RunConfig) -> RunConfig:
     """The same run with `auto` replaced; a log line says by what.  Raises PrecisionError, CheckpointError."""
     asked, chosen, here = Precision.of(cfg), decide(cfg), _offers_to(cfg)
     if _AUTO in asked:
-        by = [f"bfloat16 by {here.rollout}" if chosen.rollout == _HALF and here.rollout else ""]
-        by += [f"torch would emulate bfloat16: {here.lacks}" if here.lacks else ""]
-        log.info("precision: %s%s", chosen, "".join(f"; {reason}" for reason in by if reason))
+        by = f"; bfloat16 by {here.rollout}" if chosen.rollout == _HALF and here.rollout else ""
+        lacks = f"; torch would emulate bfloat16: {here.lacks}" if here.lacks else ""
+        log.info("precision: %s%s%s", chosen, by, lacks)
     for key, dtype, able in (("rollout", chosen.rollout, here.rollout), ("update", chosen.update, here.update)):
         if dtype == _HALF and not able:
             log.warning("%s.dtype=bfloat16 is emulated here, several times slower: %s", key, here.lacks)
@@ -174,7 +162,6 @@ def decide(cfg: RunConfig) -> Precision:
 
 
 def recorded_in(state: checkpoint.DriverState) -> Precision | None:
-    """Precision of a checkpoint; None where it has none."""
     return Precision(**state.precision) if state.precision else None
 
 
@@ -184,7 +171,6 @@ def for_rollouts(dtype: str, device: str) -> str:
 
 
 def as_torch(dtype: str) -> torch.dtype:
-    """A settled type as torch's."""
     assert dtype != _AUTO, "settle() comes first"
     found: torch.dtype = getattr(torch, dtype)
     return found

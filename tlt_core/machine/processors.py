@@ -23,9 +23,7 @@ def usable_processors() -> int:
 
 def check_workers(cluster: ClusterConfig, *, setting: str = "cluster.num_workers") -> None:
     """Raises TooManyWorkers when a machine of its own is asked for far more worker processes than it has processors.
-
-    setting: what the user has set.  A running Ray cluster knows its own room (`cluster/placement.py`).
-    """
+    setting: what the user has set."""
     found = usable_processors()
     most = max(_ALWAYS, _PER_PROCESSOR * found)
     if cluster.address == "local" and cluster.num_workers > most:

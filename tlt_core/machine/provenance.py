@@ -1,9 +1,4 @@
-"""What a run was made with: configuration, commit, versions, command line.  Written before anything else.
-
-runs/NAME/config.yaml    the resolved configuration, which can be loaded again
-runs/NAME/run.json       the tracker's run id, and an entry for each attempt (a resumed run has several), with the
-                         seconds that its stages have taken
-"""
+"""What a run was made with: its config.yaml, and run.json with the tracker's run id and an entry for each attempt."""
 
 import json
 import os
@@ -26,10 +21,8 @@ _RECORD = threading.Lock()  # for run.json: the tracker's thread writes it, too
 
 
 def commit() -> str:
-    """Commit of the running code, with `-dirty` when files have changed since.
-
-    Outside a git checkout it is what TLT_COMMIT says (an image knows its own), or `unknown`.
-    """
+    """Commit of the running code, with `-dirty` when files have changed since.  Outside a git checkout it is what
+    TLT_COMMIT says (an image knows its own), or `unknown`."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10)

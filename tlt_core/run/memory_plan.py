@@ -14,7 +14,7 @@ import torch
 from conf.run import RunConfig
 from conf.update import DeepSpeedBackend
 from tlt_core.drafter.eagle3.model import Eagle3Config, Eagle3Model
-from tlt_core.grpo.backend import ZERO_BUCKET, ZERO_LIVE
+from tlt_core.grpo.optimizer import ZERO_BUCKET, ZERO_LIVE
 from tlt_core.grpo.pass_memory import pass_bytes, trained_parameters
 from tlt_core.machine.memory import USABLE
 from tlt_core.machine.precision import as_torch

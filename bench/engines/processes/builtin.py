@@ -9,27 +9,22 @@ import torch
 
 from conf.rollout import SpeculationConfig
 from kernels import native
-from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
-from tlt_core.machine.host_memory import keep_freed_memory
+from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
+from tlt_core.machine.memory import keep_freed_memory
 from tlt_core.model.load import load_decoder
 from tlt_core.rollout.build import calibrate, make_engine
 
 
 def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """For the report."""
+    chosen = os.environ.get("TLT_NATIVE_KERNELS")
+    own = f"our own kernels, {f'TLT_NATIVE_KERNELS={chosen}' if chosen else 'as the processor has them'}"
+    by_torch = f"{torch.backends.cpu.get_cpu_capability()} in torch's kernels"
     return {
         "version": f"torch {torch.__version__}",
         "threads": torch.get_num_threads(),
         "precision": f"{settings['dtype']} weights and products",
-        "instructions": _instructions(),
+        "instructions": by_torch if native.library() is None else own,
     }
-
-
-def _instructions() -> str:
-    if native.library() is None:
-        return f"{torch.backends.cpu.get_cpu_capability()} in torch's kernels"
-    chosen = os.environ.get("TLT_NATIVE_KERNELS")
-    return f"our own kernels, {f'TLT_NATIVE_KERNELS={chosen}' if chosen else 'as the processor has them'}"
 
 
 def build(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Callable[[], list[list[int]]]]:
@@ -45,18 +40,9 @@ def build(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Callable
         if job["new_tokens"] > 1:
             calibrate(engine)
         prompts = [torch.tensor(tokens, dtype=torch.int32) for tokens in job["prompts"]]
-        waiting = [GenerationRequest(NoiseKey(job["seed"], 1, i, 0), tokens) for i, tokens in enumerate(prompts)]
+        requests = [GenerationRequest(NoiseKey(job["seed"], 1, i, 0), tokens) for i, tokens in enumerate(prompts)]
         params = SamplingParams(temperature=job["temperature"], max_new_tokens=job["new_tokens"])
 
-        def pull(wanted: int) -> list[GenerationRequest]:
-            taken, waiting[:] = waiting[:wanted], waiting[wanted:]
-            return taken
-
-        def run() -> list[list[int]]:
-            finished: dict[int, Rollout] = {}
-            engine.decode(pull, lambda rollout: finished.update({rollout.key.prompt_id: rollout}), params)
-            return [finished[i].completion.tolist() for i in range(len(prompts))]
-
-        return run
+        return lambda: [rollout.completion.tolist() for rollout in engine.decode_all(requests, params)]
 
     return decode

@@ -11,7 +11,6 @@ import transformers
 
 
 def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """For the report."""
     return {
         "version": f"transformers {transformers.__version__}",
         "threads": torch.get_num_threads(),
@@ -21,7 +20,6 @@ def describe(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Callable[[], list[list[int]]]]:
-    """See `process.py`."""
     torch.set_num_threads(settings["threads"])
     model = transformers.AutoModelForCausalLM.from_pretrained(
         settings["model"], dtype=getattr(torch, settings["dtype"]), attn_implementation="sdpa"
@@ -36,11 +34,9 @@ def build(settings: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Callable
         for row, tokens in enumerate(job["prompts"]):
             ids_BL[row, longest - len(tokens) :] = torch.tensor(tokens)
             mask_BL[row, longest - len(tokens) :] = 1
-        sampling = (
-            {"do_sample": True, "temperature": job["temperature"], "top_k": 0, "top_p": 1.0}
-            if job["temperature"]
-            else {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-        )
+        sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+        if job["temperature"]:
+            sampling = {"do_sample": True, "temperature": job["temperature"], "top_k": 0, "top_p": 1.0}
 
         def run() -> list[list[int]]:
             torch.manual_seed(job["seed"])

@@ -1,13 +1,11 @@
 """llama.cpp for `process.py`, run by the interpreter of its own environment (package xllamacpp).
 
-Settings: weights (a GGUF file), dtype (of its matrices), threads, max_live, max_len.
-
-The package's calls return text alone: tokens come from its server, at a loopback address inside this process.  Its
-`ignore_eos` forbids tokens that end a response, so greedy tokens are comparable up to the first of those.
+Settings: weights (a GGUF file), dtype (of its matrices), threads, max_live, max_len.  Tokens come from the package's
+server, inside this process.  `ignore_eos` forbids tokens that end a response.
 """
 
-import http.client
 import json
+import urllib.request
 
 import xllamacpp
 
@@ -29,7 +27,6 @@ def describe(settings):  # type: ignore[no-untyped-def]  # this file is run by a
 
 
 def build(settings):  # type: ignore[no-untyped-def]
-    """See `process.py`."""
     params = xllamacpp.CommonParams()
     params.model.path = settings["weights"]
     params.n_parallel = settings["max_live"]
@@ -68,13 +65,6 @@ def build(settings):  # type: ignore[no-untyped-def]
 
 
 def _post(address, body):  # type: ignore[no-untyped-def]
-    connection = http.client.HTTPConnection(address.removeprefix("http://"))
-    try:
-        connection.request("POST", "/completion", body, {"Content-Type": "application/json"})
-        reply = connection.getresponse()
-        text = reply.read()
-    finally:
-        connection.close()
-    if reply.status != http.client.OK:
-        raise RuntimeError(f"llama.cpp answered {reply.status}: {text[:500]!r}")
-    return json.loads(text)
+    request = urllib.request.Request(f"{address}/completion", body.encode(), {"Content-Type": "application/json"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request) as reply:
+        return json.loads(reply.read())

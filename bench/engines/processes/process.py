@@ -1,15 +1,11 @@
-"""One decoding engine in a process of its own, to be measured: a line of JSON in, a line of JSON out.
-
-    python -P process.py ENGINE_FILE      ENGINE_FILE defines `describe(settings)`, and `build(settings)`, which returns
-                                          `decode(job)`
+"""One decoding engine in a process of its own, to be measured: python -P process.py ENGINE_FILE
 
     stdin   {"model": ..., "threads": ..., "cores": [...], ...}                                  settings, once
-    stdout  {"ready": {"version": ..., "threads": ..., "precision": ..., "instructions": ...}}
-    stdin   {"prompts": [[...], ...], "new_tokens": 64, "temperature": 0.0, "seed": 1}            a job, again and again
-    stdout  {"seconds": ..., "first_seconds": ..., "tokens": [[...], ...]}
+    stdout  {"ready": {"version": ..., "threads": ..., "precision": ..., "instructions": ...}}  `describe(settings)`
+    stdin   {"prompts": [[...], ...], "new_tokens": 64, "temperature": 0.0, "seed": 1}          a job, again and again
+    stdout  {"seconds": ..., "first_seconds": ..., "tokens": [[...], ...]}        `build(settings)` makes `decode(job)`
 
-A job is decoded twice, to its first token and to the end: the difference is decoding alone, whatever an engine does
-with prompts.  Only the standard library is used here, so that any interpreter with an engine can run it.
+A job is decoded twice, to its first token and to the end.  Any interpreter with an engine can run this file.
 """
 
 import gc
@@ -29,12 +25,13 @@ def main() -> None:
         os.sched_setaffinity(0, settings["cores"])  # before any thread exists: all of them inherit it
     engine = runpy.run_path(sys.argv[1])
     decode = engine["build"](settings)
-    _reply(replies, {"ready": engine["describe"](settings)})
+    print(json.dumps({"ready": engine["describe"](settings)}), file=replies, flush=True)
     for line in sys.stdin:
         job = json.loads(line)
         _, first_seconds = _timed(decode, job | {"new_tokens": 1})
         tokens, seconds = _timed(decode, job)
-        _reply(replies, {"seconds": seconds, "first_seconds": first_seconds, "tokens": tokens})
+        reply = {"seconds": seconds, "first_seconds": first_seconds, "tokens": tokens}
+        print(json.dumps(reply), file=replies, flush=True)
 
 
 def _timed(decode, job):  # type: ignore[no-untyped-def]  # of a module that no import names
@@ -48,11 +45,6 @@ def _timed(decode, job):  # type: ignore[no-untyped-def]  # of a module that no 
     if wrong or len(tokens) != len(job["prompts"]):
         raise ValueError(f"{job['new_tokens']} tokens were wanted for each prompt, the engine made {wrong}")
     return tokens, seconds
-
-
-def _reply(replies, value):  # type: ignore[no-untyped-def]
-    replies.write(json.dumps(value) + "\n")
-    replies.flush()
 
 
 if __name__ == "__main__":

@@ -2,9 +2,6 @@
 
 Settings: model, dtype, threads, max_live, max_len, kv_cache_mb, speculative (vLLM's speculative_config or null), eager,
 tlt (settings of our plug-in; left out: vLLM alone).
-
-The engine core runs in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0, set by the caller): on a few cores a process
-of its own for the scheduler would compete with the computing threads.
 """
 
 import torch
@@ -12,7 +9,6 @@ import vllm
 
 
 def describe(settings):  # type: ignore[no-untyped-def]  # this file is run by another interpreter than the checker's
-    """For the report."""
     return {
         "version": f"vllm {vllm.__version__}",
         "threads": torch.get_num_threads(),
@@ -22,7 +18,6 @@ def describe(settings):  # type: ignore[no-untyped-def]  # this file is run by a
 
 
 def build(settings):  # type: ignore[no-untyped-def]
-    """See `process.py`."""
     llm = vllm.LLM(
         settings["model"],
         dtype=settings["dtype"],

@@ -1,25 +1,9 @@
 """Rows and verdicts of the engines' benchmark, by hand; what is left out says why."""
 
-import sys
-from pathlib import Path
-
-import pytest
-import torch
-
-from bench.engines import llama_cpp
 from bench.engines.command import (
-    agreement_verdicts,
-    agreements_of,
-    bench_engines,
-    engines,
-    limited,
-    rows_of,
     verdicts_of,
 )
-from bench.engines.environment import PeerError
-from bench.engines.measure import Case, Contest, EngineSpec, Measured
-from conf.load import ConfigError, load
-from tests.tlt_core.rollout.vllm.environments import vllm_environment
+from bench.engines.measure import Case, Contest, Measured
 
 ONE, TWO = Case(1, 0.0), Case(2, 0.0)
 
@@ -52,93 +36,3 @@ def test_plain_is_judged_against_the_faster_variant_of_each_rival_in_the_same_re
     }
     assert slower["claim"].startswith("plain over transformers")
     assert (slower["value"], slower["holds"]) == (60 / 59, False)
-
-
-def test_a_row_compares_with_plain_decoding_of_the_same_repeat():
-    sampled = Case(2, 1.0)
-    found = contest(
-        plain={TWO: runs(10.0, 20.0, tokens=((1, 2), (3, 4))), sampled: runs(10.0)},
-        vllm={TWO: runs(20.0, 30.0, tokens=((1, 2), (3, 5))), sampled: runs(5.0)},
-    )
-    row = next(r for r in rows_of(found) if r["configuration"] == "vllm" and r["temperature"] == 0)
-    assert row["over_plain"] == {"median": 1.75, "min": 1.5, "max": 2.0}
-    assert row["differing"] == {"median": 0.5, "min": 0.5, "max": 0.5}
-    assert row["total_tokens_per_s"]["max"] == 15.0
-    assert all("differing" not in r for r in rows_of(found) if r["temperature"] == 1)
-
-
-def test_engines_that_cannot_be_had_are_rows_with_the_reason(tmp_path, monkeypatch):
-    def refuse(common, *, environments, work_dir):
-        raise PeerError("no index")
-
-    monkeypatch.setattr(llama_cpp, "specs", refuse)
-    for python, remedy in (
-        (tmp_path / "nowhere/bin/python", "make vllm-env"),
-        (vllm_environment(tmp_path, "vllm", "0.32.0"), "make vllm-env VLLM=cpu"),  # a build for GPUs
-    ):
-        monkeypatch.setenv("VLLM_PYTHON", str(python))
-        specs, (peer, *vllm) = engines(load("conf/demo.yaml", []), tmp_path, max_live=4, max_len=64, with_llama=True)
-        assert peer == {"configuration": "llama.cpp", "reason": "left out: no index"}
-        assert {row["configuration"] for row in vllm} == {"vllm", "vllm eager", "vllm ngram"}
-        assert all(remedy in row["reason"] for row in vllm)
-        ours = ["plain", "plain float32 torch", "adaptive", "transformers", "transformers lookup"]
-        assert [s.name for s in specs] == ours
-
-
-def test_all_engines_get_the_same_threads_cores_and_model(tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_PYTHON", sys.executable)
-    overrides = ["rollout.speculation.drafter_path=drafters/eagle3"]
-    specs, missing = engines(load("conf/demo.yaml", overrides), tmp_path, max_live=4, max_len=64)
-    assert missing == []
-    assert [s.name for s in specs][5:] == [
-        "vllm",
-        "vllm eager",
-        "vllm ngram",
-        "vllm eagle3 3",
-        "vllm eagle3 5",
-        "vllm tlt",
-    ]
-    shared = ("model", "threads", "cores", "max_live", "max_len")
-    assert len({str([s.settings[name] for name in shared]) for s in specs}) == 1
-    assert all(s.environment["OMP_NUM_THREADS"] == "1" for s in specs)
-    assert specs[-1].settings["speculative"]["model"] == str(Path("drafters/eagle3").absolute())
-    assert specs[2].settings["speculation"]["drafter_path"] == str(Path("drafters/eagle3").absolute())
-
-
-def test_limits_reach_every_engine_and_the_users_own_stay():
-    specs = [EngineSpec(name, Path(), Path(), {"ONEDNN_MAX_CPU_ISA": "AVX"}, {}) for name in ("plain", "vllm")]
-    limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
-    found = limited(specs, limits)
-    assert [s.environment for s in found] == [{"ONEDNN_MAX_CPU_ISA": "AVX", "ATEN_CPU_CAPABILITY": "avx2"}] * 2
-    assert [s.optional for s in found] == [False, True]  # what has no such kernels is left out
-    assert limited(specs, {}) == specs
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"peers": "vulkan"}, r"--peers=vulkan: say all, none, llama\.cpp"),
-        ({"instructions": "sse"}, r"--instructions=sse: say all or avx2"),
-    ],
-)
-def test_unknown_choices_are_refused_before_anything_is_made(tmp_path, given, text):
-    with pytest.raises(ConfigError, match=text):
-        bench_engines.fn(load("conf/demo.yaml", []), repeats=1, out=tmp_path / "report.json", command="", **given)
-    assert not (tmp_path / "report.json").exists()
-
-
-def test_greedy_tokens_are_compared_with_those_of_transformers_on_the_largest_batch():
-    found = contest(
-        transformers={ONE: runs(1.0), TWO: runs(1.0, tokens=((1, 2), (3, 4)))},
-        vllm={ONE: runs(1.0, tokens=((9,),)), TWO: runs(1.0, tokens=((1, 2), (5, 4)))},
-        plain={TWO: runs(1.0, tokens=((1, 2), (3, 4))), Case(2, 1.0): runs(1.0, tokens=((7, 7), (7, 7)))},
-    )
-    rows = agreements_of(
-        found, [[8], [8, 8], [8, 8, 8]], enders=(), log_probs=lambda tokens: -torch.arange(10.0) * len(tokens)
-    )
-    about = {"compared_with": "transformers", "live": 2}
-    assert rows == [
-        {"configuration": "vllm", **about, "equal_tokens": 0.5, "parted": 1, "largest_gap": 4.0},
-        {"configuration": "plain", **about, "equal_tokens": 1.0, "parted": 0, "largest_gap": 0.0},
-    ]
-    assert [v["holds"] for v in agreement_verdicts(rows)] == [False, True]

@@ -10,7 +10,6 @@ from bench.engines.environment import Peer, PeerError, interpreter
 
 @pytest.fixture
 def commands(monkeypatch):
-    """What would be run."""
     found = []
     monkeypatch.setattr(environment, "run", lambda command, *, purpose: found.append(command))
     monkeypatch.setattr(environment.Path, "touch", lambda path: (path.parent.mkdir(), path.write_text("")))
@@ -38,22 +37,3 @@ def test_what_cannot_be_made_is_a_reason(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(PeerError, match="cannot be made"):
         interpreter(Peer("engine", "", ("a==1",)), tmp_path / "file")
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_a_package_that_does_not_exist_is_a_reason(tmp_path, monkeypatch):
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    peer = Peer("engine", "", ("no-such-package-of-tlt==1",))
-    for _ in range(2):  # nothing is remembered as made
-        with pytest.raises(PeerError, match=r"making the environment of engine failed .*no-such-package-of-tlt"):
-            interpreter(peer, tmp_path)
-
-
-def test_what_limits_instructions_reaches_a_peer_and_our_packages_do_not(monkeypatch):
-    for name in ("ONEDNN_MAX_CPU_ISA", "PYTHONPATH", "VIRTUAL_ENV"):
-        monkeypatch.setenv(name, "AVX2")
-    found = environment.variables(threads=3)
-    assert found["ONEDNN_MAX_CPU_ISA"] == "AVX2"
-    assert found["OMP_NUM_THREADS"] == "3"
-    assert not {"PYTHONPATH", "VIRTUAL_ENV"} & found.keys()

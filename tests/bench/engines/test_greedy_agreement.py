@@ -1,9 +1,8 @@
 """Equal tokens and gaps by hand."""
 
-import pytest
 import torch
 
-from bench.engines.greedy_agreement import agreement, float32_log_probs
+from bench.engines.command import agreement
 
 
 def test_tokens_count_until_two_engines_part_and_the_gap_is_taken_there():
@@ -18,9 +17,3 @@ def test_tokens_count_until_two_engines_part_and_the_gap_is_taken_there():
     found = agreement(prompts, ours, theirs, enders=(0,), log_probs=log_probs)
     assert found == (7 / 9, 1, 2.0)
     assert asked == [[1, 1, 5, 9]]
-
-
-def test_log_probs_are_the_models(tiny_folder):
-    found = float32_log_probs(tiny_folder)([1, 9, 4])
-    assert len(found) == 64
-    assert float(found.exp().sum()) == pytest.approx(1.0)

@@ -13,7 +13,7 @@ import torch
 from bench.engines import environment, llama_cpp
 from bench.engines.llama_cpp import rotated_rows, write_gguf
 from bench.engines.measure import Case, EngineSpec, compete, cores, own_environment
-from tlt_core.model.config import DecoderConfig, ModelError, RopeScaling
+from tlt_core.model.config import DecoderConfig
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import random_decoder, save_hf
 from tlt_core.run.inputs import artifacts_dir
@@ -79,27 +79,6 @@ def test_what_llama_cpp_reads_besides_the_weights(folder_of, tiny_config, tmp_pa
     assert kinds[:4] == [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL]
     assert told["tokenizer.ggml.merges"] == ["$ %", "% &"]
     assert told["tokenizer.ggml.eos_token_id"] == 2
-
-
-def test_what_a_gguf_file_cannot_say_is_refused(tiny_folder, folder_of, tiny_config, tmp_path):
-    with pytest.raises(ModelError, match=r"tokenizer\.json is no byte-pair tokenizer"):
-        write_gguf(tiny_folder, tmp_path / "model.gguf", dtype=torch.float32)
-    scaled = replace(tiny_config, rope_scaling=RopeScaling(8.0, 1.0, 4.0, 8192))
-    with pytest.raises(ModelError, match="rope_type llama3"):
-        write_gguf(folder_of(scaled), tmp_path / "model.gguf", dtype=torch.float32)
-
-
-def test_both_variants_have_the_model_in_their_precision(tmp_path, monkeypatch):
-    written = []
-    monkeypatch.setattr(environment, "interpreter", lambda peer, under: under / peer.name)
-    monkeypatch.setattr(llama_cpp, "write_gguf", lambda folder, out, *, dtype: written.append((str(out), dtype)))
-    for dtype, names in (("bfloat16", ["llama.cpp", "llama.cpp fp16"]), ("float32", ["llama.cpp"])):
-        common = {"model": "policy", "dtype": dtype, "threads": 2}
-        found = llama_cpp.specs(common, environments=tmp_path, work_dir=tmp_path / "work")
-        assert [s.name for s in found] == names
-        made = [(s.settings["weights"], getattr(torch, s.settings["dtype"])) for s in found]
-        assert made == written[-len(found) :]
-        assert all(s.optional and s.environment["OMP_NUM_THREADS"] == "2" for s in found)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.engines.environment import PeerError
-from bench.engines.measure import Case, EngineSpec, compete, cores, figures, own_environment
+from bench.engines.measure import Case, EngineSpec, compete, cores, own_environment
 
 ENGINE = """
 import os, time
@@ -65,12 +65,6 @@ def test_every_engine_takes_its_turn_on_every_case(tmp_path):
     assert all(not Path(f"/proc/{row['pid']}").exists() for row in contest.described.values())
 
 
-def test_rates_leave_out_the_first_token():
-    measured = figures({"seconds": 3.0, "first_seconds": 1.0, "tokens": [[]]}, Case(4, 0.0), new_tokens=11)
-    assert measured.tokens_per_s == pytest.approx(4 * 10 / 2.0)
-    assert measured.total_tokens_per_s == pytest.approx(4 * 11 / 3.0)
-
-
 @pytest.mark.parametrize("broken", ["import no_such_module", None], ids=["start", "warm-up"])
 def test_an_engine_that_fails_says_why_and_is_left_out_if_it_is_optional(tmp_path, broken):
     other, why = spec(tmp_path, "b", extra=-1), "no_such_module" if broken else "tokens were wanted"
@@ -83,11 +77,6 @@ def test_an_engine_that_fails_says_why_and_is_left_out_if_it_is_optional(tmp_pat
     assert {name for name, _ in contest.measured} == {"a"} == contest.described.keys()
     assert contest.failed.keys() == {"b"}
     assert why in contest.failed["b"]
-
-
-def test_more_threads_than_cores_are_refused():
-    with pytest.raises(ValueError, match="threads_per_worker=100000"):
-        cores(100_000)
 
 
 @pytest.mark.slow

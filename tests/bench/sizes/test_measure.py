@@ -40,17 +40,3 @@ def test_chains_are_accepted_to_the_length_that_was_planted() -> None:
     decoded = bench.decode(engine, 8, SamplingParams(max_new_tokens=160), turn=0)
     assert decoded.figures["accept_length"] == pytest.approx(length, abs=0.5)
     assert decoded.figures["drafted"] == pytest.approx(8, abs=0.3)
-
-
-def test_chance_by_hand() -> None:
-    assert planted.chance_for(1.5, depth=1) == pytest.approx(0.5)
-    assert planted.chance_for(1.75, depth=2) == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="chains of 2 cannot be accepted to 4"):
-        planted.chance_for(4, depth=2)
-
-
-def test_bytes_that_a_pass_reads() -> None:
-    """All of the tiny target but its embedding: an untied head is a matrix of its own."""
-    bench = Bench("tiny", CPU, acceptance=4.0, sizes=SIZES)
-    every = sum(p.numel() for p in bench.decoder.parameters())
-    assert bench_sizes.read_bytes(bench.decoder) == 4 * (every - 512 * 64)

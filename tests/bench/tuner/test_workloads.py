@@ -1,11 +1,8 @@
 """The tuner's benchmark: what is compared with what, and when a tuner has recovered."""
 
-import pytest
-
-from bench.tuner.simulator import Hits, draft_seconds, pass_seconds
+from bench.tuner.simulator import Hits
 from bench.tuner.workloads import NEVER, POLICIES, SimulatedWork, best_fixed, earnings, recovery
-from tlt_core.items.speculation import OFF, Strategy
-from tlt_core.tuner.policies import make_tuner
+from tlt_core.items.speculation import Strategy
 
 STRATEGIES = (Strategy("eagle3", 4, 1, 4), Strategy("ngram", 4, 1, 4))
 
@@ -17,21 +14,6 @@ def test_every_policy_and_every_strategy_is_played_on_the_same_requests():
     assert best_fixed(earned) == earned["fixed eagle3:4x1/4"] == earned["threshold"]
     assert earned == earnings(work, STRATEGIES, seed=1)
     assert earned != earnings(work, STRATEGIES, seed=2)
-
-
-def test_rates_by_hand():
-    """One request of ten tokens after a prompt of 100, decoded plainly."""
-    engine = SimulatedWork(Hits(0.0), Hits(0.0), 1, 10).engine(seed=0)
-    engine.run(make_tuner("off"))
-    assert engine.rate == pytest.approx(10 / sum(pass_seconds(1, 1, 100 + i) for i in range(10)))
-
-
-def test_the_best_rate_is_that_of_the_best_strategy_now():
-    """A drafter that is always right: 1 + .98 + .98^2 .. tokens a round (rates are held below 1)."""
-    engine = SimulatedWork(Hits(1.0, fall=1.0), Hits(0.0), 1, 1000).engine(seed=0, compare=(OFF, *STRATEGIES))
-    engine.run(make_tuner("off"), 1)
-    seconds = pass_seconds(1, 5, 100) + draft_seconds(STRATEGIES[0], 1)
-    assert engine.history[0].best_rate == pytest.approx(sum(0.98**i for i in range(5)) / seconds)
 
 
 def test_recovery_is_quick_for_the_cost_model_and_never_comes_to_a_fixed_rule():

@@ -8,7 +8,7 @@ import ray
 
 from conf.system import ClusterConfig
 from tlt_core.cluster.placement import start_ray
-from tlt_core.machine.socket_folder import socket_folder
+from tlt_core.machine.disk import socket_folder
 
 
 def test_ray_starts_under_a_long_tmpdir_and_behind_a_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

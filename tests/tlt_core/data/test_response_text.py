@@ -24,7 +24,6 @@ def tokenizer(embedded_model: Path) -> Any:
 
 
 def opens(tokenizer: Any, end: str) -> None:
-    """The template says this after each prompt."""
     start = "'<|im_start|>assistant\n'"
     assert start in tokenizer.chat_template.replace("\\n", "\n")
     tokenizer.chat_template = tokenizer.chat_template.replace("\\n", "\n").replace(start, f"{start[:-1]}{end}'")

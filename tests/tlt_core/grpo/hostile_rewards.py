@@ -49,5 +49,4 @@ def killed_once(*, answer, response, **_):
 
 
 def modules(**_):
-    """Does a scoring process carry torch?"""
     return float("torch" in sys.modules)

@@ -21,7 +21,6 @@ def make_trainer(
     world_size: int = 1,
     device: torch.device = CPU,
 ) -> PolicyTrainer:
-    """A trainer for responses of at most 30 tokens."""
     return PolicyTrainer(
         decoder,
         cfg,
@@ -65,9 +64,9 @@ def scored(rollouts: RolloutBatch, advantages_R: torch.Tensor) -> ScoredBatch:
     count = len(rollouts)
     return ScoredBatch(
         rollouts=rollouts,
-        rewards_R=advantages_R,
-        scores_R=advantages_R,
-        components_RF=advantages_R[:, None],
+        rewards_R=advantages_R.clone(),
+        scores_R=advantages_R.clone(),
+        components_RF=advantages_R[:, None].clone(),
         status_R=torch.zeros(count, dtype=torch.int64),
         reward_s_R=torch.zeros(count),
         advantages_R=advantages_R,
@@ -75,6 +74,5 @@ def scored(rollouts: RolloutBatch, advantages_R: torch.Tensor) -> ScoredBatch:
 
 
 def tiny_scored(*, seed: int, num_groups: int, num_samples: int = 3) -> ScoredBatch:
-    """`tiny_rollouts` with random advantages."""
     rollouts = tiny_rollouts(seed=seed, num_groups=num_groups, num_samples=num_samples)
     return scored(rollouts, torch.randn(len(rollouts), generator=torch.Generator().manual_seed(seed)))

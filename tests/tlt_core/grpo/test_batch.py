@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
-import pytest
 import torch
 
-from conf.update import AlgorithmConfig, KLConfig, UpdateConfig
+from conf.update import AlgorithmConfig, UpdateConfig
 from tests.tlt_core.grpo.rollouts import scored, tiny_rollouts, tiny_scored
 from tlt_core.grpo.batch import (
     TrainBatch,
@@ -59,28 +58,6 @@ def _check_share(share: TrainBatch, batch: ScoredBatch) -> None:
         assert share.advantages_S[index] == batch.advantages_R[row]
         first += count
     assert first == len(share.rollout_logprobs_C)
-
-
-def test_sequences_without_backward_weigh_a_third() -> None:
-    rollouts = tiny_rollouts(seed=0, num_groups=12)
-    advantages = torch.where(rollouts.prompt_ids_R < 6, 1.0, 0.0)
-
-    def loads(algorithm: AlgorithmConfig) -> list[float]:
-        step = _make(
-            scored(rollouts, advantages), workers=2, algorithm=algorithm, tokens_per_micro_batch=64, groups_per_pack=1
-        )[0]
-        live = [(share.response_lens_S * (share.advantages_S != 0)).sum().item() for share in step]
-        return [2 / 3 * own + share.response_lens_S.sum().item() / 3 for share, own in zip(step, live, strict=True)]
-
-    skipping, thorough = loads(ALGORITHM), loads(AlgorithmConfig(kl=KLConfig(coef=0.1)))
-    assert abs(skipping[0] - skipping[1]) < 32
-    assert abs(skipping[0] - skipping[1]) < abs(thorough[0] - thorough[1])
-
-
-def test_more_workers_than_passes_leaves_empty_shares() -> None:
-    shares = _make(tiny_scored(seed=0, num_groups=2, num_samples=1), workers=4, groups_per_pack=1)[0]
-    assert sorted(len(s) for s in shares) == [0, 0, 1, 1]
-    assert {(s.num_tokens, s.num_sequences) for s in shares} == {(shares[0].num_tokens, 2)}
 
 
 def test_order_depends_on_seed_and_epochs_revisit_the_same_minibatches() -> None:
@@ -177,11 +154,3 @@ def test_supervised_batches() -> None:
     other = make_supervised_batches(examples, tokens_per_step=24, num_workers=2, seed=4)
     one, two = ([share.sources_S.tolist() for step in made for share in step] for made in (steps, other))
     assert one != two
-
-
-def test_a_sequence_without_completion_tokens_is_refused() -> None:
-    (share,), *_ = _make(tiny_scored(seed=0, num_groups=2))
-    first, prompts_S = int(share.response_lens_S[0]), share.prompt_lens_S.clone()
-    prompts_S[0] += first
-    with pytest.raises(ValueError, match="a sequence without completion tokens"):
-        replace(share, prompt_lens_S=prompts_S, rollout_logprobs_C=share.rollout_logprobs_C[first:])

@@ -5,9 +5,6 @@ AdamW divides a gradient by its own size, which turns rounding of a gradient nea
 learning rate; eps = 1e-3 keeps that out of the comparison, and the tolerance (1e-6) is then 1/5000 of a weight's move.
 """
 
-import socket
-import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +18,6 @@ from conf.update import AlgorithmConfig, DeepSpeedBackend, KLConfig, TorchBacken
 from tests.decoders import lively
 from tests.tlt_core.grpo.rollouts import make_trainer, tiny_scored
 from tlt_core.grpo.batch import make_train_batches
-from tlt_core.grpo.trainer_files import SavedState
 from tlt_core.grpo.update import PolicyTrainer
 
 TOLERANCE = 1e-6
@@ -47,14 +43,11 @@ def _train(backend, rank: int, world_size: int, resumed: Path | None = None) -> 
     trainer, metrics = make(), {}
     for step in range(3):
         if step == 2 and resumed is not None:
-            held = _most_held(trainer, lambda trainer: trainer.save(resumed))
+            trainer.save(resumed)
             dist.barrier()
             trainer.close()
             trainer = make()
-            held_by_load = _most_held(trainer, lambda trainer: trainer.load(resumed))
-            torch.save(
-                (held, held_by_load, len(SavedState(resumed))), resumed.parent / f"held-{resumed.name}-{rank}.pt"
-            )
+            trainer.load(resumed)
         scored = tiny_scored(seed=step, num_groups=3)
         reference = scored.rollouts.logprobs_T - 0.1
         batches = make_train_batches(
@@ -72,27 +65,9 @@ def _train(backend, rank: int, world_size: int, resumed: Path | None = None) -> 
     return weights, state, metrics
 
 
-def _most_held(trainer: PolicyTrainer, act: Callable[[PolicyTrainer], None]) -> int:
-    """Of the tensors of the state that `act` has gathered, how many it keeps at one moment, at most."""
-    gathered, most = weakref.WeakSet(), 0
-    original = trainer._backend.named_state
-
-    def watched() -> Iterator[tuple[str, torch.Tensor]]:
-        nonlocal most
-        for name, value in original():
-            gathered.add(value)
-            most = max(most, len(gathered))
-            yield name, value
-
-    trainer._backend.named_state = watched
-    act(trainer)
-    trainer._backend.named_state = original
-    return most
-
-
-def _worker(rank: int, port: int, folder: Path) -> None:
+def _worker(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     for name, backend in BACKENDS.items():
         torch.save(_train(backend, rank, 2), folder / f"{name}-{rank}.pt")
     for name in ("zero2", "zero3"):
@@ -105,10 +80,7 @@ def _worker(rank: int, port: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("deepspeed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(_worker, args=(port, folder), nprocs=2)
+    mp.spawn(_worker, args=(folder,), nprocs=2)
     torch.save(_train(TorchBackend(), 0, 1), folder / "single.pt")
     return folder
 
@@ -125,8 +97,9 @@ def test_two_processes_make_the_update_of_one(results: Path, name: str) -> None:
     assert min((weights[n] - start[n]).abs().max().item() for n in weights) > 5e-3  # every tensor has moved
     for rank in (0, 1):
         other_weights, other_state, other_metrics = torch.load(results / f"{name}-{rank}.pt")
-        assert _largest_difference(weights, other_weights) < TOLERANCE
-        assert _largest_difference(state, other_state) < TOLERANCE
+        most = 0.0 if name == "torch" else TOLERANCE  # its sum of gradients is exact
+        assert _largest_difference(weights, other_weights) <= most
+        assert _largest_difference(state, other_state) <= most
         assert other_metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
     assert metrics["actor/grad_norm"] > 0.5  # clipping was at work
 
@@ -137,12 +110,3 @@ def test_zero_resumes_bit_for_bit(results: Path, name: str) -> None:
         straight, resumed = (torch.load(results / f"{name}{kind}-{rank}.pt") for kind in ("", "-resumed"))
         assert _largest_difference(straight[0], resumed[0]) == 0
         assert _largest_difference(straight[1], resumed[1]) == 0
-
-
-@pytest.mark.parametrize("name", ["zero2", "zero3"])
-def test_no_worker_ever_holds_the_whole_state(results: Path, name: str) -> None:
-    """While it is saved, a worker keeps its own half and the tensor at hand; to load it, nothing is gathered."""
-    for rank in (0, 1):
-        saving, loading, tensors = torch.load(results / f"held-{name}-{rank}.pt")
-        assert 0 < saving <= tensors // 2 + 2
-        assert loading == 0

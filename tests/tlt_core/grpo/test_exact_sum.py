@@ -57,10 +57,6 @@ def test_the_c_kernel_rounds_as_torch_does(dtype: torch.dtype, monkeypatch: pyte
     assert torch.equal(by_kernel.isnan(), by_torch.isnan())
 
 
-def test_packs_hold_prompts_of_similar_length() -> None:
-    assert packs([4, 7, 9, 11, 12], [30, 10, 50, 10, 20], groups_per_pack=2) == {9: 0, 4: 1, 12: 2, 11: 2, 7: 3}
-
-
 @pytest.mark.parametrize(
     ("most", "sizes"), [(1, [1] * 12), (2, [1, 1, 2, 2, 2, 2, 2]), (3, [1, 1, 2, 2, 3, 3]), (9, [1, 1, 2, 2, 3, 3])]
 )
@@ -94,16 +90,6 @@ def _streamable(batch: ScoredBatch, algorithm: AlgorithmConfig) -> list[tuple[tu
                 share = train_batch(part, [own], planned_sequences=power_of_two(len(batch.rollouts)))
                 offered.append((own.key, share))
     return offered
-
-
-def test_each_pass_has_a_key_of_its_own() -> None:
-    """Passes with and without a gradient, too: what was streamed is known by its key."""
-    algorithm = AlgorithmConfig()
-    batch = _batch(0, algorithm)
-    pack_of = {int(p): 0 for p in batch.rollouts.prompt_ids_R}
-    passes = make_passes(batch, range(len(batch.rollouts)), CFG, algorithm, pack_of=pack_of)
-    assert {p.needs_grad for p in passes} == {True, False}
-    assert len({p.key for p in passes}) == len(passes)
 
 
 def _state(trainer: PolicyTrainer) -> dict[str, Tensor]:

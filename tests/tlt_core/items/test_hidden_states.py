@@ -12,7 +12,6 @@ def hidden():
 
 
 def states(*values):
-    """[T, 6], each row of one value."""
     return torch.tensor(values, dtype=torch.float32)[:, None].expand(-1, 6)
 
 
@@ -47,14 +46,3 @@ def test_rows_that_move_take_their_slots_along(hidden):
     assert row(hidden, 0, 2) == [20, 21]
     assert row(hidden, 2, 2) == [30, 31]
     assert [hidden.slot(number) for number in range(3)] == hidden.slots_B.tolist() == [2, 1, 0]
-
-
-def test_memory_is_given_back_and_taken_again(hidden):
-    size = hidden.num_bytes
-    assert size == 3 * 5 * 6 * 4
-    hidden.record_prompt(1, states(1))
-    hidden.release()
-    assert hidden.num_bytes == 0
-    hidden.acquire()
-    assert hidden.num_bytes == size
-    assert not hidden.taps_SCE.any()

@@ -1,8 +1,11 @@
 """Packing, selecting and joining keep every column with its response."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from tests.tlt_core.grpo.rollouts import scored
 from tlt_core.items.store import StoreError, is_finite, load_scored, save_scored
 from tlt_core.items.types import FinishReason, NoiseKey, Rollout, RolloutBatch, ScoredBatch
 
@@ -19,20 +22,8 @@ def rollout(prompt_id: int, sample: int, completion: list[int]) -> Rollout:
     )
 
 
-def scored(batch: RolloutBatch) -> ScoredBatch:
-    n = len(batch)
-    return ScoredBatch(
-        rollouts=batch,
-        rewards_R=torch.arange(n).float(),
-        scores_R=torch.arange(n).float(),
-        components_RF=torch.arange(n).float()[:, None],
-        status_R=torch.zeros(n, dtype=torch.int64),
-        reward_s_R=torch.zeros(n),
-        advantages_R=torch.arange(n).float() - 1,
-    )
-
-
 BATCH = RolloutBatch.pack([rollout(2, 0, [5]), rollout(1, 1, [3, 4]), rollout(1, 0, [9, 9, 2])])
+SCORED = scored(BATCH, torch.arange(3.0) - 1)
 
 
 def test_pack_is_in_canonical_order_with_aligned_log_probs():
@@ -43,23 +34,17 @@ def test_pack_is_in_canonical_order_with_aligned_log_probs():
     assert BATCH.completion(1).tolist() == [3, 4]
 
 
-def test_order_of_finishing_does_not_matter():
-    again = RolloutBatch.pack([rollout(1, 0, [9, 9, 2]), rollout(2, 0, [5]), rollout(1, 1, [3, 4])])
-    assert torch.equal(again.tokens_T, BATCH.tokens_T)
-    assert torch.equal(again.logprobs_T, BATCH.logprobs_T)
-
-
 def test_take_and_join_are_inverse():
-    joined = ScoredBatch.join([scored(BATCH).take([0]), scored(BATCH).take([1, 2])])
+    joined = ScoredBatch.join([SCORED.take([0]), SCORED.take([1, 2])])
     assert torch.equal(joined.rollouts.tokens_T, BATCH.tokens_T)
     assert joined.rollouts.offsets_R1.tolist() == BATCH.offsets_R1.tolist()
-    assert joined.rewards_R.tolist() == [0, 1, 2]
-    assert scored(BATCH).take([2, 0]).rollouts.tokens_T.tolist() == [7, 8, 5, 7, 8, 9, 9, 2]
+    assert joined.rewards_R.tolist() == [-1, 0, 1]
+    assert SCORED.take([2, 0]).rollouts.tokens_T.tolist() == [7, 8, 5, 7, 8, 9, 9, 2]
 
 
 def test_a_saved_batch_comes_back_and_a_truncated_file_is_named(tmp_path):
     path = tmp_path / "a" / "scored.safetensors"
-    save_scored(scored(BATCH), path)
+    save_scored(SCORED, path)
     again = load_scored(path)
     for name in ("tokens_T", "logprobs_T", "finish_R", "worker_R", "offsets_R1"):
         assert torch.equal(getattr(again.rollouts, name), getattr(BATCH, name))
@@ -69,16 +54,11 @@ def test_a_saved_batch_comes_back_and_a_truncated_file_is_named(tmp_path):
         load_scored(path)
 
 
-def test_a_response_needs_a_completion():
-    with pytest.raises(ValueError, match="prompt_len"):
-        rollout(1, 0, [])
-
-
 def test_a_reward_that_is_not_finite_names_its_response():
-    batch = scored(BATCH)
-    batch.rewards_R[1] = float("inf")
+    spoilt = replace(SCORED, rewards_R=SCORED.rewards_R.clone())
+    spoilt.rewards_R[1] = float("inf")
     with pytest.raises(ValueError, match=r"rewards_R is not finite for responses \[1\]"):
-        batch.take([0, 1])
+        spoilt.take([0, 1])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

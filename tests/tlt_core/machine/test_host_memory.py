@@ -1,18 +1,15 @@
 """Freed memory is used again without page faults."""
 
 import ctypes
-import resource
 import subprocess
 import sys
 
 import pytest
 
-from tlt_core.machine import memory
-
 _SCRIPT = """
 import resource
 import torch
-from tlt_core.machine.host_memory import keep_freed_memory
+from tlt_core.machine.memory import keep_freed_memory
 
 assert keep_freed_memory()
 
@@ -31,15 +28,3 @@ print(faults_of_one_gigabyte())
 def test_second_use_of_memory_is_free() -> None:
     done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, check=True)
     assert int(done.stdout) < 1000, "a page fault for every 4 KiB would be 262,144"
-
-
-def test_a_limit_of_the_address_space_is_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """MKL without memory takes another kernel silently, and sums are rounded otherwise."""
-    memory.warn_of_limits()
-    assert not caplog.records
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (50_000_000 * 1024, resource.RLIM_INFINITY))
-    memory.warn_of_limits()
-    assert "is limited to 51.2 GB (ulimit -v)" in caplog.text
-    assert "is limited to 51.2 GB (ulimit -d)" in caplog.text

@@ -1,9 +1,7 @@
 """Huge pages hold what was there before, and only whole pages of private anonymous memory are asked for."""
 
-import mmap
 import platform
 import re
-import resource
 from pathlib import Path
 
 import psutil
@@ -52,15 +50,3 @@ def test_memory_moves_and_keeps_its_contents():
     assert use_huge_pages() > 0
     assert _resident_huge_kb() >= before_kb + 6 * _HUGE // 1024
     assert int(values.sum(dtype=torch.int64)) == total
-
-
-@pytest.mark.usefixtures("huge_pages_to_spare")
-def test_reserved_memory_gets_them_when_it_is_touched():
-    """As keys and values, which an engine reserves before it asks and touches as responses grow."""
-    reserved = mmap.mmap(-1, 33 * _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # malloc's may have been touched
-    values = torch.frombuffer(reserved, dtype=torch.uint8)
-    use_huge_pages()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    values.fill_(1)
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-    assert faults < 32 * _HUGE // 4096 // 2, "a page fault for every 4 KiB would be twice as many and more"

@@ -12,10 +12,3 @@ def test_a_machine_takes_a_few_workers_for_each_processor(monkeypatch: pytest.Mo
     check_workers(ClusterConfig(num_workers=40))
     with pytest.raises(TooManyWorkers, match=r"num_workers=41: this machine has 10 processors.* 40 worker .*lower"):
         check_workers(ClusterConfig(num_workers=41))
-
-
-def test_a_small_machine_takes_more_than_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processors, "usable_processors", lambda: 1)
-    check_workers(ClusterConfig(num_workers=16))
-    with pytest.raises(TooManyWorkers, match="--num-workers=17"):
-        check_workers(ClusterConfig(num_workers=17), setting="--num-workers")

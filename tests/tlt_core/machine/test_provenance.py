@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from conf.load import load
 from tlt_core.machine import provenance
 
@@ -23,11 +21,3 @@ def test_every_attempt_is_recorded_and_the_tracker_run_survives(tmp_path: Path) 
     assert "took_s" not in record["attempts"][0]
     assert record["attempts"][1]["took_s"] == {"updates": 2.0}
     assert load(cfg.run_dir / "config.yaml") == cfg
-
-
-def test_outside_a_git_checkout_the_commit_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "none"))
-    monkeypatch.delenv("TLT_COMMIT", raising=False)
-    assert provenance.commit() == "unknown"
-    monkeypatch.setenv("TLT_COMMIT", "0123abc")
-    assert provenance.commit() == "0123abc"

@@ -7,8 +7,7 @@ from statistics import median
 import pytest
 
 from bench.tuner.simulator import Hits, pass_seconds
-from bench.tuner.threshold import ThresholdTuner
-from bench.tuner.workloads import WORKLOADS, SimulatedWork
+from bench.tuner.workloads import WORKLOADS, SimulatedWork, ThresholdTuner
 from tlt_core.items.speculation import NO_MIN_DRAFT_PROBS, OFF, RoundReport, Strategy
 from tlt_core.tuner.policies import Kind, RecordedTuner, make_tuner
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tlt_core.machine.socket_folder import socket_folder
+from tlt_core.machine.disk import socket_folder
 
 _LOOK = """
 import importlib.metadata, importlib.util, json
