@@ -5,7 +5,7 @@ import pytest
 from tlt_core.cluster.messages import GenerateReport
 from tlt_core.items.speculation import OFF, RoundReport, Strategy
 from tlt_core.rollout.engine import RoundTrace
-from tlt_core.run.spec_metrics import spec_metrics
+from tlt_core.run.step_metrics import spec_metrics
 
 CHAIN = Strategy("ngram", 3, 1, 3)
 
