@@ -34,8 +34,6 @@ from tlt_core.rollout import build
 
 _NO_VARIABLES: Mapping[str, Any] = {}
 
-Keep = Callable[[Iterable[Rollout]], None]
-
 
 class Input(NamedTuple):
     """One input line, as it stands in the file."""
@@ -95,18 +93,8 @@ def generate_file(
         device=device,
         seed=seed,
     )
-    finished: list[Rollout] = []
-
-    def keep(ended: Iterable[Rollout]) -> None:
-        finished.extend(ended)
-        on_progress(len(finished), len(requests))
-
-    if num_workers == 1:
-        _generate_here(spec, requests, params, keep)
-    else:
-        _generate_on_group(spec, requests, params, keep, num_workers=num_workers)
-    finished.sort(key=lambda r: r.key.prompt_id)
-    rows = [_row(one.id, r, tokenizer, params.stop_token_ids) for one, r in zip(given, finished, strict=True)]
+    rollouts = _generate(spec, requests, params, num_workers=num_workers, on_progress=on_progress)
+    rows = [_row(one.id, r, tokenizer, params.stop_token_ids) for one, r in zip(given, rollouts, strict=True)]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(out, lambda partial: partial.write_text(text, encoding="utf-8"))
     return len(rows)
@@ -160,22 +148,36 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-def _generate_here(spec: WorkerSpec, requests: Sequence[GenerationRequest], params: SamplingParams, keep: Keep) -> None:
-    decoder = load_decoder(spec.model_dir, dtype=as_torch(spec.rollout.dtype), device=spec.device)
-    max_live, max_len = spec.rollout.max_live_requests, spec.max_len
-    engine = build.make_engine(decoder, spec.rollout.speculation, max_live=max_live, max_len=max_len, seed=spec.seed)
-    build.calibrate(engine)
-    engine.decode_all(requests, params, on_finish=lambda rollout: keep([rollout]))
+def _generate(
+    spec: WorkerSpec,
+    requests: Sequence[GenerationRequest],
+    params: SamplingParams,
+    *,
+    num_workers: int,
+    on_progress: Callable[[int, int], None],
+) -> list[Rollout]:
+    """In the order of the requests; one worker is this process."""
+    finished: list[Rollout] = []
 
+    def keep(ended: Iterable[Rollout]) -> None:
+        finished.extend(ended)
+        on_progress(len(finished), len(requests))
 
-def _generate_on_group(
-    spec: WorkerSpec, requests: Sequence[GenerationRequest], params: SamplingParams, keep: Keep, *, num_workers: int
-) -> None:
-    cluster = ClusterConfig(num_workers=num_workers, threads_per_worker=spec.threads)
-    with WorkerGroup(cluster, spec) as group:
-        group.load(None, 0)
-        groups = [[request] for request in requests]
-        group.run_phase(groups, params, dispatch="pull", on_progress=lambda drained: keep(drained.finished))
+    if num_workers == 1:
+        own = spec.rollout
+        decoder = load_decoder(spec.model_dir, dtype=as_torch(own.dtype), device=spec.device)
+        engine = build.make_engine(
+            decoder, own.speculation, max_live=own.max_live_requests, max_len=spec.max_len, seed=spec.seed
+        )
+        build.calibrate(engine)
+        engine.decode_all(requests, params, on_finish=lambda rollout: keep([rollout]))
+    else:
+        cluster = ClusterConfig(num_workers=num_workers, threads_per_worker=spec.threads)
+        with WorkerGroup(cluster, spec) as group:
+            group.load(None, 0)
+            groups = [[request] for request in requests]
+            group.run_phase(groups, params, dispatch="pull", on_progress=lambda drained: keep(drained.finished))
+    return sorted(finished, key=lambda r: r.key.prompt_id)
 
 
 def _row(given_id: Any, rollout: Rollout, tokenizer: Any, stop_token_ids: Sequence[int]) -> dict[str, Any]:
