@@ -9,7 +9,6 @@ from typing import Any
 
 
 def model_card(record: Mapping[str, Any]) -> str:
-    """Markdown."""
     sections = [_head(record), _serving(record), _measured(record), _schedule(record), _origin(record)]
     return "\n\n".join(part for part in sections if part) + "\n"
 
@@ -21,31 +20,23 @@ def vllm_config(serving: Mapping[str, Any], drafter: str) -> str:
 
 def _head(record: Mapping[str, Any]) -> str:
     target, drafter = record["target"], record["drafter"]
-    return "\n".join(
-        [
-            "---",
-            "tags: [eagle3, speculative-decoding, speculators]",
-            "---",
-            f"# EAGLE-3 drafter of {record['run']['name']}",
-            "",
-            f"One decoder layer that guesses the next tokens of its target from the target's hidden states (streams "
-            f"{drafter['taps']}); it may propose {drafter['draft_vocab_size']} of {target['vocab_size']} tokens.  The "
-            "target checks every guess, so a drafter makes decoding faster and does not change the text.  It fits only "
-            "the policy that was exported with it, whose digests are in `provenance.json`.",
-            "",
-            "Before serving: `tlt verify-export DRAFTER --target POLICY`.",
-        ]
+    return (
+        "---\ntags: [eagle3, speculative-decoding, speculators]\n---\n"
+        f"# EAGLE-3 drafter of {record['run']['name']}\n\n"
+        f"One decoder layer that guesses the next tokens of its target from the target's hidden states (streams "
+        f"{drafter['taps']}); it may propose {drafter['draft_vocab_size']} of {target['vocab_size']} tokens.  The "
+        "target checks every guess, so a drafter makes decoding faster and does not change the text.  It fits only the "
+        "policy that was exported with it, whose digests are in `provenance.json`.\n\n"
+        "Before serving: `tlt verify-export DRAFTER --target POLICY`."
     )
 
 
 def _serving(record: Mapping[str, Any]) -> str:
     serving = record["serving"]
     depth = serving["num_speculative_tokens"]
-    sglang = [
-        "python -m sglang.launch_server --host 127.0.0.1 --model-path policy --speculative-algorithm EAGLE3 \\",
-        "  --speculative-draft-model-path drafter-eagle3 --speculative-eagle-topk 1 \\",
-        f"  --speculative-num-steps {depth} --speculative-num-draft-tokens {depth + 1}",
-    ]
+    system, prompts = record["run"].get("system_prompt"), "as the target's chat template writes them"
+    if system is not None:
+        prompts = f"with the system message {json.dumps(system)}" if system else "with an empty system message"
     table = serving.get("num_speculative_tokens_per_batch_size", [])
     useless = ["**As measured here, no chain pays at any batch size: serve the target without the drafter.**", ""]
     lines = [
@@ -58,7 +49,9 @@ def _serving(record: Mapping[str, Any]) -> str:
         "vllm serve ./policy --host 127.0.0.1 --generation-config vllm \\",
         f"  --speculative-config '{vllm_config(serving, './drafter-eagle3')}'",
         "",
-        *sglang,
+        "python -m sglang.launch_server --host 127.0.0.1 --model-path policy --speculative-algorithm EAGLE3 \\",
+        "  --speculative-draft-model-path drafter-eagle3 --speculative-eagle-topk 1 \\",
+        f"  --speculative-num-steps {depth} --speculative-num-draft-tokens {depth + 1}",
         "```",
         "",
         f"`vllm serve ./drafter-eagle3` works too: target ({record['target']['name']}) and chain length ({depth}, at "
@@ -67,16 +60,9 @@ def _serving(record: Mapping[str, Any]) -> str:
         "Always name the method: otherwise vLLM guesses it from the folder's name and may take the drafter for a plain "
         "draft model.  SGLang drafts chains of one length; `--speculative-adaptive` (0.5.23) lets it vary.",
         "",
-        f"It knows prompts {_prompts(record['run'])}.  With others fewer drafts are accepted.",
+        f"It knows prompts {prompts}.  With others fewer drafts are accepted.",
     ]
     return "\n".join(lines)
-
-
-def _prompts(run: Mapping[str, Any]) -> str:
-    system = run.get("system_prompt")
-    if system is None:
-        return "as the target's chat template writes them"
-    return f"with the system message {json.dumps(system)}" if system else "with an empty system message"
 
 
 def _measured(record: Mapping[str, Any]) -> str:
@@ -91,8 +77,8 @@ def _measured(record: Mapping[str, Any]) -> str:
         data = record["dataset"]
         lines += [
             f"Share of chains accepted to each position, on {measured['acceptance'][0]['responses']} held-out prompts "
-            f"of {_name(data)} (digest `{data['digest'][:12]}`).  Length: tokens of a round with a chain of {depth}, "
-            "the target's own token included (1: no gain).",
+            f"of {', '.join(data['tasks'])} ({data['generator']}) (digest `{data['digest'][:12]}`).  Length: tokens of "
+            f"a round with a chain of {depth}, the target's own token included (1: no gain).",
             "",
             _table_row(["temperature", *(f"position {i}" for i in range(1, depth + 1)), "length", "tokens", "chains"]),
             _table_row(["---"] * (depth + 4)),
@@ -145,21 +131,14 @@ def _schedule(record: Mapping[str, Any]) -> str:
 
 def _origin(record: Mapping[str, Any]) -> str:
     run = record["run"]
-    lines = [
-        "## Origin",
-        "",
-        f"Exported {record['created']} by `{' '.join(record['command'])}`, TLT commit `{record['commit']}`; run "
-        f"`{run['name']}`"
-        + (f", RL step {run['step']}" if run["step"] is not None else "")
-        + (f", MLflow run `{run['mlflow_run_id']}`" if run["mlflow_run_id"] else "")
-        + ".  Versions, digests and the commands of the run are in `provenance.json`; `probe.json` holds a few of its "
-        "responses, on which `tlt verify-export` replays the drafter.",
-    ]
-    return "\n".join(lines)
-
-
-def _name(data: Mapping[str, Any]) -> str:
-    return f"{', '.join(data['tasks'])} ({data['generator']})"
+    step = f", RL step {run['step']}" if run["step"] is not None else ""
+    tracked = f", MLflow run `{run['mlflow_run_id']}`" if run["mlflow_run_id"] else ""
+    return (
+        f"## Origin\n\nExported {record['created']} by `{' '.join(record['command'])}`, TLT commit "
+        f"`{record['commit']}`; run `{run['name']}`{step}{tracked}.  Versions, digests and the commands of the run are "
+        "in `provenance.json`; `probe.json` holds a few of its responses, on which `tlt verify-export` replays the "
+        "drafter."
+    )
 
 
 def _table_row(cells: Sequence[object]) -> str:

@@ -31,12 +31,9 @@ from tlt_core.rollout import build
 from tlt_core.rollout.engine import RoundTrace
 
 _NEAR_TIE = 1e-3  # the fp32 scores of one context differ by less between two batch shapes
-_PLAIN = SpeculationConfig(policy="off")
 
 
 class Workload(NamedTuple):
-    """What is decoded."""
-
     decoder: Decoder
     requests: Sequence[GenerationRequest]
     params: SamplingParams
@@ -64,7 +61,8 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, drafters: Mapping[str, 
     """Figures by name, plain decoding as `plain`.  Raises ModelError when a drafter does not fit the policy."""
     torch.set_num_threads(cfg.cluster.num_workers * cfg.cluster.threads_per_worker)
     exact = _workload(cfg, policy, data_dir, dtype=torch.float32)
-    drafting = {"plain": _PLAIN} | {name: _chain(cfg, folder) for name, folder in drafters.items()}
+    drafting = {"plain": SpeculationConfig(policy="off")}
+    drafting |= {name: _chain(cfg, folder) for name, folder in drafters.items()}
     once = {name: decode(exact, speculation, seed=cfg.seed) for name, speculation in drafting.items()}
     timed = exact
     if cfg.rollout.dtype != "float32":
@@ -106,11 +104,8 @@ def _workload(cfg: RunConfig, policy: Path, data_dir: Path, *, dtype: torch.dtyp
     """The first validation prompts, on which no drafter has been trained."""
     tokenizer, own = load_tokenizer(policy), cfg.retrain
     prompts = dataset.load(data_dir, "validation", tokenizer)[: own.num_prompts]
-    requests = [
-        GenerationRequest(NoiseKey(cfg.seed, NoiseStep.DRAFTER_TRIAL, p.id, s), p.tokens)
-        for p in prompts
-        for s in range(own.num_samples)
-    ]
+    samples = range(own.num_samples)
+    keys = [(NoiseKey(cfg.seed, NoiseStep.DRAFTER_TRIAL, p.id, s), p.tokens) for p in prompts for s in samples]
     params = SamplingParams(
         temperature=cfg.rollout.temperature,
         top_p=cfg.rollout.top_p,
@@ -119,7 +114,7 @@ def _workload(cfg: RunConfig, policy: Path, data_dir: Path, *, dtype: torch.dtyp
         stop_token_ids=stop_token_ids(policy, tokenizer, also=cfg.rollout.stop_token_ids),
     )
     decoder = load_decoder(policy, dtype=dtype, device=driver_device(cfg.cluster))
-    return Workload(decoder, requests, params, own.max_live_requests)
+    return Workload(decoder, [GenerationRequest(*key) for key in keys], params, own.max_live_requests)
 
 
 def _chain(cfg: RunConfig, folder: Path) -> SpeculationConfig:
@@ -150,8 +145,7 @@ def _differences(
 def _gap(workload: Workload, key: NoiseKey, tokens: Tensor, *, at: int, other: int) -> float:
     """Distance between the scores, noise included, of plain decoding's token at position `at` and of the other one."""
     decoder, pair = workload.decoder, [int(tokens[at]), other]
-    scores_V = policy_scores(_logits(decoder, tokens[:at]), workload.params)[0]
-    scores = scores_V[pair]
+    scores = policy_scores(_logits(decoder, tokens[:at]), workload.params)[0, pair]
     if workload.params.temperature:
         keys = row_keys(torch.tensor([stream_key(key)]), torch.tensor([at]))
         scores = scores + gumbel_noise(keys, torch.tensor(pair, dtype=torch.int32))[0]

@@ -28,7 +28,7 @@ def policy_tags(cfg: RunConfig, folder: Path, *, dataset: Ref) -> dict[str, str]
         "data_digest": dataset.sha256,
         "policy_digest": weights_digest(folder),
         "tokenizer_digest": tokenizer_digest(folder),
-        **_made_by(cfg, folder),
+        **_made_by(cfg, folder),  # checkpoint and version; version 0 is the start model
     }
 
 
@@ -40,7 +40,6 @@ def newest_is_exported(cfg: RunConfig) -> bool:
 
 
 def _made_by(cfg: RunConfig, folder: Path) -> dict[str, str]:
-    """Checkpoint and version of the policy in this folder; version 0 is the start model."""
     if folder != cfg.run_dir / "policy":
         return {"policy_version": "0"}
     with checkpoint.newest(cfg.run_dir / "checkpoints") as found:
@@ -60,44 +59,31 @@ def drafter_tags(cfg: RunConfig, policy: Path, *, dataset: Ref) -> dict[str, str
 
 def policy_card(cfg: RunConfig, tags: Mapping[str, str]) -> str:
     """Markdown."""
-    return "\n".join(
-        [
-            f"# Policy of run {cfg.name}",
-            "",
-            f"Reinforcement learning ({cfg.algorithm.advantage}) from {_start(cfg)}, on {_tasks(cfg)}; sampled at "
-            f"temperature {cfg.rollout.temperature:g}, at most {cfg.rollout.max_new_tokens} tokens.  A Hugging Face "
-            "folder of safetensors.",
-            "",
-            *_table(tags),
-        ]
+    start = cfg.model.path if cfg.model.kind == "pretrained" else "random weights"
+    text = (
+        f"Reinforcement learning ({cfg.algorithm.advantage}) from {start}, on {_tasks(cfg)}; sampled at temperature "
+        f"{cfg.rollout.temperature:g}, at most {cfg.rollout.max_new_tokens} tokens.  A Hugging Face folder of "
+        "safetensors."
     )
+    return _card(f"Policy of run {cfg.name}", text, tags)
 
 
 def drafter_card(cfg: RunConfig, tags: Mapping[str, str]) -> str:
     """Markdown."""
-    return "\n".join(
-        [
-            f"# EAGLE-3 drafter of run {cfg.name}",
-            "",
-            "One layer that guesses the next tokens of its target.  It fits only the policy with this policy_digest "
-            "and tokenizer_digest.  The target checks every guess, so the drafter makes decoding faster and does not "
-            "change the text.  "
-            f"Trained on {cfg.drafter.num_prompts} x {cfg.drafter.num_samples} rollouts of {_tasks(cfg)}.",
-            "",
-            *_table(tags),
-        ]
+    text = (
+        "One layer that guesses the next tokens of its target.  It fits only the policy with this policy_digest and "
+        "tokenizer_digest.  The target checks every guess, so the drafter makes decoding faster and does not change "
+        f"the text.  Trained on {cfg.drafter.num_prompts} x {cfg.drafter.num_samples} rollouts of {_tasks(cfg)}."
     )
+    return _card(f"EAGLE-3 drafter of run {cfg.name}", text, tags)
 
 
-def _start(cfg: RunConfig) -> str:
-    return cfg.model.path if cfg.model.kind == "pretrained" else "random weights"
+def _card(title: str, text: str, tags: Mapping[str, str]) -> str:
+    rows = (f"| {key} | {value} |" for key, value in sorted(tags.items()))
+    return "\n".join([f"# {title}", "", text, "", "| | |", "|---|---|", *rows])
 
 
 def _tasks(cfg: RunConfig) -> str:
     if cfg.data.kind == "file":
         return Path(cfg.data.train_path).name
     return ", ".join(dict.fromkeys(task.name for task in cfg.data.tasks))
-
-
-def _table(tags: Mapping[str, str]) -> list[str]:
-    return ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in sorted(tags.items()))]

@@ -16,7 +16,6 @@ Shapes: B batch sizes 1 .. B, K chain lengths 0 .. K.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import NamedTuple
 
 from tlt_core.drafter.eagle3.drafter import Eagle3Drafter
@@ -65,20 +64,10 @@ class ChainAcceptance(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What the card reports."""
-
     acceptance: tuple[ChainAcceptance, ...]  # by temperature
     seconds_BK: list[list[float]]  # of a round, entry [b - 1][k]; 0: plain
     context: int  # tokens known of a request in those rounds
     greedy: tuple[Rollout, ...]  # responses at temperature 0
-
-
-class DepthRange(NamedTuple):
-    """DepthRange(first=1, last=8, depth=3): three draft tokens while 1 to 8 requests are decoded."""
-
-    first: int
-    last: int
-    depth: int
 
 
 class _ChainSweep(RecordedTuner):
@@ -93,13 +82,11 @@ class _ChainSweep(RecordedTuner):
         self._round = 0
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:
-        """See `Tuner`."""
         # The longest chain comes first, so that the drafter reads the prompts in rounds that do not count.
         self._chosen = self._arms[-1 - self._round % len(self._arms)]
         return self._chosen
 
     def observe(self, rows: Sequence[int], report: RoundReport) -> None:
-        """See `Tuner`."""
         self._round += 1
         if self._round > _UNSETTLED:
             super().observe(rows, report)
@@ -143,7 +130,7 @@ def measure(
     context = sum(tokens) // len(tokens)
     sweep = _ChainSweep(chains)
     engine = engine_with(sweep)
-    _time_rounds(engine, sweep, requests, params, max_live=max_live)
+    _time_rounds(engine, sweep, requests, max_live=max_live)
     seconds = [
         [sweep.cost.round_seconds(arm, live, live * arm.tokens, live * context) for arm in (OFF, *chains)]
         for live in range(1, max_live + 1)
@@ -170,13 +157,18 @@ def expected_rates(survival: Sequence[float], seconds_BK: Sequence[Sequence[floa
     return rates
 
 
-def depth_table(rates_BK: Sequence[Sequence[float]]) -> list[DepthRange]:
-    """The table, from `expected_rates`.  Ranges begin at 1 and leave no gap; vLLM uses the last for larger batches."""
-    depths = [next(k for k, rate in enumerate(row) if rate >= _WITHIN * max(row)) for row in rates_BK]
-    table = []
-    for depth, group in groupby(enumerate(depths, start=1), key=lambda item: item[1]):
-        sizes = [size for size, _ in group]
-        table.append(DepthRange(sizes[0], sizes[-1], depth))
+def depth_table(rates_BK: Sequence[Sequence[float]]) -> list[list[int]]:
+    """The table, from `expected_rates`: [[1, 8, 3], ...] is three draft tokens while 1 to 8 requests are decoded.
+
+    Ranges begin at 1 and leave no gap; vLLM uses the last for larger batches.
+    """
+    table: list[list[int]] = []
+    for size, row in enumerate(rates_BK, start=1):
+        depth = next(k for k, rate in enumerate(row) if rate >= _WITHIN * max(row))
+        if table and table[-1][2] == depth:
+            table[-1][1] = size
+        else:
+            table.append([size, size, depth])
     return table
 
 
@@ -196,19 +188,13 @@ def _accept(
 
 
 def _time_rounds(
-    engine: RolloutEngine,
-    sweep: _ChainSweep,
-    requests: Sequence[GenerationRequest],
-    params: SamplingParams,
-    *,
-    max_live: int,
+    engine: RolloutEngine, sweep: _ChainSweep, requests: Sequence[GenerationRequest], *, max_live: int
 ) -> None:
     """Rounds of one request, of a few and of many."""
     build.calibrate(engine)
     greedy = SamplingParams(temperature=0.0, max_new_tokens=_COST_TOKENS)
     for live in sorted({1, min(4, max_live), max_live}):
         sweep.begin()
-        batch = [requests[i % len(requests)] for i in range(live)]
-        keys = [request.key._replace(sample=i) for i, request in enumerate(batch)]
-        again = [GenerationRequest(key, request.prompt_tokens) for key, request in zip(keys, batch, strict=True)]
+        batch = [(i, requests[i % len(requests)]) for i in range(live)]
+        again = [GenerationRequest(one.key._replace(sample=i), one.prompt_tokens) for i, one in batch]
         engine.decode_all(again, greedy)

@@ -17,14 +17,14 @@ from tlt_core.export.drafter_trial import Trial
 
 
 class Decision(NamedTuple):
-    """What `retrain` did, and why.  Decision("refused", "acceptance length 2.10 is below ...")"""
+    """What `retrain` did, and why."""
 
     outcome: Literal["promoted", "refused", "unchanged", "nothing", "busy"]
     reason: str
 
 
 class Check(NamedTuple):
-    """What `check-drafter` found.  Check("dropped", "acceptance length 1.31 of tlt-demo-drafter version 3 ...")"""
+    """What `check-drafter` found."""
 
     outcome: Literal["ok", "dropped", "nothing", "busy"]
     reason: str
@@ -40,17 +40,13 @@ def check(accept_length: float, before: float, *, name: str, cfg: RetrainConfig)
 
 
 def decide(candidate: Trial, rival: Trial, *, rival_name: str, cfg: RetrainConfig) -> Decision:
-    """Promoted or refused."""
     for whose, trial in (("the candidate", candidate), (rival_name, rival)):
         for figure, value in trial._asdict().items():
             if not math.isfinite(value):
                 return Decision("refused", f"{figure} of {whose} is {value}, so nothing can be compared")
     if candidate.changed:
-        return Decision(
-            "refused",
-            f"{candidate.changed} responses differ from plain decoding's in fp32: a fault of the engine, not a matter "
-            "of quality",
-        )
+        differ = f"{candidate.changed} responses differ from plain decoding's in fp32"
+        return Decision("refused", f"{differ}: a fault of the engine, not a matter of quality")
     wanted = rival.accept_length * (1.0 + cfg.min_gain)
     gain = f"acceptance length {candidate.accept_length:.3f} against {rival.accept_length:.3f} of {rival_name}"
     if candidate.accept_length < wanted:

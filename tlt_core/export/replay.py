@@ -20,9 +20,7 @@ _LEFT_OUT = 2  # last tokens of a sequence, which no guess counts for: as in the
 
 
 class ProbeSequence(NamedTuple):
-    """A prompt and the target's answer."""
-
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...]  # of a prompt and the target's answer
     prompt_len: int
 
 
@@ -45,11 +43,8 @@ def read_probe(raw: Any, *, vocab_size: int) -> tuple[list[ProbeSequence], Agree
         told = Agreement(int(raw["agreeing"]), int(raw["positions"]))
     except (KeyError, TypeError, ValueError) as error:
         raise Refused(f"{PROBE} is not a record of probe sequences ({error!r}); export again") from None
-    for s in sequences:
-        if not is_probe(s.tokens, s.prompt_len) or not all(0 <= token < vocab_size for token in s.tokens):
-            raise Refused(
-                f"{PROBE} holds a sequence that is too short or not of this target's vocabulary; export again"
-            )
+    if not all(is_probe(*s) and all(0 <= token < vocab_size for token in s.tokens) for s in sequences):
+        raise Refused(f"{PROBE} holds a sequence that is too short or not of this target's vocabulary; export again")
     return sequences, told
 
 

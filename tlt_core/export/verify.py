@@ -15,8 +15,7 @@ import torch
 from tlt_core.drafter.eagle3.files import check_layout, load_eagle3
 from tlt_core.export import replay
 from tlt_core.export.contents import Refused, check_contents, check_digests, read_json, read_provenance
-from tlt_core.export.drafter_folder import check_speculators
-from tlt_core.export.folder import DRAFTER, KEPT, POLICY
+from tlt_core.export.folder import DRAFTER, KEPT, POLICY, check_speculators
 from tlt_core.export.record import tokenizer_digest, weights_digest
 from tlt_core.model.config import ModelError
 from tlt_core.model.load import check_finite, load_config, load_decoder, resolve
@@ -31,6 +30,9 @@ class Check(NamedTuple):
     name: str
     outcome: str  # ok, REFUSED or skipped
     text: str
+
+
+Stage = tuple[str, Callable[[], str], tuple[str, ...]]  # name, check, stages that it builds on
 
 
 def verify(export: Path, *, target: str | None, other_weights: bool = False) -> list[Check]:
@@ -74,6 +76,15 @@ def _check(name: str, check: Callable[[], str]) -> Check:
         return Check(name, "REFUSED", str(error))
 
 
+def _check_all(part: str, stages: Sequence[Stage]) -> list[Check]:
+    outcomes: dict[str, Check] = {}
+    for name, check, needs in stages:
+        missing = [need for need in needs if outcomes[need].outcome != "ok"]
+        skipped = Check(f"{part} {name}", "skipped", f"needs: {', '.join(missing)}")
+        outcomes[name] = skipped if missing else _check(f"{part} {name}", check)
+    return list(outcomes.values())
+
+
 def _check_root(export: Path) -> str:
     known = {POLICY, DRAFTER, *KEPT}
     for path in sorted(export.iterdir()):
@@ -84,16 +95,12 @@ def _check_root(export: Path) -> str:
 
 
 def _verify_policy(policy: Path) -> list[Check]:
-    stages: list[tuple[str, Callable[[], str]]] = [
-        ("policy contents", lambda: check_contents(policy)),
-        ("policy digests", lambda: check_digests(policy)),
-        ("policy weights", lambda: _check_policy(policy)),
+    stages: list[Stage] = [
+        ("contents", lambda: check_contents(policy), ()),
+        ("digests", lambda: check_digests(policy), ("contents",)),
+        ("weights", lambda: _check_policy(policy), ("contents", "digests")),
     ]
-    checks: list[Check] = []
-    for name, check in stages:
-        good = passed(checks)
-        checks.append(_check(name, check) if good else Check(name, "skipped", "needs the policy's earlier checks"))
-    return checks
+    return _check_all("policy", stages)
 
 
 def _check_policy(policy: Path) -> str:
@@ -111,8 +118,7 @@ class _Drafter:
         self._verifier = ""  # the target that `vllm serve DRAFTER` would load
 
     def run(self) -> list[Check]:
-        """All checks in order; each names those that it needs."""
-        stages: list[tuple[str, Callable[[], str], tuple[str, ...]]] = [
+        stages: list[Stage] = [
             ("contents", lambda: check_contents(self._folder), ()),
             ("digests", lambda: check_digests(self._folder), ("contents",)),
             ("layout", self._check_layout, ("contents",)),
@@ -121,12 +127,7 @@ class _Drafter:
             ("verifier", self._check_verifier, ("layout",)),
             ("replay", self._check_replay, _REPLAY_NEEDS),
         ]
-        outcomes: dict[str, Check] = {}
-        for name, check, needs in stages:
-            missing = [n for n in needs if outcomes[n].outcome != "ok"]
-            skipped = Check(f"drafter {name}", "skipped", f"needs: {', '.join(missing)}")
-            outcomes[name] = skipped if missing else _check(f"drafter {name}", check)
-        return list(outcomes.values())
+        return _check_all("drafter", stages)
 
     def _check_layout(self) -> str:
         target = load_config(self._target)
@@ -160,8 +161,7 @@ class _Drafter:
 
     def _check_verifier(self) -> str:
         """Whether `vllm serve DRAFTER` would load this target."""
-        name = self._verifier
-        path = Path(name)
+        name, path = self._verifier, Path(self._verifier)
         if name == self._target_name or (path.is_dir() and path.resolve() == self._target.resolve()):
             return f"{name}, this target"
         if path.is_absolute() and not path.exists():

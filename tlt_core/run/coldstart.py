@@ -44,14 +44,7 @@ def output_dir(cfg: RunConfig) -> Path:
     return made_dir() / "coldstart" / digest
 
 
-def run(
-    cfg: RunConfig,
-    *,
-    model_dir: Path,
-    data_dir: Path,
-    out_dir: Path,
-    on_progress: OnProgress,
-) -> dict[str, float]:
+def run(cfg: RunConfig, *, model_dir: Path, data_dir: Path, out_dir: Path, on_progress: OnProgress) -> dict[str, float]:
     """Train and write the folder; does nothing when it is already there, and waits for another run that makes it.
 
     Returns the stage's metrics.  Raises ColdStartError when the data set has no worked solutions, StoreError where

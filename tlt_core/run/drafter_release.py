@@ -1,4 +1,7 @@
-"""Driver's side of drafter training: which of the workers' candidates is published, and what is reported of it.
+"""Which drafter the engines draft with: publishes what idle workers have trained, unless it drafts worse.
+
+    rollout phase --observe--> DrafterPublisher --publish--> all workers       (the rule: `decide`)
+          ^--- idle_training_settings: when idle workers train
 
 Workers train apart, from the weights in use.  Each tries its candidate on its own held-back responses
 (`idle_training/candidate`).
@@ -13,21 +16,30 @@ A candidate is worse when it gets fewer tokens accepted on held-back responses, 
 stale.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from conf.run import RunConfig
 from tlt_core.cluster.drafting import DrafterPublished
-from tlt_core.cluster.messages import GenerateReport
+from tlt_core.cluster.group import WorkerGroup
+from tlt_core.drafter.kinds import learned_in, strategies_of
 from tlt_core.idle_training.comparison import Comparison
-from tlt_core.idle_training.coordinator import PhaseReport, bubble
+from tlt_core.idle_training.coordinator import IdleTrainingSettings, PhaseReport, bubble
 from tlt_core.idle_training.training import IdleTrainingResult
-from tlt_core.items.store import read_json
+from tlt_core.items.checkpoint import DriverState
+from tlt_core.items.store import read_json, write_atomically
+from tlt_core.run.progress import Reporter
+from tlt_core.run.step_metrics import StepMetrics
+
+log = logging.getLogger(__name__)
 
 
 class Decision(NamedTuple):
-    """What is done with the candidates."""
-
     shares: tuple[float, ...]  # of each worker in what is published; all 0: nothing is
     measured: Comparison | None  # trial of what is published; None: nobody has tried the sum yet
     refused: bool  # there were candidates, all worse than the drafter in use
@@ -39,20 +51,14 @@ def decide(results: Sequence[IdleTrainingResult], *, errors: float) -> Decision:
     nothing = (0.0,) * len(results)
     trials = [r.trial for r in results if r.trial is not None]
     if not trials:
-        trained = sum(r.rows for r in results)
-        return Decision(
-            nothing,
-            None,
-            False,
-            "not trained" if not trained else "no candidate was measured: too little time, or nothing held back",
-        )
+        unmeasured = "no candidate was measured: too little time, or nothing held back"
+        return Decision(nothing, None, False, unmeasured if any(r.rows for r in results) else "not trained")
     fit = [r.trial is not None and not r.trial.is_worse(errors=errors) for r in results]
-    fitting = [r.trial for r, fits in zip(results, fit, strict=True) if fits]
-    if not fitting:
-        return Decision(nothing, None, True, why_refused(max(trials, key=lambda t: t.gain)))
+    if not any(fit):
+        return Decision(nothing, None, True, _why_refused(max(trials, key=lambda t: t.gain)))
     weights = [max(r.rows, 1) if fits else 0 for r, fits in zip(results, fit, strict=True)]
     shares = tuple(weight / sum(weights) for weight in weights)
-    return Decision(shares, fitting[0] if len(fitting) == 1 else None, False, "published")
+    return Decision(shares, results[fit.index(True)].trial if sum(fit) == 1 else None, False, "published")
 
 
 def published_dir(run_dir: Path, step: int) -> Path:
@@ -60,8 +66,7 @@ def published_dir(run_dir: Path, step: int) -> Path:
     return run_dir / "drafters" / f"{step:06d}-eagle3"
 
 
-def why_refused(trial: Comparison) -> str:
-    """One line for the log."""
+def _why_refused(trial: Comparison) -> str:
     return (
         f"refused: acceptance length {trial.candidate_length:.3f} on {trial.starts:.0f} held-back tokens of "
         f"{trial.groups:.0f} prompts, {trial.used_length:.3f} in use; the difference is {trial.gain:.3f} "
@@ -69,15 +74,8 @@ def why_refused(trial: Comparison) -> str:
     )
 
 
-def idle_training_metrics(
-    results: Sequence[IdleTrainingResult],
-    *,
-    decision: Decision,
-    published: Sequence[DrafterPublished],
-    version: int,
-    lag: int,
-) -> dict[str, float]:
-    """`drafter/*` of one step.  published: empty when nothing was.  lag: `drafter/policy_version_lag`."""
+def _training_metrics(results: Sequence[IdleTrainingResult], of_average: Comparison | None) -> dict[str, float]:
+    """`drafter/*` of one step.  of_average: the trial of what was published, where all workers tried it."""
     rows = sum(r.rows for r in results)
     metrics = {
         "drafter/trained_tokens": float(rows),
@@ -85,16 +83,14 @@ def idle_training_metrics(
         "drafter/optimizer_steps_total": float(sum(r.steps_total for r in results)),
         "drafter/buffer_tokens": float(sum(r.buffer_tokens for r in results)),
         "drafter/buffer_sequences": float(sum(r.buffer_sequences for r in results)),
-        "drafter/version": float(version),
-        "drafter/policy_version_lag": float(lag),
-        "drafter/rejected": float(decision.refused or any(not p.accepted for p in published)),
     }
     if rows:
         metrics["drafter/loss"] = sum(r.loss * r.rows for r in results) / rows
         metrics["drafter/overlap"] = sum(r.overlap * r.rows for r in results) / rows
         metrics["drafter/acc_top1"] = sum(r.top1 * r.rows for r in results) / rows
-    of_average = published[0].trial if published else None
-    trial = _total(r.trial for r in results) if of_average is None else of_average
+    trial = of_average
+    if trial is None:
+        trial = reduce(Comparison.plus, [r.trial for r in results if r.trial is not None], Comparison())
     if trial.starts:
         metrics["drafter/heldout_accept_length"] = trial.candidate_length
         metrics["drafter/heldout_accept_length_before"] = trial.used_length
@@ -104,20 +100,10 @@ def idle_training_metrics(
     return metrics
 
 
-def _total(trials: Iterable[Comparison | None]) -> Comparison:
-    total = Comparison()
-    for trial in trials:
-        total = total if trial is None else total.plus(trial)
-    return total
-
-
 def bubble_metrics(phases: Sequence[PhaseReport]) -> dict[str, float]:
     """`idle/*` of a step: its rollout phases, several with dynamic sampling, and waiting for rewards."""
-    return merge([bubble(p) for p in phases], sum(s.end_s - s.start_s for p in phases for s in p.spans))
-
-
-def merge(parts: Sequence[Mapping[str, float]], worker_s: float) -> dict[str, float]:
-    """Add the seconds of several phases up; recompute the ratios.  worker_s: of all workers in the phases."""
+    parts = [bubble(p) for p in phases]
+    worker_s = sum(s.end_s - s.start_s for p in phases for s in p.spans)
     names = dict.fromkeys(name for part in parts for name in part)
     totals = {name: sum(part.get(name, 0.0) for part in parts) for name in names}
     if "idle/preempt_ms_p95" in totals:
@@ -126,11 +112,6 @@ def merge(parts: Sequence[Mapping[str, float]], worker_s: float) -> dict[str, fl
         used_s = (part["idle/long_idle_s"] * part.get("idle/harvested_ratio", 0.0) for part in parts)
         totals["idle/harvested_ratio"] = sum(used_s) / totals["idle/long_idle_s"]
     return totals | {"idle/idle_ratio": totals["idle/idle_s"] / max(worker_s, 1e-9)}
-
-
-def results_of(reports: Sequence[GenerateReport]) -> list[IdleTrainingResult]:
-    """The workers' training, by rank; empty when none trains a drafter."""
-    return [report.idle_training for report in reports if report.idle_training is not None]
 
 
 def origin_of(first: Path, *, run: str, steps: int) -> dict[str, Any]:
@@ -142,3 +123,98 @@ def origin_of(first: Path, *, run: str, steps: int) -> dict[str, Any]:
     remedy = "remove it: only the first drafter's origin is lost"
     known = read_json(told, remedy=remedy) if told.is_file() else {}
     return {"run": run, "steps": steps, "first": known.get("first", known)}
+
+
+def trains_drafter(cfg: RunConfig) -> bool:
+    """Do idle workers train a drafter in this run?"""
+    speculation = cfg.rollout.speculation
+    has_one = speculation.policy != "off" and speculation.drafter_path is not None
+    return cfg.drafter.idle_training.enabled and has_one and bool(learned_in(strategies_of(speculation)))
+
+
+class DrafterPublisher:
+    def __init__(self, cfg: RunConfig, group: WorkerGroup, *, metrics: StepMetrics, reporter: Reporter) -> None:
+        self._cfg, self._idle_training = cfg, cfg.drafter.idle_training
+        self._group, self._metrics, self._reporter = group, metrics, reporter
+        self._version = self._policy_version = 0  # of the drafter in use, and of the policy that it has learnt from
+        self._results: list[IdleTrainingResult] = []  # what the workers have trained in the latest rollout phase
+
+    @property
+    def idle_training_settings(self) -> IdleTrainingSettings:
+        """What idle workers do."""
+        return IdleTrainingSettings(
+            enabled=trains_drafter(self._cfg),
+            stream_first=self._cfg.update.streamed != "last",
+            min_idle_s=self._idle_training.min_idle_s,
+            max_steps=self._idle_training.max_steps,
+            interval=self._idle_training.interval,
+        )
+
+    @property
+    def is_trained(self) -> bool:
+        """Have workers trained a drafter in this step?"""
+        return bool(self._results)
+
+    def observe(self, results: list[IdleTrainingResult]) -> None:
+        """The workers have trained, in a rollout or while rewards were outstanding.  results: by worker."""
+        self._results = results
+
+    def publish(self, step: int) -> str:
+        """Publish what the workers have trained; returns what was decided, and why."""
+        results, self._results = self._results, []
+        if not results:
+            return "no drafter is trained"
+        self._reporter.phase("publish the drafter")
+        with self._metrics.timed("publish_drafter"):
+            decision = decide(results, errors=self._idle_training.canary_errors)
+            published = self._carry_out(decision, step)
+        refused = decision.refused or any(not p.accepted for p in published)
+        verified = published[0].trial if published else None
+        reason = _why_refused(verified) if refused and verified is not None else decision.reason
+        log.log(logging.INFO if refused else logging.DEBUG, "drafter: %s", reason)
+        self._metrics.log(_training_metrics(results, verified))
+        lag = step - 1 - self._policy_version
+        self._metrics.log(
+            {"drafter/version": self._version, "drafter/policy_version_lag": lag, "drafter/rejected": refused}
+        )
+        return reason
+
+    def export(self, out_dir: Path, *, steps: int) -> Path | None:
+        """The drafter in use as a folder that vLLM and SGLang load; None where none is trained.
+
+        `drafter.json` in it says which drafter it began as.  steps: RL steps that it was trained in.
+        """
+        first = self._cfg.rollout.speculation.drafter_path
+        if not trains_drafter(self._cfg) or first is None:
+            return None
+        origin = origin_of(Path(first), run=self._cfg.name, steps=steps)
+        self._group.export_drafter(out_dir.resolve())
+        write_atomically(out_dir / "drafter.json", lambda partial: partial.write_text(json.dumps(origin, indent=1)))
+        return out_dir
+
+    def state(self) -> dict[str, Any]:
+        """Its fields of `DriverState`."""
+        return {"drafter_version": self._version, "drafter_policy_version": self._policy_version}
+
+    def restore(self, state: DriverState) -> None:
+        self._version, self._policy_version = state.drafter_version, state.drafter_policy_version
+
+    def _carry_out(self, decision: Decision, step: int) -> list[DrafterPublished]:
+        """Returns what each worker made of the candidate; empty when none was published."""
+        if not any(decision.shares):
+            if decision.refused:
+                self._group.refuse_drafter()
+            return []
+        version = self._version + 1
+        published = self._group.publish_drafter(decision.shares, measured=decision.measured)
+        if len(set(published)) > 1:
+            raise RuntimeError(f"workers disagree about drafter {version} ({published}): stop and report this")
+        if published[0].accepted:
+            self._version = version
+            self._policy_version = step - 1  # this step's rollouts are of the policy that the last step has published
+            if keep := self._idle_training.keep_published:
+                folder = published_dir(self._cfg.run_dir, step)
+                self._group.export_drafter(folder.resolve())
+                for old in sorted(folder.parent.iterdir())[:-keep]:
+                    shutil.rmtree(old)
+        return published

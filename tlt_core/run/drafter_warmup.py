@@ -39,12 +39,11 @@ from tlt_core.rollout import build
 _OBSERVED_TOKENS = 2048  # in one pass of the target
 _HELD_OUT = 8  # one prompt in this many
 
-OnProgress = Callable[[str, int, int, float | None], None]
+OnProgress = Callable[[str, int, int, float | None], None]  # phase, done, total, loss
 
 
 def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progress: OnProgress) -> dict[str, float]:
-    """Train and write the drafter, on a GPU where workers have one and this machine too; returns its metrics.
-    `on_progress(phase, done, total, loss)`."""
+    """Train and write the drafter, on a GPU where workers have one and this machine too; returns its metrics."""
     device = driver_device(cfg.cluster)
     try:
         return _run(cfg, policy=policy, data_dir=data_dir, out_dir=out_dir, on_progress=on_progress, device=device)
@@ -65,7 +64,7 @@ def _run(
     dtype, kept_as = as_torch(cfg.update.dtype), as_torch(cfg.rollout.dtype)
     plain = load_decoder(policy, dtype=dtype, device=device)
     stops = stop_token_ids(policy, tokenizer, also=cfg.rollout.stop_token_ids)
-    rollouts = _sample(cfg, prompts, policy, stops=stops, on_progress=on_progress, device=device)
+    rollouts = _sample(cfg, prompts, load_decoder(policy, dtype=kept_as, device=device), stops, on_progress)
     sampled_s = time.perf_counter() - began_s
 
     held_ids = {p.id for p in prompts[::_HELD_OUT]}
@@ -80,11 +79,7 @@ def _run(
     held, _ = _observe(plain, apart, ids_J, lambda done: on_observed(len(rest) + done), kept_as=kept_as)
 
     settings = TrainSettings(
-        learning_rate=own.learning_rate,
-        total_steps=own.num_steps,
-        depth=own.depth,
-        compute_dtype=dtype,
-        loss=own.loss,
+        learning_rate=own.learning_rate, total_steps=own.num_steps, depth=own.depth, compute_dtype=dtype, loss=own.loss
     )
     model = eagle3_from_target(plain, ids_J, scales=scales, seed=cfg.seed)
     trainer = Eagle3Trainer(model, plain, settings)
@@ -114,28 +109,18 @@ def _run(
 
 
 def _sample(
-    cfg: RunConfig,
-    prompts: Sequence[Prompt],
-    policy: Path,
-    *,
-    stops: tuple[int, ...],
-    on_progress: OnProgress,
-    device: str,
+    cfg: RunConfig, prompts: Sequence[Prompt], decoder: Decoder, stops: tuple[int, ...], on_progress: OnProgress
 ) -> list[Rollout]:
-    """Rollouts of the policy under the run's sampling settings, in a fixed order."""
-    rollout, own = cfg.rollout, cfg.drafter
-    decoder = load_decoder(policy, dtype=as_torch(rollout.dtype), device=device)
+    """Rollouts under the run's sampling settings, in a fixed order."""
+    rollout = cfg.rollout
+    max_len = max(len(p.tokens) for p in prompts) + rollout.max_new_tokens
     engine = build.make_engine(
-        decoder,
-        SpeculationConfig(),
-        max_live=rollout.max_live_requests,
-        max_len=max(len(p.tokens) for p in prompts) + rollout.max_new_tokens,
-        seed=cfg.seed,
+        decoder, SpeculationConfig(), max_live=rollout.max_live_requests, max_len=max_len, seed=cfg.seed
     )
     requests = [
         GenerationRequest(NoiseKey(cfg.seed, NoiseStep.WARM_UP, p.id, s), p.tokens)
         for p in prompts
-        for s in range(own.num_samples)
+        for s in range(cfg.drafter.num_samples)
     ]
     params = SamplingParams(
         temperature=rollout.temperature,
@@ -164,15 +149,12 @@ def _vocabulary(
 
     The held-out responses (`apart`) do not choose it: that would flatter what is measured on them.
     """
-    tokens = ([r.completion for r in rest], [r.completion for r in apart], [q.tokens for q in questions])
-    counts_V, held_counts_V, prompt_counts_V = (_token_counts(part, plain.config.vocab_size) for part in tokens)
-    size = min(cfg.drafter.vocab_size, plain.config.vocab_size)
+    tokens = [r.completion for r in rest], [r.completion for r in apart], [q.tokens for q in questions]
+    most = plain.config.vocab_size
+    counts_V, held_counts_V, prompt_counts_V = (torch.cat(part).long().bincount(minlength=most) for part in tokens)
+    size = min(cfg.drafter.vocab_size, most)
     ids_J = choose_draft_vocabulary(counts_V, size, always=stops, prompt_counts_V=prompt_counts_V)
     return ids_J, float(held_counts_V[ids_J].sum() / held_counts_V.sum())
-
-
-def _token_counts(sequences: Sequence[torch.Tensor], vocab_size: int) -> torch.Tensor:
-    return torch.cat(list(sequences)).long().bincount(minlength=vocab_size)
 
 
 def _observe(

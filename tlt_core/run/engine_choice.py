@@ -15,8 +15,6 @@ log = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """An engine, and why it is chosen."""
-
     engine: str  # builtin or vllm
     why: str
 
@@ -31,18 +29,15 @@ def settle(cfg: RunConfig) -> RunConfig:
 
 def choose(cfg: RunConfig) -> Choice:
     """What `settle` will choose.  Commands call it to fail before they start anything.  Raises CheckpointError."""
-    if cfg.rollout.engine != "auto":
-        return Choice(cfg.rollout.engine, _why_settled(cfg))
+    engine = cfg.rollout.engine
+    if engine != "auto":
+        why = f"the configuration says rollout.engine={engine}"
+        if engine == "builtin":
+            why = (cfg.why_not_vllm or why) if cfg.cluster.gpus_per_worker else "workers have no GPU"
+        return Choice(engine, why)
     with checkpoint.newest(cfg.run_dir / "checkpoints") as found:
         recorded = "" if found is None else found.state.engine
     if recorded:
         return Choice(recorded, "the run began with it")
     problem = why_not(vllm_python(), "cuda")
     return Choice("builtin", problem) if problem else Choice("vllm", "workers have GPUs, and vLLM is installed")
-
-
-def _why_settled(cfg: RunConfig) -> str:
-    if cfg.rollout.engine == "builtin" and not cfg.cluster.gpus_per_worker:
-        return "workers have no GPU"
-    only_ours = cfg.why_not_vllm if cfg.rollout.engine == "builtin" else ""
-    return only_ours or f"the configuration says rollout.engine={cfg.rollout.engine}"

@@ -6,10 +6,9 @@ the same tokens whatever the batch size and the number of workers.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ import torch
 
 from conf.rollout import RolloutConfig, SpeculationConfig
 from conf.system import ClusterConfig
-from tlt_core.cluster.dispatcher import Drained
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.messages import WorkerSpec
 from tlt_core.data.chat import check_variables, encode_prompt, require_embedded
@@ -43,13 +41,6 @@ class Input(NamedTuple):
     where: str  # file and line, for messages
     id: Any
     prompt: str | list[int]  # text, or token ids
-
-
-class Line(NamedTuple):
-    """One input line, ready to be decoded."""
-
-    id: Any
-    tokens: torch.Tensor  # [P] int32
 
 
 def generate_file(
@@ -84,30 +75,26 @@ def generate_file(
     room = config.max_position_embeddings - params.max_new_tokens
     check_variables(tokenizer, template_kwargs, setting="--chat-template-kwargs")
     encode = partial(encode_prompt, tokenizer, system_prompt=system_prompt, template_kwargs=template_kwargs)
-    lines = [_line(one, encode, room=room) for one in given]
-    for one, line in zip(given, lines, strict=True):
-        require_embedded(line.tokens.tolist(), tokenizer, vocab_size=config.vocab_size, where=one.where)
+    encoded = [_tokens(one, encode, room=room) for one in given]
+    for one, tokens in zip(given, encoded, strict=True):
+        require_embedded(tokens, tokenizer, vocab_size=config.vocab_size, where=one.where)
     params = replace(params, stop_token_ids=stop_token_ids(folder, tokenizer))
     requests = [
-        GenerationRequest(NoiseKey(seed, NoiseStep.OFFLINE, index, 0), line.tokens) for index, line in enumerate(lines)
+        GenerationRequest(NoiseKey(seed, NoiseStep.OFFLINE, index, 0), torch.tensor(tokens, dtype=torch.int32))
+        for index, tokens in enumerate(encoded)
     ]
-    max_len = max(len(line.tokens) for line in lines) + params.max_new_tokens
     device = "cuda" if torch.cuda.is_available() else "cpu"
     spec = WorkerSpec(
         model_dir=folder.resolve(),
         rollout=RolloutConfig(dtype=for_rollouts(dtype, device), max_live_requests=batch_size, speculation=speculation),
-        max_len=max_len,
+        max_len=max(map(len, encoded)) + params.max_new_tokens,
         trainer=None,
         threads=max(1, torch.get_num_threads() // num_workers),
         device=device,
         seed=seed,
     )
-    if num_workers == 1:
-        rollouts = _generate_here(spec, requests, params, on_progress=on_progress)
-    else:
-        rollouts = _generate_on_group(spec, requests, params, num_workers=num_workers, on_progress=on_progress)
-    in_order = sorted(rollouts, key=lambda r: r.key.prompt_id)
-    rows = [_row(lines[r.key.prompt_id], r, tokenizer, params.stop_token_ids) for r in in_order]
+    rollouts = _generate(spec, requests, params, num_workers=num_workers, on_progress=on_progress)
+    rows = [_row(one.id, r, tokenizer, params.stop_token_ids) for one, r in zip(given, rollouts, strict=True)]
     text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     write_atomically(out, lambda partial: partial.write_text(text, encoding="utf-8"))
     return len(rows)
@@ -121,17 +108,13 @@ def read_inputs(path: Path, *, vocab_size: int) -> list[Input]:
     for number, (where, row) in enumerate(jsonl_rows(path), start=1):
         if not isinstance(row, dict) or not ({"prompt", "token_ids"} & set(row)):
             raise DataError(f"{where}: has neither 'prompt' nor 'token_ids'")
-        if "token_ids" in row:
-            prompt: str | list[int] = _token_ids(where, row["token_ids"], vocab_size=vocab_size)
-        else:
-            prompt = _prompt(where, row["prompt"])
-        given.append(Input(where, row.get("id", number), prompt))
+        given.append(Input(where, row.get("id", number), _prompt(where, row, vocab_size=vocab_size)))
     if not given:
         raise DataError(f"{path} holds no prompts; write one JSON object with a 'prompt' per line")
     return given
 
 
-def _line(given: Input, encode: Callable[[str], list[int]], *, room: int) -> Line:
+def _tokens(given: Input, encode: Callable[[str], list[int]], *, room: int) -> list[int]:
     """room: most tokens of a prompt.  Raises DataError."""
     tokens = encode(given.prompt) if isinstance(given.prompt, str) else given.prompt
     if len(tokens) > room:
@@ -139,24 +122,24 @@ def _line(given: Input, encode: Callable[[str], list[int]], *, room: int) -> Lin
             f"{given.where}: a prompt of {len(tokens)} tokens; beside the response the model's context has room for "
             f"{max(0, room)}: shorten the prompt, or lower --max-new-tokens"
         )
-    return Line(given.id, torch.tensor(tokens, dtype=torch.int32))
+    return tokens
 
 
-def _prompt(where: str, value: Any) -> str:
-    if not isinstance(value, str) or not value.strip():
-        raise DataError(f"{where}: 'prompt' is {_short(value)}; give a text that is not blank")
-    return value
-
-
-def _token_ids(where: str, value: Any, *, vocab_size: int) -> list[int]:
-    if not isinstance(value, list) or not value:
-        raise DataError(f"{where}: 'token_ids' is {_short(value)}; give a list of token ids, or 'prompt' for a text")
-    wrong = [x for x in value if type(x) is not int or not 0 <= x < vocab_size]
+def _prompt(where: str, row: Mapping[str, Any], *, vocab_size: int) -> str | list[int]:
+    if "token_ids" not in row:
+        text = row["prompt"]
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(f"{where}: 'prompt' is {_short(text)}; give a text that is not blank")
+        return text
+    ids = row["token_ids"]
+    if not isinstance(ids, list) or not ids:
+        raise DataError(f"{where}: 'token_ids' is {_short(ids)}; give a list of token ids, or 'prompt' for a text")
+    wrong = [x for x in ids if type(x) is not int or not 0 <= x < vocab_size]
     if wrong:
         raise DataError(
             f"{where}: 'token_ids' holds {_short(wrong[0])}; give numbers from 0 to {vocab_size - 1}, this model's ids"
         )
-    return value
+    return ids
 
 
 def _short(value: Any) -> str:
@@ -165,28 +148,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
-def _generate_here(
-    spec: WorkerSpec,
-    requests: Sequence[GenerationRequest],
-    params: SamplingParams,
-    *,
-    on_progress: Callable[[int, int], None],
-) -> list[Rollout]:
-    """In this process."""
-    decoder = load_decoder(spec.model_dir, dtype=as_torch(spec.rollout.dtype), device=spec.device)
-    engine = build.make_engine(
-        decoder,
-        spec.rollout.speculation,
-        max_live=spec.rollout.max_live_requests,
-        max_len=spec.max_len,
-        seed=spec.seed,
-    )
-    build.calibrate(engine)
-    done = count(1)
-    return engine.decode_all(requests, params, on_finish=lambda _: on_progress(next(done), len(requests)))
-
-
-def _generate_on_group(
+def _generate(
     spec: WorkerSpec,
     requests: Sequence[GenerationRequest],
     params: SamplingParams,
@@ -194,23 +156,34 @@ def _generate_on_group(
     num_workers: int,
     on_progress: Callable[[int, int], None],
 ) -> list[Rollout]:
+    """In the order of the requests; one worker is this process."""
     finished: list[Rollout] = []
 
-    def gather(drained: Drained) -> None:
-        finished.extend(drained.finished)
+    def keep(ended: Iterable[Rollout]) -> None:
+        finished.extend(ended)
         on_progress(len(finished), len(requests))
 
-    cluster = ClusterConfig(num_workers=num_workers, threads_per_worker=spec.threads)
-    with WorkerGroup(cluster, spec) as group:
-        group.load(None, 0)
-        group.run_phase([[r] for r in requests], params, dispatch="pull", on_progress=gather)
-    return finished
+    if num_workers == 1:
+        own = spec.rollout
+        decoder = load_decoder(spec.model_dir, dtype=as_torch(own.dtype), device=spec.device)
+        engine = build.make_engine(
+            decoder, own.speculation, max_live=own.max_live_requests, max_len=spec.max_len, seed=spec.seed
+        )
+        build.calibrate(engine)
+        engine.decode_all(requests, params, on_finish=lambda rollout: keep([rollout]))
+    else:
+        cluster = ClusterConfig(num_workers=num_workers, threads_per_worker=spec.threads)
+        with WorkerGroup(cluster, spec) as group:
+            group.load(None, 0)
+            groups = [[request] for request in requests]
+            group.run_phase(groups, params, dispatch="pull", on_progress=lambda drained: keep(drained.finished))
+    return sorted(finished, key=lambda r: r.key.prompt_id)
 
 
-def _row(line: Line, rollout: Rollout, tokenizer: Any, stop_token_ids: Sequence[int]) -> dict[str, Any]:
+def _row(given_id: Any, rollout: Rollout, tokenizer: Any, stop_token_ids: Sequence[int]) -> dict[str, Any]:
     tokens = rollout.completion.tolist()
     return {
-        "id": line.id,
+        "id": given_id,
         "text": response_text(tokenizer, tokens, stop_token_ids=stop_token_ids),
         "token_ids": tokens,
         "logprobs": [round(x, 6) for x in rollout.logprobs.tolist()],

@@ -48,14 +48,11 @@ class MemoryPlanError(ValueError):
 
 
 class MemoryPlan(NamedTuple):
-    """Bytes of one worker."""
-
-    phases: dict[str, Owners]  # on its device; load, rollout, update, save
+    phases: dict[str, Owners]  # on a worker's device; load, rollout, update, save
     host: Owners  # in main memory, where the device is a GPU
     leave_bytes: int  # of a GPU that vLLM has to leave to others
 
     def total(self, phase: str) -> int:
-        """Of one phase."""
         return sum(self.phases[phase].values())
 
     @property
@@ -65,11 +62,9 @@ class MemoryPlan(NamedTuple):
 
 
 class _Sizes(NamedTuple):
-    """Of one worker; parameters and bytes."""
-
     model: int  # parameters
     trained: int  # parameters
-    item: int  # of training
+    item: int  # bytes, of training
     rollout_item: int
     workers: int
     positions: int  # of the longest prompt with the longest response
@@ -91,7 +86,10 @@ def memory_plan(cfg: RunConfig, model: DecoderConfig, *, longest_prompt: int | N
     on_gpu, largest = cfg.cluster.device == "cuda", model.vocab_size * model.hidden_size
     apart = ENGINES[cfg.rollout.engine].own_process
     process = {"processes": _processes(cfg)}
-    trainer = _trainer(cfg, model, sizes)
+    loading = {"a weight before it is divided": sizes.item * largest} if cfg.update.shards_weights else {}
+    trainer = _torch(sizes) if cfg.update.backend.kind == "torch" else _deepspeed(cfg.update.backend, sizes)
+    if cfg.algorithm.kl.coef > 0:
+        trainer["reference model"] = sizes.item * sizes.model
     drafter = _drafter_training(cfg, model, sizes)
     awake = _vllm(cfg, model, sizes) if apart else _own_engine(cfg, model, sizes)
     asleep = _asleep(cfg, awake)
@@ -104,7 +102,7 @@ def memory_plan(cfg: RunConfig, model: DecoderConfig, *, longest_prompt: int | N
     held = {"gradients of a streamed pass": sizes.item * trained}  # kept apart until the pass has ended
     beside_rollout = trainer | drafter | (work | held if streams else {})
     phases = {
-        "load": process | asleep | _while_loading(cfg, sizes, largest=largest) | trainer,
+        "load": process | asleep | loading | trainer,
         "rollout": process | awake | beside_rollout,
         "update": process | asleep | drafter | trainer | work,
         "save": process | asleep | drafter | trainer | {"a gathered tensor": 8 * largest},
@@ -190,19 +188,11 @@ def _remedies_of(owner: str, cfg: RunConfig) -> list[str]:
 
 
 def _processes(cfg: RunConfig) -> int:
-    if cfg.cluster.device == "cpu":
-        return int(_CPU_PROCESS)
     cluster = cfg.cluster
+    if cluster.device == "cpu":
+        return int(_CPU_PROCESS)
     uses_nccl = cluster.num_workers > 1 and not cluster.shares_gpus
     return int(_CONTEXT * (1 + ENGINES[cfg.rollout.engine].own_process) + uses_nccl * _NCCL)
-
-
-def _trainer(cfg: RunConfig, model: DecoderConfig, sizes: _Sizes) -> Owners:
-    """What stays between two steps."""
-    owners = _torch(sizes) if cfg.update.backend.kind == "torch" else _deepspeed(cfg.update.backend, sizes)
-    if cfg.algorithm.kl.coef > 0:
-        owners["reference model"] = sizes.item * sizes.model
-    return owners
 
 
 def _torch(sizes: _Sizes) -> Owners:
@@ -219,22 +209,15 @@ def _deepspeed(zero: DeepSpeedBackend, sizes: _Sizes) -> Owners:
     stage, half = zero.zero_stage, sizes.item == 2
     share = sizes.workers if stage else 1
     optimizer = (4 if half or stage else 0) + 8
-    gradients = 4 * sizes.trained // (share if stage >= 2 else 1)
-    weights = sizes.item * sizes.model // (share if stage == 3 else 1)
     buffers = 2 * sizes.item * min(ZERO_BUCKET, sizes.trained) if stage else 0  # one is filled, one sent
     if stage == 3:
         buffers += sizes.item * min(ZERO_LIVE, sizes.model)
     return {
-        "policy in training": weights,
+        "policy in training": sizes.item * sizes.model // (share if stage == 3 else 1),
         "optimizer": 0 if zero.offload_optimizer else optimizer * sizes.trained // share,
-        "gradients": gradients,
+        "gradients": 4 * sizes.trained // (share if stage >= 2 else 1),
         "buffers of DeepSpeed": buffers,
     }
-
-
-def _while_loading(cfg: RunConfig, sizes: _Sizes, *, largest: int) -> Owners:
-    """ZeRO-3 divides a weight before the next one comes."""
-    return {"a weight before it is divided": sizes.item * largest} if cfg.update.shards_weights else {}
 
 
 def _own_engine(cfg: RunConfig, model: DecoderConfig, sizes: _Sizes) -> Owners:

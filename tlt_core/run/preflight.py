@@ -35,6 +35,7 @@ from tlt_core.run import memory_plan, step_files
 from tlt_core.run.step_metrics import validation_metrics
 
 _CHECKPOINT_BYTES = 12  # a parameter's fp32 master weight and its two moments
+_HUB_NAME = r"\w[\w.-]*/[\w.-]+(@[\w.-]+)?"
 
 
 def check_run(cfg: RunConfig) -> None:
@@ -54,7 +55,7 @@ def check_run(cfg: RunConfig) -> None:
         shape = shape_of(cfg.model)
         assert shape is not None, "the shapes of these are known"
         check_shape(cfg, shape)
-    elif not _is_fetched(cfg.model.path):
+    elif Path(cfg.model.path).is_dir() or not re.fullmatch(_HUB_NAME, cfg.model.path):
         check_model(cfg, resolve(cfg.model.path))
     if cfg.rollout.engine in ENGINES:  # not where `auto` is to be settled
         ENGINES[cfg.rollout.engine].check_install(cfg.cluster.device)
@@ -121,12 +122,6 @@ def check_drafter(cfg: RunConfig, model: DecoderConfig) -> None:
         ) from None
 
 
-def _is_fetched(path: str) -> bool:
-    """Is it the embedded model, or a name on the hub?"""
-    hub_name = re.fullmatch(r"\w[\w.-]*/[\w.-]+(@[\w.-]+)?", path) is not None
-    return path == EMBEDDED_NAME or (hub_name and not Path(path).is_dir())
-
-
 def check_model(cfg: RunConfig, folder: Path) -> None:
     """Is the folder complete, does the run fit into a GPU of this machine, do its files fit on the disk?
 
@@ -144,12 +139,12 @@ def check_model(cfg: RunConfig, folder: Path) -> None:
     if gpu is not None:
         settled = cfg.with_dtypes(**precision.decide(cfg)._asdict())
         memory_plan.check(memory_plan.memory_plan(settled, config), cfg, device_bytes=gpu)
-    needed = count_parameters(folder) * _CHECKPOINT_BYTES
+    parameters = count_parameters(folder)
+    needed = parameters * _CHECKPOINT_BYTES
     if cfg.update.lora.enabled:
         needed = needed // 10  # adapters are a few percent of the weights
     copies = cfg.checkpoint.keep_last + cfg.checkpoint.keep_best + 1  # one is being written
-    policy = count_parameters(folder) * 4
-    check_space(cfg.run_dir, needed_bytes=needed * copies + policy + step_files.needed_bytes(cfg))
+    check_space(cfg.run_dir, needed_bytes=needed * copies + parameters * 4 + step_files.needed_bytes(cfg))
 
 
 def check_division(parts: int, model: DecoderConfig) -> None:

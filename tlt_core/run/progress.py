@@ -23,7 +23,7 @@ class Progress(NamedTuple):
 
 
 class Reporter:
-    """Fills in step and workers of each `Progress`, so that the driver names the phase alone."""
+    """Fills in step and workers of each `Progress`."""
 
     def __init__(self, show: Callable[[Progress], None], *, num_steps: int, num_workers: int) -> None:
         self.step: int | None = None  # as in `Progress`
@@ -39,10 +39,8 @@ class Reporter:
     ) -> None:
         """`finished` of `total` responses are there.  live: responses being decoded, by worker."""
         states = tuple(WorkerState.BUSY if count else WorkerState.IDLE for count in live)
-        now = Progress(
-            self.step, self._num_steps, phase, finished, total, sum(live), tokens, tokens_per_s, states, "responses"
-        )
-        self._show(now)
+        where = self.step, self._num_steps, phase
+        self._show(Progress(*where, finished, total, sum(live), tokens, tokens_per_s, states, "responses"))
 
 
 def in_words(now: Progress, *, elapsed_s: float, left_s: float | None) -> str:
@@ -83,14 +81,13 @@ class PhaseClock:
     def show(self, now: Progress, at_s: float) -> None:
         """Note the phase at `at_s`, a monotonic time."""
         before = self._now
-        if before is None or _phase_of(before) != _phase_of(now):
+        if before is None or (before.step, before.phase, before.total) != (now.step, now.phase, now.total):
             if before is not None:
                 self._took_s[before.phase, before.total] = at_s - self._began_s
             self._began_s = at_s
         self._now = now
 
     def elapsed_s(self, at_s: float) -> float:
-        """Seconds since the phase began."""
         return at_s - self._began_s
 
     def left_s(self, at_s: float) -> float | None:
@@ -104,7 +101,3 @@ class PhaseClock:
         if now.total > 1 and now.finished:
             return elapsed_s * (now.total - now.finished) / now.finished
         return None
-
-
-def _phase_of(now: Progress) -> tuple[object, ...]:
-    return now.step, now.phase, now.total

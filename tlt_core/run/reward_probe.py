@@ -14,7 +14,7 @@ import inspect
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,7 @@ def probe(cfg: RunConfig, *, data_dir: Path, model_dir: Path, digest: str) -> No
         tokens = tokenizer.encode(text, add_special_tokens=False)
         return response_text(tokenizer, tokens, stop_token_ids=stop)
 
-    built_in = tuple(f for f in cfg.reward.functions if f.kind != "python")
-    own = tuple(f for f in cfg.reward.functions if f.kind == "python")
+    built_in, own = (tuple(f for f in cfg.reward.functions if (f.kind == "python") == mine) for mine in (False, True))
     kept = artifacts_dir() / "probes" / f"{_digest(cfg, digest)}.json"
     found: list[str] | None = _known(kept)
     prompts = [] if found is not None and not own else dataset.load(data_dir, "train", tokenizer)
@@ -93,8 +92,13 @@ def _tried(cfg: RunConfig, functions: Sequence[Any], prompts: Sequence[Prompt], 
                     marks.setdefault((function.name, prompt.task, kind), []).append((prompt, value >= _FULL))
     for name in {name for name, _, _ in marks}:
         right = [tried for (term, _, kind), tried in marks.items() if term == name and kind == _RIGHT]
-        _require_some(name, [full for tried in right for _, full in tried])
-    return [line for key, tried in marks.items() if (line := _in_words(cfg, *key, tried))]
+        full = [full for tried in right for _, full in tried]
+        if not any(full):
+            raise RewardError(
+                f"reward {name!r}: none of {len(full)} reference answers earns full marks, so no response ever could; "
+                "look at the answers (data.answer_key), or choose another reward (reward.functions)"
+            )
+    return [line for key, tried in marks.items() if (line := _warning(cfg, *key, tried))]
 
 
 def _answers(prompts: Sequence[Prompt]) -> Iterator[list[tuple[Prompt, str, str]]]:
@@ -141,23 +145,17 @@ def _scored(
             yield prompt, kind, score
 
 
-def _require_some(name: str, full: Sequence[bool]) -> None:
-    if not any(full):
-        raise RewardError(
-            f"reward {name!r}: none of {len(full)} reference answers earns full marks, so no response ever could; look "
-            "at the answers (data.answer_key), or choose another reward (reward.functions)"
-        )
-
-
-def _in_words(cfg: RunConfig, name: str, task: str, kind: str, tried: Sequence[tuple[Prompt, bool]]) -> str:
-    """A warning; empty: all is well."""
+def _warning(cfg: RunConfig, name: str, task: str, kind: str, tried: Sequence[tuple[Prompt, bool]]) -> str:
+    """Empty: all is well."""
     bad = [prompt for prompt, full in tried if full != (kind == _RIGHT)]
     if not bad:
         return ""
     share = f"{len(bad)} of {len(tried)} prompts ({len(bad) / len(tried):.0%})"
     where = "" if task == "file" else f", task {task!r}"
     if kind == _RIGHT:
-        rows = "; ".join(_rows(cfg, bad[:_SHOWN]))
+        chosen = {(prompt.text, prompt.answer): prompt.id for prompt in bad[:_SHOWN]}
+        places = file_questions.places(cfg.data, set(chosen)) if isinstance(cfg.data, FileData) else {}
+        rows = "; ".join(f"{places.get(row, f'prompt {id_}')} ({row[1][-60:]!r})" for row, id_ in chosen.items())
         return (
             f"reward {name!r}{where}: {kind} does not earn full marks for {share}: {rows}.  Responses to them may "
             "never score: mend or remove such rows"
@@ -166,17 +164,6 @@ def _in_words(cfg: RunConfig, name: str, task: str, kind: str, tried: Sequence[t
         f"reward {name!r}{where}: {kind} earns full marks for {share}, so a policy can earn them without the right "
         f"answer{'' if task == 'file' else '; drop the task, or ask for something that cannot be guessed'}"
     )
-
-
-def _rows(cfg: RunConfig, prompts: Sequence[Prompt]) -> list[str]:
-    """Where they stand, and their answers."""
-    places: Mapping[tuple[str, str], str] = {}
-    if isinstance(cfg.data, FileData):
-        places = file_questions.places(cfg.data, {(prompt.text, prompt.answer) for prompt in prompts})
-    return [
-        f"{places.get((prompt.text, prompt.answer), f'prompt {prompt.id}')} ({prompt.answer[-60:]!r})"
-        for prompt in prompts
-    ]
 
 
 def _require_numbers(reward: RewardConfig, prompts: Sequence[Prompt], say: Say) -> None:

@@ -12,20 +12,16 @@ from tlt_core.cluster.group import Generated, WorkerGroup
 from tlt_core.idle_training.coordinator import IdleTrainingSettings, PhaseReport
 from tlt_core.items.types import GenerationRequest, NoiseKey, Prompt, Rollout, RolloutBatch, SamplingParams
 from tlt_core.rollout.engine import RoundTrace
-from tlt_core.run.drafter_publisher import DrafterPublisher
-from tlt_core.run.drafter_release import bubble_metrics, results_of
+from tlt_core.run.drafter_release import DrafterPublisher, bubble_metrics
 from tlt_core.run.progress import Reporter
-from tlt_core.run.scoring import Scoring
-from tlt_core.run.spec_metrics import spec_metrics
-from tlt_core.run.step_metrics import StepMetrics, rollout_metrics
+from tlt_core.run.prompts import Scoring
+from tlt_core.run.step_metrics import StepMetrics, rollout_metrics, spec_metrics
 from tlt_core.run.streamed_update import StreamedUpdate
 
 _PATIENCE_S = 0.1  # no drafter training when the rewards arrive within this time
 
 
 class RolloutPhase:
-    """`sample` responses to train on, `decode` others."""
-
     def __init__(
         self,
         group: WorkerGroup,
@@ -44,7 +40,6 @@ class RolloutPhase:
         self.rounds: list[Sequence[RoundTrace]] = []  # of the latest `sample`, by worker
 
     def begin_step(self) -> None:
-        """Phases of a new step."""
         self._phases, self._batches, self._seconds = [], [], 0.0
 
     def sample(
@@ -59,20 +54,13 @@ class RolloutPhase:
         """Responses to train on, with their metrics.  Idle workers train the drafter and compute passes of `stream`."""
         started_s = time.perf_counter()
         with self._metrics.timed("gen"):
-            finished, done = self._generate(
-                groups,
-                params,
-                phase=phase,
-                step=step,
-                idle_training=self._drafter.idle_training_settings,
-                stream=stream,
-            )
+            finished, done = self._generate(groups, params, phase=phase, step=step, stream=stream)
             for report in done.reports:
-                stream.computed(report.streamed)
+                stream.done.update(report.streamed)
             self.rounds = [report.rounds for report in done.reports]
             self._metrics.log(spec_metrics(done.reports))
             self._metrics.log({"drafter/alarm": sum(bool(report.suspended) for report in done.reports)})
-            self._drafter.observe(results_of(done.reports))
+            self._drafter.observe([r.idle_training for r in done.reports if r.idle_training is not None])
             rollouts = RolloutBatch.pack(finished)
         self._batches.append(rollouts)
         self._seconds += time.perf_counter() - started_s
@@ -85,7 +73,7 @@ class RolloutPhase:
         self, groups: Sequence[Sequence[GenerationRequest]], params: SamplingParams, *, phase: str, step: int
     ) -> RolloutBatch:
         """Responses that nothing is trained on; they leave no metrics."""
-        return RolloutBatch.pack(self._generate(groups, params, phase=phase, step=step, idle_training=None)[0])
+        return RolloutBatch.pack(self._generate(groups, params, phase=phase, step=step, stream=None)[0])
 
     def train_until_scored(self, rollouts: RolloutBatch, *, step: int) -> None:
         """While rewards are outstanding, every worker is idle and trains the drafter."""
@@ -106,10 +94,10 @@ class RolloutPhase:
         *,
         phase: str,
         step: int,
-        idle_training: IdleTrainingSettings | None,
-        stream: StreamedUpdate | None = None,
+        stream: StreamedUpdate | None,
     ) -> tuple[list[Rollout], Generated]:
-        """Decode on the worker group.  idle_training, stream: None for responses that are not trained on."""
+        """stream: None for responses that are not trained on."""
+        trains = stream is not None
         finished: list[Rollout] = []
         total, started_s = sum(len(g) for g in groups), time.perf_counter()
 
@@ -136,8 +124,8 @@ class RolloutPhase:
             dispatch=self._dispatch,
             on_progress=on_progress,
             step=step,
-            is_training=idle_training is not None,
-            idle_training=IdleTrainingSettings(enabled=False) if idle_training is None else idle_training,
+            is_training=trains,
+            idle_training=self._drafter.idle_training_settings if trains else IdleTrainingSettings(enabled=False),
         )
         return finished, done
 

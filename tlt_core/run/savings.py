@@ -7,7 +7,7 @@ not help.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from conf.run import RunConfig
@@ -22,28 +22,24 @@ _NO_TAIL = 0.05  # of the workers' rollout time: with less idle time there is no
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Part("speculation", "helped", 43.6, 0.29, "Decoding took ...", "Rollout time times ...", "")"""
+    """Part("speculation", "helped", "Decoding was ...", saved_s=43.6, share=0.29, how="Rollout time x ...")"""
 
     name: str
     outcome: Outcome
-    saved_s: float | None  # estimated; negative: it cost time; None: not known in seconds
-    share: float | None  # of the estimated step time without TLT
     finding: str
-    how: str  # it was computed
-    change: str  # setting that would help; empty where none is needed
+    change: str = ""  # setting that would help; empty where none is needed
+    how: str = ""  # it was computed
+    saved_s: float | None = None  # estimated; negative: it cost time; None: not known in seconds
+    share: float | None = None  # of the estimated step time without TLT
 
 
 class Idle(NamedTuple):
-    """Idle("min_idle", 3.5): idle worker seconds by what became of them."""
-
-    use: str
+    use: str  # what became of idle worker seconds
     worker_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Savings:
-    """See the module's docstring."""
-
     steps: int
     step_s: float  # measured, all steps
     saved_s: float  # estimated, all parts
@@ -61,9 +57,7 @@ class Savings:
 
 
 class _Totals(NamedTuple):
-    """Sums over the steps that were recorded whole."""
-
-    rows: list[Row]
+    rows: list[Row]  # of the steps that were recorded whole; the rest are sums over them
     step_s: float
     gen_s: float
     idle_s: float  # worker seconds, as the next two
@@ -78,7 +72,9 @@ def savings(rows: Sequence[Row], cfg: RunConfig) -> Savings:
     found = (_speculation(total, cfg), _streamed(total, cfg), _drafter(total, cfg))
     saved_s = sum(part.saved_s or 0.0 for part in found)
     plain_s = total.step_s + saved_s
-    parts = tuple(_with_share(part, plain_s) for part in found)
+    parts = tuple(
+        part if part.saved_s is None or plain_s <= 0 else replace(part, share=part.saved_s / plain_s) for part in found
+    )
     return Savings(
         steps=len(total.rows),
         step_s=total.step_s,
@@ -110,17 +106,17 @@ def _speculation(total: _Totals, cfg: RunConfig) -> Part:
         "its ratio counts all rounds since the run began, and is the mean over the workers."
     )
     if policy == "off":
-        return _part(SPECULATION, "off", "Decoding was plain.", change="rollout.speculation.policy=cost_model")
+        return Part(SPECULATION, "off", "Decoding was plain.", "rollout.speculation.policy=cost_model")
     ratios = [row["rollout/spec_speedup_est"] for row in total.rows if "rollout/spec_speedup_est" in row]
     if not ratios:
-        return _part(SPECULATION, "not measured", "The rollout engine does not say what plain rounds would have cost.")
+        return Part(SPECULATION, "not measured", "The rollout engine does not say what plain rounds would have cost.")
     saved_s = total.gen_s * (ratios[-1] - 1)
     if saved_s >= _NOTICEABLE * total.step_s:
         text = f"Decoding was {ratios[-1]:.2f} times as fast as plain: rollouts took {total.gen_s:.1f} s."
-        return Part(SPECULATION, "helped", saved_s, None, text, how, "")
+        return Part(SPECULATION, "helped", text, "", how, saved_s)
     text = f"Decoding was {ratios[-1]:.2f} times as fast as plain decoding would have been."
     change = "off" if policy == "cost_model" else "cost_model"
-    return Part(SPECULATION, "did not help", saved_s, None, text, how, f"rollout.speculation.policy={change}")
+    return Part(SPECULATION, "did not help", text, f"rollout.speculation.policy={change}", how, saved_s)
 
 
 def _streamed(total: _Totals, cfg: RunConfig) -> Part:
@@ -131,20 +127,20 @@ def _streamed(total: _Totals, cfg: RunConfig) -> Part:
         "it costs those who still decode is not measured."
     )
     if cfg.update.streamed == "off":
-        return _part(STREAMED, "off", "The update began after the rollout.", change="update.streamed=auto")
+        return Part(STREAMED, "off", "The update began after the rollout.", "update.streamed=auto")
     if cfg.why_not_streamed:
-        return _part(STREAMED, "off", f"Not possible: {cfg.why_not_streamed}.", change=cfg.why_not_streamed.split()[0])
+        return Part(STREAMED, "off", f"Not possible: {cfg.why_not_streamed}.", cfg.why_not_streamed.split()[0])
     if not any("idle/streamed_s" in row or "idle/streamed_share" in row for row in total.rows):
-        return _part(STREAMED, "not measured", "No step says how much of the update was done in idle time.")
+        return Part(STREAMED, "not measured", "No step says how much of the update was done in idle time.")
     saved_s = math.fsum(_streamed_s(row, workers) for row in total.rows)
     share = max((row.get("idle/streamed_share", 0.0) for row in total.rows), default=0.0)
     if saved_s >= _NOTICEABLE * total.step_s:
         text = (
             f"{total.streamed_s:.1f} idle worker seconds went into it; at most {share:.0%} of a step's gradient work."
         )
-        return Part(STREAMED, "helped", saved_s, None, text, how, "")
+        return Part(STREAMED, "helped", text, "", how, saved_s)
     text, change = _why_nothing_streamed(total, cfg)
-    return Part(STREAMED, "did not help", saved_s, None, text, how, change)
+    return Part(STREAMED, "did not help", text, change, how, saved_s)
 
 
 def _streamed_s(row: Row, workers: int) -> float:
@@ -155,8 +151,7 @@ def _streamed_s(row: Row, workers: int) -> float:
 
 def _why_nothing_streamed(total: _Totals, cfg: RunConfig) -> tuple[str, str]:
     """A sentence, and the setting to change; empty where none would help."""
-    nothing = _why_no_idle_time(total, cfg)
-    if nothing is not None:
+    if nothing := _why_no_idle_time(total, cfg):
         return nothing
     if total.trained_s > total.streamed_s and cfg.update.streamed != "first":
         return "Idle time went to drafter training first.", "update.streamed=first"
@@ -182,25 +177,24 @@ def _drafter(total: _Totals, cfg: RunConfig) -> Part:
         "a round than one standard error."
     )
     if not total.rows:
-        return _part(DRAFTER, "not measured", "No step was recorded.")
+        return Part(DRAFTER, "not measured", "No step was recorded.")
     if not (cfg.drafter.idle_training.enabled and has_drafter):
-        text = "No drafter was trained in idle time."
-        return _part(DRAFTER, "off", text, change="drafter.idle_training.enabled=true" if has_drafter else "")
+        change = "drafter.idle_training.enabled=true" if has_drafter else ""
+        return Part(DRAFTER, "off", "No drafter was trained in idle time.", change)
     if total.trained_s == 0:
-        nothing = _why_no_idle_time(total, cfg)
-        text, change = nothing or ("All idle time that could be used went to the update.", "")
-        return _part(DRAFTER, "not used", text, change=change)
+        all_used = "All idle time that could be used went to the update.", ""
+        return Part(DRAFTER, "not used", *(_why_no_idle_time(total, cfg) or all_used))
     gain, error, published = _drafter_gain(total.rows)
     spent = f"{total.trained_s:.1f} idle worker seconds went into it"
     if not published:
         text = f"{spent}; no new drafter came into use."
-        return Part(DRAFTER, "did not help", None, None, text, how, f"{off}, or more num_steps")
+        return Part(DRAFTER, "did not help", text, f"{off}, or more num_steps", how)
     text = (
         f"{spent}; {published} new drafter{'s' if published > 1 else ''}, {gain:+.3f} tokens a round (+-{error:.3f})."
     )
     if gain > error:
-        return Part(DRAFTER, "helped", None, None, text, how, "")
-    return Part(DRAFTER, "did not help", None, None, f"{text} That is no more than chance.", how, off)
+        return Part(DRAFTER, "helped", text, "", how)
+    return Part(DRAFTER, "did not help", f"{text} That is no more than chance.", off, how)
 
 
 def _drafter_gain(rows: Sequence[Row]) -> tuple[float, float, int]:
@@ -243,7 +237,6 @@ def _verdict(total: _Totals, parts: Sequence[Part], *, saved_s: float, plain_s: 
 
 
 def _in_words(part: Part) -> str:
-    """The part's piece of the verdict."""
     if part.outcome == "helped":
         return f"{part.name} helped" if part.saved_s is None else f"{part.name} {part.saved_s:+.1f} s"
     if part.outcome in ("off", "not measured"):
@@ -251,13 +244,3 @@ def _in_words(part: Part) -> str:
     why = f"set {part.change}" if part.change else part.finding[0].lower() + part.finding[1:].rstrip(".")
     seconds = "" if abs(part.saved_s or 0.0) < 0.05 else f"{part.saved_s:+.1f} s, "
     return f"{part.name} {'was ' if part.outcome == 'not used' else ''}{part.outcome} ({seconds}{why})"
-
-
-def _part(name: str, outcome: Outcome, finding: str, *, change: str = "") -> Part:
-    """A part without seconds."""
-    return Part(name, outcome, None, None, finding, "", change)
-
-
-def _with_share(part: Part, plain_s: float) -> Part:
-    share = None if part.saved_s is None or plain_s <= 0 else part.saved_s / plain_s
-    return Part(part.name, part.outcome, part.saved_s, share, part.finding, part.how, part.change)

@@ -9,7 +9,7 @@
     drafter      which trained drafter goes into use            `drafter_publisher`
     validation   accuracy on the validation prompts             `validation`
 
-It holds no model.  A session continues from the newest valid checkpoint: to start a run again is to resume it.
+It holds no model.  To start a run again is to resume it from the newest valid checkpoint.
 """
 
 import logging
@@ -33,13 +33,11 @@ from tlt_core.items.types import GenerationRequest, RolloutBatch, SamplingParams
 from tlt_core.machine.precision import Precision
 from tlt_core.model.load import save_stop_token_ids
 from tlt_core.run import resumable, step_files
-from tlt_core.run.drafter_publisher import DrafterPublisher
-from tlt_core.run.drafter_release import published_dir
+from tlt_core.run.drafter_release import DrafterPublisher, published_dir
 from tlt_core.run.engine_agreement import require_agreement
 from tlt_core.run.progress import Progress, Reporter
-from tlt_core.run.prompts import Prompts
+from tlt_core.run.prompts import Prompts, Scoring
 from tlt_core.run.rollout_phase import RolloutPhase, requests_for
-from tlt_core.run.scoring import Scoring
 from tlt_core.run.step_metrics import StepMetrics, score_metrics
 from tlt_core.run.streamed_update import StreamedUpdate
 from tlt_core.run.validation import Validation
@@ -138,7 +136,6 @@ class Session:
     # ------------------------------------------------------------------------------------------ one step
 
     def remaining_steps(self) -> range:
-        """Steps still to do, counted from 1."""
         return range(self.completed_steps + 1, self.cfg.num_steps + 1)
 
     def step_dir(self, step: int) -> Path:
@@ -183,11 +180,9 @@ class Session:
     def needs_more_groups(self, scored: ScoredBatch) -> bool:
         """Dynamic sampling: does the step lack informative groups, and may it sample once more?"""
         algorithm = self.cfg.algorithm
-        if not algorithm.dynamic_sampling or self._resample_rounds >= algorithm.max_resample_rounds:
-            return False
-        if len(self._stream.pack_of) == self._num_train:  # every prompt has been sampled in this step
-            return False
-        return self._missing_groups(scored) > 0
+        may_sample = algorithm.dynamic_sampling and self._resample_rounds < algorithm.max_resample_rounds
+        all_sampled = len(self._stream.pack_of) == self._num_train
+        return may_sample and not all_sampled and self._missing_groups(scored) > 0
 
     def resample(self, step: int, scored: ScoredBatch) -> ScoredBatch:
         """One more round of dynamic sampling (DAPO): keep informative groups, sample as many prompts as are missing."""
@@ -220,8 +215,7 @@ class Session:
         self.metrics.log({**reports[0].metrics, **self._stream.metrics(scored)})
         self.metrics.log({"perf/max_memory_gb": max(report.memory_bytes for report in reports) / 1e9})
         require_agreement(reports[0].metrics, self.cfg.rollout)
-        for report in reports:
-            self.metrics.spans.extend(report.spans)
+        self.metrics.spans += [span for report in reports for span in report.spans]
 
     def publish(self, step: int) -> int:
         """Load the new weights into the rollout replicas; returns the policy version: the number of RL steps done."""
@@ -287,10 +281,7 @@ class Session:
             self.drafter.restore(state)
             log.info("resuming from %s (attempt %d)", found.folder, self.resume_attempt)
         self._reporter.phase("loading the model")
-        if found is None:
-            self.group.load(None, 0)
-        else:
-            self.group.load(found.folder, found.state.policy_version)
+        self.group.load(*(None, 0) if found is None else (found.folder, found.state.policy_version))
 
     def _with_advantages(self, rollouts: RolloutBatch, scores: list[Score]) -> ScoredBatch:
         algorithm = self.cfg.algorithm

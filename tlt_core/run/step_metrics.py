@@ -6,15 +6,18 @@ overhead: Prefect, Ray, MLflow, files between the tasks.
 
 import hashlib
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from tlt_core.cluster.messages import GenerateReport
 from tlt_core.grpo.advantage import informative
 from tlt_core.items.types import FinishReason, RolloutBatch, ScoredBatch, ScoreStatus, WorkerSpan
 
+_DEEPEST = 8  # draft positions whose acceptance is reported
 _DRIVER_PHASES = ("publish_drafter", "reward", "ref", "update_weights", "save_checkpoint", "testing")
 
 
@@ -26,7 +29,6 @@ class StepMetrics:
         self.spans: list[WorkerSpan] = []
 
     def clear(self) -> None:
-        """Forget all metrics and spans."""
         self._values, self.spans = {}, []
 
     def log(self, metrics: Mapping[str, float]) -> None:
@@ -44,7 +46,6 @@ class StepMetrics:
             self._values[f"timing_s/{name}"] = total_s
 
     def values(self) -> dict[str, float]:
-        """All metrics so far."""
         return dict(self._values)
 
 
@@ -53,6 +54,7 @@ def rollout_metrics(batch: RolloutBatch, *, seconds: float) -> dict[str, float]:
     lengths = batch.response_lens_R.double()
     p50, p90, p99 = (torch.quantile(lengths, q).item() for q in (0.5, 0.9, 0.99))
     total = lengths.sum().item()
+    digest = hashlib.sha256(batch.tokens_T.numpy().tobytes() + batch.offsets_R1.numpy().tobytes())
     return {
         "response_length/mean": lengths.mean().item(),
         "response_length/max": lengths.max().item(),
@@ -61,37 +63,63 @@ def rollout_metrics(batch: RolloutBatch, *, seconds: float) -> dict[str, float]:
         "response_length/p99": p99,
         "response_length/clip_ratio": (batch.finish_R == FinishReason.LENGTH).double().mean().item(),
         "rollout/tail_ratio": p99 / p50,
-        "rollout/checksum": float(_checksum(batch)),
+        "rollout/checksum": float(int.from_bytes(digest.digest()[:6], "big")),  # a float64 holds 48 bits exactly
         "perf/rollout_tokens_per_s": total / seconds,
         "perf/total_num_tokens": float(batch.offsets_R1[-1]),
         "rollout/entropy_est": -(batch.logprobs_T.sum().item() / total),
     }
 
 
-def _checksum(batch: RolloutBatch) -> int:
-    """48 bits of a digest of all tokens and offsets; a float64 holds them exactly."""
-    digest = hashlib.sha256(batch.tokens_T.numpy().tobytes())
-    digest.update(batch.offsets_R1.numpy().tobytes())
-    return int.from_bytes(digest.digest()[:6], "big")
-
-
 def score_metrics(scored: ScoredBatch, names: Sequence[str]) -> dict[str, float]:
     """Rewards, their components, and how scoring went.  names: of the reward functions."""
-    status = scored.status_R
+    status, ids_R = scored.status_R, scored.rollouts.prompt_ids_R
+    groups, varied = len(ids_R.unique()), len(ids_R[informative(scored.scores_R, ids_R)].unique())
     metrics = {
         "critic/score/mean": scored.scores_R.mean().item(),
         "critic/rewards/mean": scored.rewards_R.mean().item(),
-        "training/frac_reward_zero_std": _zero_spread_share(scored.scores_R, scored.rollouts.prompt_ids_R),
+        "training/frac_reward_zero_std": (groups - varied) / groups,
         "reward/sample_s_max": scored.reward_s_R.max().item(),
     }
     metrics |= {f"reward/{n}/mean": scored.components_RF[:, i].mean().item() for i, n in enumerate(names)}
     return metrics | {f"reward/num_{s.name.lower()}": (status == s).sum().item() for s in ScoreStatus}
 
 
-def _zero_spread_share(scores_R: Tensor, prompt_ids_R: Tensor) -> float:
-    """Share of the groups whose scores are all equal."""
-    groups, varied = len(prompt_ids_R.unique()), len(prompt_ids_R[informative(scores_R, prompt_ids_R)].unique())
-    return (groups - varied) / groups
+def spec_metrics(reports: Sequence[GenerateReport]) -> dict[str, float]:
+    """Speculation in one rollout phase, from the workers' rounds.  Empty when no worker speculates."""
+    if not any(report.tuner for report in reports):
+        return {}
+    drafted = accepted = rounds = active = 0
+    reached, passed = [0] * (_DEEPEST + 1), [0] * (_DEEPEST + 1)
+    lengths: dict[tuple[int, int], list[int]] = defaultdict(list)  # by (worker, request): tokens of its rounds
+    for worker, report in enumerate(reports):
+        for trace in report.rounds:
+            told = trace.report
+            rounds += 1
+            if told.strategy.is_off:
+                continue
+            active += 1
+            drafted += sum(told.drafted)
+            accepted += sum(told.accepted)
+            for number, offer, hits in zip(trace.numbers, told.offered, told.accepted, strict=True):
+                lengths[worker, number].append(1 + hits)
+                for depth in range(1, min(offer, _DEEPEST) + 1):
+                    reached[depth] += hits >= depth - 1
+                    passed[depth] += hits >= depth
+    per_round = [length for of_request in lengths.values() for length in of_request]
+    per_request = [sum(of_request) / len(of_request) for of_request in lengths.values()]
+    speedups = [report.tuner["speedup_est"] for report in reports if report.tuner]
+    metrics = {
+        "rollout/spec_active_frac": active / max(rounds, 1),
+        "rollout/spec_speedup_est": sum(speedups) / len(speedups),
+        "rollout/spec_drafter_failures": float(sum(report.drafter_failures for report in reports)),
+        "rollout/spec_accept_length": sum(per_round) / len(per_round) if per_round else 1.0,
+        "rollout/spec_accept_length_requests": sum(per_request) / len(per_request) if per_request else 1.0,
+        "rollout/spec_accept_rate": accepted / drafted if drafted else 0.0,
+    }
+    for depth in range(1, _DEEPEST + 1):
+        if reached[depth]:
+            metrics[f"rollout/spec_accept_rate_pos_{depth}"] = passed[depth] / reached[depth]
+    return metrics
 
 
 def validation_metrics(tasks: Sequence[str], *, samples: int) -> list[str]:

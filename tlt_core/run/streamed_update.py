@@ -1,6 +1,6 @@
 """Policy update in the tail of the rollout: idle workers compute gradients of groups that have ended.
 
-    finished responses --add--> packs of groups --offer_ready--> workers without requests
+    finished responses --add--> packs of groups --ready--> workers without requests
                                                    '-- passes that were not computed are dealt in the update
 
 The policy does not change before the update, so a pass gives the same gradient now as later, and `grpo/exact_sum` adds
@@ -8,7 +8,7 @@ gradients up without regard to their order.  The update is therefore the same to
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from conf.run import RunConfig
 from tlt_core.cluster.dispatcher import OfferedPass
@@ -21,8 +21,6 @@ log = logging.getLogger(__name__)
 
 
 class StreamedUpdate:
-    """The packs of one step, and what has become of them."""
-
     def __init__(
         self,
         cfg: RunConfig,
@@ -39,11 +37,10 @@ class StreamedUpdate:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Forget the packs of the last step."""
         self.pack_of: dict[int, int] = {}  # by prompt id
         self._missing: dict[int, int] = {}  # responses that have not ended, by pack
         self._ended: dict[int, list[Rollout]] = {}  # of packs that are not offered yet
-        self._done: set[Key] = set()
+        self.done: set[Key] = set()  # passes whose gradient the workers have
 
     def plan(self, prompts: Sequence[Prompt]) -> None:
         """These prompts are sampled next: divide them into packs."""
@@ -60,7 +57,6 @@ class StreamedUpdate:
             self._ended[number] = []
 
     def add(self, finished: Iterable[Rollout]) -> None:
-        """These responses have ended."""
         for rollout in finished:
             pack = self.pack_of[rollout.key.prompt_id]
             self._ended[pack].append(rollout)
@@ -76,38 +72,26 @@ class StreamedUpdate:
             scores = self._scores(rollouts)
             if scores is not None:
                 del self._ended[pack]
-                offered += self._passes(self._with_advantages(rollouts, scores))
+                scored = self._with_advantages(rollouts, scores)
+                planned = power_of_two(self.planned_sequences)
+                offered += [
+                    (p.key, train_batch(scored, [p], planned_sequences=planned)) for p in self._passes_of(scored)
+                ]
         return offered
-
-    def computed(self, keys: Iterable[Key]) -> None:
-        """Workers have the gradients of these passes."""
-        self._done.update(keys)
-
-    @property
-    def done(self) -> Set[Key]:
-        """The passes whose gradient the workers have."""
-        return self._done
 
     def metrics(self, scored: ScoredBatch) -> Mapping[str, float]:
         """idle/streamed_share.  scored: the step's whole batch."""
         if not self._offers:
             return {}
-        rows = kept(scored.rollouts, self._cfg.algorithm).nonzero().flatten().tolist()
-        passes = [p for p in self._passes_of(scored, rows) if p.needs_grad]
         lens = scored.rollouts.response_lens_R
-        total = sum(int(lens[p.rows].sum()) for p in passes)
-        done = sum(int(lens[p.rows].sum()) for p in passes if p.key in self._done)
-        return {"idle/streamed_share": done / max(total, 1)}
+        tokens = {p.key: int(lens[p.rows].sum()) for p in self._passes_of(scored)}
+        return {
+            "idle/streamed_share": sum(tokens[key] for key in tokens.keys() & self.done) / max(sum(tokens.values()), 1)
+        }
 
-    def _passes(self, scored: ScoredBatch) -> list[OfferedPass]:
-        rows = kept(scored.rollouts, self._cfg.algorithm).nonzero().flatten().tolist()
-        planned = power_of_two(self.planned_sequences)
-        return [
-            (p.key, train_batch(scored, [p], planned_sequences=planned))
-            for p in self._passes_of(scored, rows)
-            if p.needs_grad
-        ]
-
-    def _passes_of(self, scored: ScoredBatch, rows: Sequence[int]) -> list[Pass]:
+    def _passes_of(self, scored: ScoredBatch) -> list[Pass]:
+        """Those with a gradient."""
         cfg = self._cfg
-        return make_passes(scored, rows, cfg.update, cfg.algorithm, pack_of=self.pack_of)
+        rows = kept(scored.rollouts, cfg.algorithm).nonzero().flatten().tolist()
+        passes = make_passes(scored, rows, cfg.update, cfg.algorithm, pack_of=self.pack_of)
+        return [p for p in passes if p.needs_grad]

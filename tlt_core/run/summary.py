@@ -88,7 +88,6 @@ def length_histogram(run_dir: Path, *, max_new_tokens: int) -> list[dict[str, in
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write atomically."""
     text = json.dumps(content, indent=1) + "\n"
     store.write_atomically(path, lambda partial: partial.write_text(text))
 

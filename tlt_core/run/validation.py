@@ -10,8 +10,8 @@ from conf.run import RunConfig
 from tlt_core.grpo.reward import Score
 from tlt_core.items.types import Prompt, SamplingParams
 from tlt_core.model.sampling import of_validation
+from tlt_core.run.prompts import Scoring
 from tlt_core.run.rollout_phase import RolloutPhase, requests_for
-from tlt_core.run.scoring import Scoring
 from tlt_core.run.step_metrics import StepMetrics, greedy_metrics, sampled_metrics
 
 

@@ -8,7 +8,7 @@ from tlt_core.cluster.messages import TrainerSpec, WorkerSpec
 from tlt_core.model.load import load_config
 from tlt_core.rollout.vllm.environment import vllm_python
 from tlt_core.rollout.vllm.replica import VllmSpec
-from tlt_core.run.drafter_publisher import trains_drafter
+from tlt_core.run.drafter_release import trains_drafter
 from tlt_core.run.memory_plan import memory_plan
 
 

@@ -1,7 +1,8 @@
-"""The folder of a cold start is named by everything that it depends on."""
+"""The folder of a cold start is named by everything that it depends on, and made once."""
 
-import subprocess
-import sys
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,69 +19,39 @@ def config(tmp_path):
     return lambda *settings: settle(load("conf/smoke.yaml", [f"output_dir={tmp_path}", *settings]))
 
 
-@pytest.mark.parametrize("change", ["seed=1", "coldstart.num_examples=7", "data.num_train=3", "update.dtype=bfloat16"])
-def test_another_setting_is_another_folder(config, change):
-    assert coldstart.output_dir(config(change)) != coldstart.output_dir(config())
+def test_what_changes_the_model_changes_the_folder_and_nothing_else_does(config, monkeypatch):
+    def folder(*settings):
+        return coldstart.output_dir(config(*settings))
+
+    sharded = "update.backend={kind: deepspeed, zero_stage: 3}"
+    for change in ("seed=1", "coldstart.num_examples=7", "data.num_train=3", "update.dtype=bfloat16", sharded):
+        assert folder(change) != folder(), change
+    assert folder("num_steps=9") == folder()
+    half, full = (folder(f"rollout.dtype={dtype}", "update.dtype=float32") for dtype in ("bfloat16", "float32"))
+    assert half == full
+    before = folder()
+    monkeypatch.setattr(solutions, "version", lambda: "another")  # of the worked solutions
+    assert folder() != before
 
 
-def test_what_rollouts_compute_in_is_not_part_of_it(config):
-    both = [config(f"rollout.dtype={dtype}", "update.dtype=float32") for dtype in ("bfloat16", "float32")]
-    assert coldstart.output_dir(both[0]) == coldstart.output_dir(both[1])
+def test_of_two_runs_that_want_it_one_trains(config, tmp_path, monkeypatch):
+    """The second waits until the first has written the folder, and reads it."""
+    both_inside, makers = threading.Event(), []
 
+    def make(cfg, *, out_dir, **_):
+        makers.append(out_dir)
+        if len(makers) == 2:
+            both_inside.set()
+        both_inside.wait(1.0)  # the other one would come in now
+        out_dir.mkdir(parents=True)
+        (out_dir / "coldstart.json").write_text(json.dumps({"metrics": {"made_by": len(makers)}}))
 
-def test_other_worked_solutions_are_another_folder(config, monkeypatch):
-    """What an earlier release had trained on its own wording is not taken for this one's."""
-    cfg = config("num_steps=9")
-    before = coldstart.output_dir(cfg)
-    assert before == coldstart.output_dir(config())  # RL is not part of it
-    monkeypatch.setattr(solutions, "version", lambda: "another")
-    assert coldstart.output_dir(cfg) != before
-
-
-RUN = """
-import json, sys
-from pathlib import Path
-from conf.load import load
-from tlt_core.run import coldstart
-
-folder, cfg = Path(sys.argv[1]), load("conf/smoke.yaml")
-
-def make(cfg, *, out_dir, **_):
-    print("making", flush=True)
-    sys.stdin.readline()
-    out_dir.mkdir(parents=True)
-    (out_dir / "coldstart.json").write_text(json.dumps({"metrics": {"made_by": int(sys.argv[2])}}))
-
-coldstart._make = make
-found = coldstart.run(cfg, model_dir=folder, data_dir=folder, out_dir=folder / "coldstart" / "x", on_progress=print)
-print("has that of", found["made_by"], flush=True)
-"""
-
-
-def test_of_two_runs_that_want_it_one_trains(tmp_path):
-    """Two processes: the second waits until the first has written the folder, and reads it."""
-
-    def start(number):
-        command = [sys.executable, "-c", RUN, str(tmp_path), str(number)]
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-    def does(process):
-        return next(line for line in process.stdout if line.startswith(("making", "process", "has that")))
-
-    first = start(1)
-    try:
-        assert does(first) == "making\n"
-        second = start(2)
-        try:
-            assert does(second) == f"process {first.pid} is at work in {tmp_path}; waiting for it\n"
-            assert first.communicate("go\n", timeout=60)[0] == "has that of 1\n"
-            assert second.communicate("go\n", timeout=60)[0] == "has that of 1\n"
-        finally:
-            second.kill()
-    finally:
-        first.kill()
+    monkeypatch.setattr(coldstart, "_make", make)
+    arguments = {"model_dir": tmp_path, "data_dir": tmp_path, "out_dir": tmp_path / "coldstart" / "x"}
+    cfg = config()
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda _: coldstart.run(cfg, **arguments, on_progress=lambda *_: None), range(2))
+    assert [*found] == [{"made_by": 1}, {"made_by": 1}]
 
 
 def test_it_is_sharded_as_the_update_is(config):
@@ -89,4 +60,3 @@ def test_it_is_sharded_as_the_update_is(config):
     spec = coldstart._spec(sharded, Path("model"), num_steps=2)
     assert spec.trainer is not None
     assert spec.trainer.update.backend == sharded.update.backend
-    assert coldstart.output_dir(sharded) != coldstart.output_dir(config()), "sums of gradients are rounded differently"

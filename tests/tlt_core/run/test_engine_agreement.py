@@ -24,15 +24,8 @@ def roll_out(decoder: Decoder) -> RolloutBatch:
     """Sixteen responses of the engine, on the C kernels where they run."""
     engine = build.make_engine(decoder, PLAIN, max_live=16, max_len=40, seed=0)
     keys = [NoiseKey(0, 1, prompt, sample) for prompt in range(4) for sample in range(4)]
-    waiting = [GenerationRequest(key, torch.arange(3, 8 + key.prompt_id).int()) for key in keys]
-    finished = []
-
-    def pull(wanted: int) -> list[GenerationRequest]:
-        taken, waiting[:] = waiting[:wanted], waiting[wanted:]
-        return taken
-
-    engine.decode(pull, finished.append, SamplingParams(temperature=T, max_new_tokens=24))
-    return RolloutBatch.pack(finished)
+    requests = [GenerationRequest(key, torch.arange(3, 8 + key.prompt_id).int()) for key in keys]
+    return RolloutBatch.pack(engine.decode_all(requests, SamplingParams(temperature=T, max_new_tokens=24)))
 
 
 def update_metrics(rollouts: RolloutBatch) -> dict[str, float]:
@@ -58,15 +51,11 @@ def test_our_engine_agrees_with_the_update_and_one_that_missed_a_publish_ends_th
         require_agreement(wrong, cfg)
 
 
-@pytest.mark.parametrize("engine", ["builtin", "vllm"])
-def test_engines_that_disagree_end_the_run(engine: str) -> None:
-    cfg = RolloutConfig(engine=engine, speculation=PLAIN)
+def test_the_bound() -> None:
+    cfg = RolloutConfig(engine="vllm", speculation=PLAIN)
     require_agreement({NAME: 0.05}, cfg)
     require_agreement({}, cfg)  # no update was made
     for wrong in (0.051, math.nan):
         with pytest.raises(DisagreementError, match=r"rollout\.max_probs_diff allows 0\.05"):
             require_agreement({NAME: wrong}, cfg)
     require_agreement({NAME: 0.3}, cfg.model_copy(update={"max_probs_diff": 0.3}))
-    for filters in ({"top_p": 0.9}, {"top_k": 20}):  # engines report log-probabilities before them
-        with pytest.raises(DisagreementError):
-            require_agreement({NAME: 0.3}, cfg.model_copy(update=filters))

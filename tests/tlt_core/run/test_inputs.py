@@ -23,18 +23,13 @@ def test_the_data_folder_changes_with_what_decides_its_content_and_with_nothing_
     assert len({_folder(), *changed}) == 4
 
 
-def test_a_random_model_is_made_once_and_loads(
-    embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_random_model_loads(embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TLT_HOME", str(tmp_path))
     monkeypatch.setattr(inputs, "embedded_model_dir", lambda: embedded_model)
     cfg = RandomModel(kind="random", hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=48)
     folder = inputs.start_model(cfg, seed=5)
     decoder = load_decoder(folder, dtype=torch.float32)
     assert len(load_tokenizer(folder)) <= decoder.head_weight.shape[0]
-    written_ns = (folder / "model.safetensors").stat().st_mtime_ns
-    assert inputs.start_model(cfg, seed=5) == folder
-    assert (folder / "model.safetensors").stat().st_mtime_ns == written_ns
     other = load_decoder(inputs.start_model(cfg, seed=6), dtype=torch.float32)
     assert not torch.equal(decoder.head_weight, other.head_weight)
 

@@ -14,34 +14,27 @@ _ROWS = [
 ]
 
 
-def test_rows_of_an_earlier_release_have_the_present_names(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "bubble/idle_s": 2.0, "drafter/canary_error": 0.5}\n')
-    assert run_summary.rows_of(tmp_path) == [{"step": 1, "idle/idle_s": 2.0, "drafter/heldout_error": 0.5}]
-
-
-def test_summary_takes_the_latest_value_and_the_median() -> None:
-    summary = run_summary.summary(_ROWS)
-    assert summary == {
+def test_summary_and_curves(tmp_path: Path) -> None:
+    assert run_summary.summary(_ROWS) == {
         "steps": 3,
         "last": {"reward": 0.2, "validation": 0.25, "accept_length": 3.0},
         "median": {"accept_length": 2.5, "step_s": 5.0},
     }
     assert run_summary.summary([]) == {"steps": 0, "last": {}, "median": {}}
-
-
-def test_curves_have_a_row_a_training_step_and_gaps(tmp_path: Path) -> None:
     run_summary.write_csv(tmp_path / "x.csv", run_summary.curves(_ROWS), ["step", *run_summary.CURVES])
     head, *lines = (tmp_path / "x.csv").read_text().splitlines()
     column = head.split(",").index("accept_length")
     assert [(line.split(",")[0], line.split(",")[column]) for line in lines] == [("1", "2.0"), ("2", "3.0"), ("3", "")]
 
 
-def test_lengths_of_the_first_and_the_last_step(tmp_path: Path) -> None:
+def test_files_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "bubble/idle_s": 2.0, "drafter/canary_error": 0.5}\n')
+    renamed = {"step": 1, "idle/idle_s": 2.0, "drafter/heldout_error": 0.5}  # an earlier release wrote the file
+    assert run_summary.rows_of(tmp_path) == [renamed]
+    assert run_summary.length_histogram(tmp_path, max_new_tokens=40) == []
     batch = scored_batch()  # responses of 3, 5, 7 and 40 tokens
     store.save_scored(batch, tmp_path / "steps" / "000001" / "scored.safetensors")
-    rows = run_summary.length_histogram(tmp_path, max_new_tokens=40)
-    assert [row["tokens"] for row in rows] == list(range(2, 41, 2))
-    assert {row["tokens"]: row["last"] for row in rows if row["last"]} == {4: 1, 6: 1, 8: 1, 40: 1}
-    wide = run_summary.length_histogram(tmp_path, max_new_tokens=50)  # 3 tokens a bin, 17 bins
-    assert {row["tokens"]: row["first"] for row in wide if row["first"]} == {3: 1, 6: 1, 9: 1, 42: 1}
-    assert run_summary.length_histogram(tmp_path / "nothing", max_new_tokens=40) == []
+    rows = run_summary.length_histogram(tmp_path, max_new_tokens=50)  # 3 tokens a bin, 17 bins
+    assert [row["tokens"] for row in rows] == list(range(3, 52, 3))
+    assert {row["tokens"]: row["first"] for row in rows if row["first"]} == {3: 1, 6: 1, 9: 1, 42: 1}
+    assert all(row["first"] == row["last"] for row in rows)

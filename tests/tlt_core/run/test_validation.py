@@ -15,27 +15,17 @@ from tlt_core.run.validation import Validation, passes
 from tlt_core.run.worker_spec import worker_spec
 
 
-def _validation(*settings: str) -> Validation:
+def test_when_validation_is_due_and_how_long_its_responses_are(tiny_folder: Path) -> None:
     nobody: Any = None
-    return Validation(load("conf/smoke.yaml", settings), [], nobody, nobody, SamplingParams(), StepMetrics())
-
-
-@pytest.mark.parametrize(("every", "due"), [(0, []), (2, [0, 2, 4, 5]), (3, [0, 3, 5])])
-def test_validation_is_due_before_the_first_step_every_n_steps_and_after_the_last(every: int, due: list[int]) -> None:
-    validation = _validation("num_steps=5", f"evaluation.every_steps={every}")
-    assert [step for step in range(6) if validation.is_due(step)] == due
-
-
-@pytest.mark.parametrize(("limit", "longest"), [("null", 24), ("8", 8), ("4096", 4096)])
-def test_validation_has_the_limit_that_was_asked_for_and_workers_have_room_for_it(
-    limit: str, longest: int, tiny_folder: Path
-) -> None:
-    settings = ["rollout.max_new_tokens=24", f"evaluation.max_new_tokens={limit}"]
-    nobody: Any = None
-    cfg = load("conf/smoke.yaml", settings)
-    params = SamplingParams(max_new_tokens=24)
-    assert Validation(cfg, [], nobody, nobody, params, StepMetrics()).params.max_new_tokens == longest
-    assert worker_spec(cfg, tiny_folder, longest_prompt=8).max_len == 8 + max(24, longest)
+    for every, due in ((0, []), (2, [0, 2, 4, 5])):
+        cfg = load("conf/smoke.yaml", ["num_steps=5", f"evaluation.every_steps={every}"])
+        validation = Validation(cfg, [], nobody, nobody, SamplingParams(), StepMetrics())
+        assert [step for step in range(6) if validation.is_due(step)] == due
+    for limit, longest in (("null", 24), ("8", 8), ("4096", 4096)):
+        cfg = load("conf/smoke.yaml", ["rollout.max_new_tokens=24", f"evaluation.max_new_tokens={limit}"])
+        params = SamplingParams(max_new_tokens=24)
+        assert Validation(cfg, [], nobody, nobody, params, StepMetrics()).params.max_new_tokens == longest
+        assert worker_spec(cfg, tiny_folder, longest_prompt=8).max_len == 8 + max(24, longest)
 
 
 def test_a_response_passes_when_its_main_reward_is_full() -> None:
