@@ -114,14 +114,12 @@ class Drafting:
         self._trial_errors = cfg.idle_training.canary_errors
 
     def observe(self, report: RoundReport) -> None:
-        """A round of a training rollout was made."""
         collapsed = self._check.observe(report)
         if collapsed is not None and self._tuner is not None:
             self._tuner.suspend(collapsed)
 
     @property
     def suspended(self) -> tuple[str, ...]:
-        """Drafters that have collapsed and are out of use."""
         return self._check.suspended
 
     def publish(self, shares: Sequence[float], *, measured: Comparison | None) -> DrafterPublished:
