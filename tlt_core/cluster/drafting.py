@@ -133,8 +133,10 @@ class Drafting:
         trial = self._tried(parameters_N) if measured is None else measured
         accepted = measured is not None or not trial.is_worse(errors=self._trial_errors)
         if accepted:
-            self._swap(parameters_N, is_mine=self._share(shares) == 1)
             assert self._drafts is not None, "there is training, so something is drafted"
+            self._drafts.load_drafter(
+                export_weights(idle_training.adopt(parameters_N, is_mine=self._share(shares) == 1))
+            )
             trained = self._drafts.learned[0]
             was_suspended = self._check.published(trained)
             if self._tuner is not None:
@@ -178,10 +180,6 @@ class Drafting:
     def _idle_training(self) -> IdleTraining:
         assert self.idle_training is not None, "only a worker that trains a drafter is asked"
         return self.idle_training
-
-    def _swap(self, parameters_N: Tensor, *, is_mine: bool) -> None:
-        assert self._drafts is not None, "there is training, so something is drafted"
-        self._drafts.load_drafter(export_weights(self._idle_training().adopt(parameters_N, is_mine=is_mine)))
 
     def _weighted(self, shares: Sequence[float]) -> Tensor:
         """The candidates' parameters, each times its share; where it is one worker's alone, that one's."""

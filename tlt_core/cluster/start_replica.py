@@ -14,10 +14,8 @@ from tlt_core.machine.precision import as_torch
 from tlt_core.model.edge_weights import EdgeWeights
 from tlt_core.model.load import load_decoder
 from tlt_core.rollout import build
-from tlt_core.rollout.builtin import BuiltinReplica
 from tlt_core.rollout.drafts import BuiltinDrafts, Drafts
-from tlt_core.rollout.no_replica import NoReplica
-from tlt_core.rollout.replica import Replica
+from tlt_core.rollout.replica import BuiltinReplica, NoReplica, Replica
 from tlt_core.rollout.vllm.drafts import VllmDrafts
 from tlt_core.rollout.vllm.replica import start_vllm
 
@@ -43,7 +41,8 @@ def start_replica(
     checkpoint: where tuner and drafter go on from.  gpus: of the workers that share the engine.
     Raises ModelError, VllmError, VllmUnusable.
     """
-    together = _group_of(engines)
+    # Of the workers that draft, for which all workers have to come.
+    together = None if engines.workers_each == 1 else dist.new_group(list(engines.hosts))
     if not (spec.decodes and engines.is_host(rank)):
         return Started(NoReplica(), Drafting(None, rank=rank, hosts=engines.hosts, group=together))
     speculation = newest_drafter(spec.rollout.speculation, checkpoint)
@@ -61,11 +60,6 @@ def start_replica(
             resume=checkpoint is not None,
         )
     return Started(replica, drafting)
-
-
-def _group_of(engines: Engines) -> dist.ProcessGroup | None:
-    """Of the workers that draft, for which all workers have to come; None where these are all, or a lone one."""
-    return None if engines.workers_each == 1 else dist.new_group(list(engines.hosts))
 
 
 def _vllm(

@@ -35,7 +35,7 @@ from tlt_core.rollout.graphs import EagerPool, GraphPool
 from tlt_core.rollout.kv_cache import SlotCache
 from tlt_core.rollout.kv_memory import check_on_device
 from tlt_core.rollout.prefill import Prefill
-from tlt_core.rollout.rounds import DynamicRounds, Rounds
+from tlt_core.rollout.rounds import Rounds
 from tlt_core.rollout.static_batch import StaticBatch
 from tlt_core.rollout.static_rounds import StaticRounds, widest
 
@@ -230,7 +230,7 @@ class RolloutEngine:
             self._batch.remove(row)
         return seconds
 
-    def _make_rounds(self, strategies: Sequence[Strategy]) -> Rounds:
+    def _make_rounds(self, strategies: Sequence[Strategy]) -> Rounds | StaticRounds:
         """Of fixed shape, if the live batch is."""
         decoder, cache, batch, taps = self.decoder, self._cache, self._batch, self._hidden.taps
         drafting, record = self._drafting, self._record
@@ -238,7 +238,7 @@ class RolloutEngine:
             return StaticRounds(
                 decoder, cache, batch, drafting=drafting, strategies=strategies, taps=taps, record=record
             )
-        return DynamicRounds(decoder, cache, batch, drafting=drafting, taps=taps, record=record)
+        return Rounds(decoder, cache, batch, drafting=drafting, taps=taps, record=record)
 
     def _round(self, params: SamplingParams, on_round: Callable[[RoundTrace], None]) -> list[Finished]:
         """One round of the live batch: choose, draft, verify, commit, learn."""
