@@ -94,15 +94,11 @@ def _reference_block(
 
 
 class _Block(NamedTuple):
-    """Some queries of one sequence."""
-
     rows: slice  # of T
     keys: slice  # of R; those that the last query sees
 
 
 class _Blocked(torch.autograd.Function):
-    """See the module docstring."""
-
     @staticmethod
     def forward(
         ctx: Any,

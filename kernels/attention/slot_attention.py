@@ -54,7 +54,6 @@ def slot_attention(q_BKNd: Tensor, keys_BKCd: Tensor, values_BKCd: Tensor, mask:
 
 
 def slot_attention_reference(q_BKNd: Tensor, keys_BKCd: Tensor, values_BKCd: Tensor, mask: SlotMask) -> Tensor:
-    """One call of torch's kernel."""
     return F.scaled_dot_product_attention(q_BKNd, keys_BKCd, values_BKCd, attn_mask=mask.visible_B1NC)
 
 

@@ -38,7 +38,6 @@ class Panels:
         self.set_weight(weight)
 
     def set_weight(self, weight: Tensor) -> None:
-        """New values, any floating dtype."""
         plain = weight.detach().to("cpu", torch.bfloat16).contiguous()
         self._library.tlt_pack(plain.data_ptr(), *self.shape, self._panels.data_ptr())
 

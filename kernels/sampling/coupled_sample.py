@@ -130,7 +130,6 @@ def _coupled_sample_native(logits_NV: Tensor, keys_N2: Tensor, temperature: floa
 def coupled_sample_reference(
     logits_NV: Tensor, keys_N2: Tensor, *, temperature: float, floors_N: Tensor | None
 ) -> Choice:
-    """The specification."""
     divisor = temperature or 1.0
     z = logits_NV.float() / divisor
     if floors_N is not None:
@@ -232,7 +231,6 @@ def _choose_among_splits(parts, columns, tokens, logprobs, lognorms, splits, pla
 
 @jit()
 def _gumbel(ids, key_0, key_1):
-    """`gumbel_noise`."""
     u = _hash(ids, key_0, key_1).to(tl.float32)
     u = tl.minimum((u + 0.5) * 4.656612873077393e-10, 0.99999994)  # 2^-31, 1 - 2^-24
     w = 1.0 - u

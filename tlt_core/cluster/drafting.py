@@ -152,7 +152,6 @@ class Drafting:
         self._idle_training().reject()
 
     def export(self, out_dir: Path, *, dtype: torch.dtype) -> None:
-        """Write the drafter in use as a folder that vLLM and SGLang load."""
         save_eagle3(self._idle_training().candidate.used, out_dir, dtype=dtype)
 
     def save(self, folder: Path, *, dtype: torch.dtype) -> None:
@@ -167,7 +166,6 @@ class Drafting:
                 self.export(folder / _DRAFTER_DIR, dtype=dtype)
 
     def close(self) -> None:
-        """Wait for what is being written."""
         if self.idle_training is not None:
             self.idle_training.close()
 

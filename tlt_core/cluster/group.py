@@ -48,15 +48,11 @@ class WorkerDied(RuntimeError):
 
 
 class Generated(NamedTuple):
-    """What the workers did in a rollout phase."""
-
     reports: list[GenerateReport]  # by rank
     phase: PhaseReport
 
 
 class Waited(NamedTuple):
-    """What the workers did while the driver waited."""
-
     results: list[IdleTrainingResult]  # of their training, by rank; a worker that trains none is missing
     phase: PhaseReport
 
@@ -132,7 +128,6 @@ class WorkerGroup:
         ray.shutdown()
 
     def load(self, checkpoint: Path | None, policy_version: int) -> None:
-        """Build all parts of every worker, from the start model or from a checkpoint."""
         shared = [self.engines.workers_of(rank) for rank in range(self.num_workers)]
         gpus = [tuple(gpu for rank in ranks for gpu in self._gpus[rank]) for ranks in shared]
         self._on_each("load", [(checkpoint, policy_version, of_engine) for of_engine in gpus])
@@ -196,7 +191,7 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------ drafter
 
     def publish_drafter(self, shares: Sequence[float], *, measured: Comparison | None) -> list[DrafterPublished]:
-        """Publish the sum of the engines' candidates, weighted by `shares`.  See `Drafting.publish`."""
+        """See `Drafting.publish`."""
         return self._on_engines("publish", tuple(shares), measured=measured)
 
     def refuse_drafter(self) -> None:
@@ -242,7 +237,6 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------ calls
 
     def _on_all(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
-        """Call a method of every worker."""
         return self._wait_for([getattr(w, method).remote(*arguments, **options) for w in self._workers], method)
 
     def _on_engines(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
@@ -252,7 +246,6 @@ class WorkerGroup:
         return self._wait_for(calls, method, by=hosts)
 
     def _on_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method of every worker, with arguments of its own."""
         calls = [getattr(w, method).remote(*a) for w, a in zip(self._workers, arguments, strict=True)]
         return self._wait_for(calls, method)
 

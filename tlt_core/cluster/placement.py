@@ -49,15 +49,11 @@ class ClusterError(ValueError):
 
 
 class Node(NamedTuple):
-    """A machine of the cluster."""
-
     id: str
     address: str
 
 
 class Placement(NamedTuple):
-    """Where each worker runs."""
-
     group: PlacementGroup
     bundles: tuple[int, ...]  # by rank
     nodes: tuple[Node, ...]  # by rank
@@ -65,7 +61,6 @@ class Placement(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Do all workers run where the driver does?"""
         return {node.id for node in self.nodes} == {self.driver.id}
 
     def worker(self, rank: int) -> PlacementGroupSchedulingStrategy:

@@ -21,8 +21,6 @@ from tlt_core.rollout.vllm.replica import start_vllm
 
 
 class Started(NamedTuple):
-    """A worker's replica, and what it drafts with."""
-
     replica: Replica
     drafting: Drafting
 

@@ -146,7 +146,6 @@ class Watch:
         )
 
     def _write_requested(self) -> None:
-        """Write the stacks that somebody has asked for, the driver's own included."""
         if self._stacks is None or not (self._stacks / STACKS_WANTED.name).exists():
             return
         (self._stacks / STACKS_WANTED.name).unlink(missing_ok=True)

@@ -57,18 +57,15 @@ class RequestFeed:
         self.exhausted = False  # no request is left for this worker in this phase
 
     def pull(self, wanted: int) -> Sequence[GenerationRequest]:
-        """Up to `wanted` requests."""
         if self.exhausted:
             return ()
         requests, self.exhausted = ray.get(self._dispatcher.pull.remote(self._worker, wanted))
         return requests
 
     def push(self, rollout: Rollout) -> None:
-        """Send a finished response."""
         self._pushed.append(self._dispatcher.push.remote(self._worker, rollout))
 
     def count(self, tokens: int) -> None:
-        """So many tokens more were emitted."""
         got_on()
         self._tokens += tokens
         if time.monotonic() - self._reported_s > _REPORT_S:
@@ -80,12 +77,10 @@ class RequestFeed:
         self._report()
 
     def ask(self, event: WorkerIdle | Progress) -> Order:
-        """What this worker shall do while it has no request."""
         order: Order = ray.get(self._dispatcher.ask.remote(event))
         return order
 
     def take(self) -> OfferedPass:
-        """The pass that this worker's order names."""
         taken: OfferedPass = ray.get(self._dispatcher.take.remote())
         return taken
 
@@ -115,7 +110,6 @@ class Worker:
         return tuple(path for path, size in files.items() if not path.is_file() or path.stat().st_size != size)
 
     def begin_heartbeat(self, dispatcher: Any, stacks: Path | None) -> None:
-        """Give signs of life from now on."""
         begin_heartbeat(dispatcher, self._rank, stacks)
 
     def host_group(self, address: str) -> str:
@@ -246,7 +240,6 @@ class Worker:
             order = feed.ask(Progress(self._rank, done, time.time(), _has_data(idle_training)))
 
     def _train_after_rollout(self, idle_training: IdleTraining) -> None:
-        """Train for the configured time after rollout has ended."""
         until_s = time.monotonic() + self._spec.drafter.idle_training.after_rollout_s
         while idle_training.has_data and time.monotonic() < until_s:
             idle_training.micro_step()

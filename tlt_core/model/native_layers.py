@@ -114,5 +114,4 @@ def _c_layer(layer: nn.Module) -> ctypes.Structure:
 
 
 def panels_of(linear: nn.Module) -> Panels:
-    """The panels of a `PackedLinear`."""
     return cast(Panels, linear.panels)

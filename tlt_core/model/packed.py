@@ -34,7 +34,6 @@ class PackedLinear(nn.Module):
             self.set_bias(bias)
 
     def set_weight(self, weight: Tensor) -> None:
-        """Pack a new [out, in] weight."""
         if self.panels is not None:
             self.panels.set_weight(weight)
             return
@@ -43,7 +42,6 @@ class PackedLinear(nn.Module):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(copied)
 
     def set_bias(self, bias: Tensor) -> None:
-        """Take a copy of a new [out] bias."""
         self.bias = bias.detach().to(torch.bfloat16, copy=True)
         if self.panels is not None:
             self.panels.set_bias(self.bias)

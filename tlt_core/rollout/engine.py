@@ -43,8 +43,6 @@ Pull = Callable[[int], Sequence[GenerationRequest]]
 
 
 class RoundTrace(NamedTuple):
-    """What one decode round did."""
-
     report: RoundReport
     numbers: tuple[int, ...]  # of the requests: a request keeps its number for life
     tokens: int  # tokens emitted
@@ -53,8 +51,6 @@ class RoundTrace(NamedTuple):
 
 
 class Speculation(NamedTuple):
-    """What an engine speculates with."""
-
     drafters: Mapping[str, Drafter]  # by name
     tuner: Tuner
     strategies: Sequence[Strategy]  # what the tuner may choose from: fixes the room that drafts need
@@ -256,7 +252,6 @@ class RolloutEngine:
         return finished
 
     def _record(self, states: PathStates) -> None:
-        """What the target computed for a round's tokens."""
         self._hidden.record(states.rows_T, states.positions_T, states.taps_TE)
         if self._is_capturing and self._capture is not None:
             self._capture.record(states)
@@ -270,7 +265,6 @@ class RolloutEngine:
         self._prefill.run(first)
 
     def _release(self, row: int, tokens: Tensor) -> None:
-        """Free a row: the last one takes its place."""
         last = len(self._batch) - 1
         length, number = self._batch.lengths[last], self._batch.numbers[row]
         self._batch.remove(row)

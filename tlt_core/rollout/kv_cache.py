@@ -73,7 +73,6 @@ class SlotCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory held."""
         return self.keys_YSKCd.nbytes + self.values_YSKCd.nbytes
 
     def move(self, source: int, target: int, length: int) -> None:

@@ -29,8 +29,6 @@ Record = Callable[[PathStates], None]
 
 
 class Outcome(NamedTuple):
-    """What a round did."""
-
     finished: list[Finished]
     report: RoundReport
 
@@ -107,7 +105,6 @@ class Rounds:
 
 
 def newest_nodes(cache: SlotCache, batch: LiveBatch) -> Nodes:
-    """Nodes of a plain round."""
     tokens_B, positions_B = batch.newest()
     attend = cache.decode_attend(positions_B, batch.longest)
     rows_B = attend.layout.rows_T

@@ -89,14 +89,12 @@ class Server:
         self._asleep = False
 
     def describe(self):
-        """What runs here."""
         import torch
         import vllm
 
         return {"version": f"vllm {vllm.__version__}", "threads": torch.get_num_threads()}
 
     def part(self, *, file):
-        """Replace some of the policy's weights by those of a safetensors file."""
         if self._live:
             raise RuntimeError(f"{len(self._live)} responses are being decoded: weights change between rollouts only")
         self._wake()
@@ -113,7 +111,6 @@ class Server:
         return report | {"seconds": time.monotonic() - started_s}
 
     def drafter(self, *, file):
-        """Replace the drafter's weights by those of a safetensors file."""
         self._wake()
         return self._llm.collective_rpc("tlt_load_drafter", args=(file,))[0]
 
@@ -134,11 +131,9 @@ class Server:
             self._asleep = False
 
     def tuner(self, *, call, arguments, options):
-        """Call a method of the tuner."""
         return {"answer": getattr(self._lengths.tuner, call)(*arguments, **options)}
 
     def decode(self, *, params, requests):
-        """See the module docstring."""
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
@@ -203,7 +198,6 @@ def _on_cpu():
 
 
 def _memory(settings):
-    """vLLM's arguments about memory."""
     if _on_cpu():
         return {"kv_cache_memory_bytes": (settings["kv_cache_mb"] or 512) << 20}
     sleep = {"enable_sleep_mode": settings["sleeps"]}
