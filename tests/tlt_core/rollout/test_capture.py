@@ -1,7 +1,5 @@
 """Captured hidden states and distributions are those that a plain transformers forward gives, position by position."""
 
-import json
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -10,9 +8,6 @@ from conf.rollout import SpeculationConfig, StrategyConfig
 from tests.tlt_core.rollout.playing import play, requests
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import eagle3_from_target
-from tlt_core.drafter.eagle3.observe import draft_probs
-from tlt_core.idle_training.buffer import SequenceBuffer
-from tlt_core.idle_training.writer import BackgroundWriter
 from tlt_core.items.types import SamplingParams
 from tlt_core.model.load import load_decoder
 from tlt_core.model.sampling import stream_key
@@ -92,31 +87,6 @@ def test_captured_states_are_those_of_transformers(folders, way, temperature):
         if temperature == 1.0:  # the sampled token's own entry is its log-probability
             own = wanted_P.gather(1, rollout.tokens[item.first :, None].long()).squeeze(1)
             torch.testing.assert_close(own, rollout.logprobs, rtol=1e-3, atol=1e-3)
-
-
-def test_what_a_resumed_run_finds_is_still_that_of_transformers(folders, tmp_path):
-    """Through the buffer's files: another process would map the same."""
-    pairs, taps, _ = captured(folders, SamplingParams(max_new_tokens=40), **WAYS["switching"])
-    bounds = {"max_bytes": 10**9, "max_sequences": 10**6}
-    first_writer, second_writer = BackgroundWriter(), BackgroundWriter()
-    buffer = SequenceBuffer(tmp_path, **bounds, writer=first_writer)
-    for item, _ in pairs:
-        buffer.add(item)
-    buffer.end_step(2)
-    first_writer.close()
-    index = json.loads(json.dumps(buffer.index()))
-    del buffer
-    resumed = SequenceBuffer.open(tmp_path, index, **bounds, writer=second_writer)
-    theirs = AutoModelForCausalLM.from_pretrained(folders / "model", dtype=torch.float32)
-    by_key = {rollout.key: rollout for _, rollout in pairs}
-    draft_ids_J = torch.tensor([2, 5, 9, 33, 60])
-    assert len(resumed) == len(by_key) == 12
-    for item in resumed.sequences():
-        assert torch.equal(item.tokens_L, by_key[item.key].tokens)
-        wanted_P = assert_aligned(item, taps, theirs)
-        probs_PJ = draft_probs(item, slice(None), theirs.lm_head.weight.detach()[draft_ids_J])
-        torch.testing.assert_close(probs_PJ, wanted_P[:, draft_ids_J].exp(), rtol=0, atol=5e-5)  # measured: 9e-6
-    second_writer.close()
 
 
 def assert_aligned(item, taps, theirs):

@@ -65,11 +65,3 @@ def test_they_change_no_token_and_the_cost_model_turns_them_off(decoder, case, n
     used = sum(not t.report.strategy.is_off for t in traces)
     assert sum(engine.drafter_failures.values()) == (used if name in REFUSED else 0)
     assert sum("failed" in record.message for record in caplog.records) == (name in REFUSED), "said once"
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_used_in_every_round_they_change_no_token(decoder, case, name):
-    params, plain = case
-    finished, traces, _ = run(decoder, params, DRAFTERS[name](plain), make_tuner("fixed", STRATEGIES))
-    assert any(not t.report.strategy.is_off for t in traces)
-    assert_same(plain, finished)
