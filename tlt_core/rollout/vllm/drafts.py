@@ -40,7 +40,7 @@ def tlt_settings(cfg: SpeculationConfig, strategies: Sequence[Strategy], *, capt
     """Settings of `tlt_vllm`.  capture_mb: memory for hidden states; 0: none are kept."""
     settings: dict[str, Any] = {"policy": cfg.policy, "log_every_s": 0}
     if strategies:
-        settings["strategies"] = [s.depth for s in strategies]
+        settings["draft_lengths"] = [s.depth for s in strategies]
     return settings | {"capture_mb": capture_mb}
 
 

@@ -88,7 +88,7 @@ def test_the_tuner_gets_the_chains_of_one_drafter(tmp_path: Path) -> None:
     speculative = vllm_speculation(cfg, strategies)
     assert speculative == {"method": "eagle3", "num_speculative_tokens": 7, "model": str(tmp_path / "d-eagle3")}
     settings = tlt_settings(cfg, strategies, capture_mb=3)
-    assert settings == {"policy": "cost_model", "log_every_s": 0, "strategies": [2, 4, 7], "capture_mb": 3}
+    assert settings == {"policy": "cost_model", "log_every_s": 0, "draft_lengths": [2, 4, 7], "capture_mb": 3}
     assert Settings.read({"tlt": settings}, longest=7) is not None
 
 
