@@ -3,7 +3,7 @@
     y = x W^T + b, summed over the inputs in float32 in one order, rounded to bfloat16 once
 
 `Panels` is the arrangement of `native/linear.c`.  A token's result does not depend on the other tokens of the call, bit
-for bit, which no library guarantees.  With few tokens it is also faster than oneDNN.
+for bit, which no library guarantees.
 
 Shapes: T tokens (any leading axes), inputs and outputs of the map.
 """

@@ -7,9 +7,6 @@
     avx512, avx2, neon                                numbers are bfloat16 in memory, products float32
     portable     the compiler's vectors of four floats
 
-torch's kernels are made for large tensors.  A decode step of a small model is hundreds of operations on a few rows,
-where calls, copies and re-arrangements cost more than the arithmetic.
-
 Without a compiler everything runs on torch, and `library` logs that once.  TLT_NATIVE_KERNELS=0 turns the kernels off;
 TLT_NATIVE_KERNELS=avx2 (or another name from above) limits them to these instructions.
 """

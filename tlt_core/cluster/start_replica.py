@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -20,11 +19,6 @@ from tlt_core.rollout.vllm.drafts import VllmDrafts
 from tlt_core.rollout.vllm.replica import start_vllm
 
 
-class Started(NamedTuple):
-    replica: Replica
-    drafting: Drafting
-
-
 def start_replica(
     spec: WorkerSpec,
     *,
@@ -33,7 +27,7 @@ def start_replica(
     rank: int,
     engines: Engines,
     gpus: Sequence[str] = (),
-) -> Started:
+) -> tuple[Replica, Drafting]:
     """A replica with the weights of `spec.model_dir`, and the newest drafter.  For all workers together.
 
     checkpoint: where tuner and drafter go on from.  gpus: of the workers that share the engine.
@@ -42,7 +36,7 @@ def start_replica(
     # Of the workers that draft, for which all workers have to come.
     together = None if engines.workers_each == 1 else dist.new_group(list(engines.hosts))
     if not (spec.decodes and engines.is_host(rank)):
-        return Started(NoReplica(), Drafting(None, rank=rank, hosts=engines.hosts, group=together))
+        return NoReplica(), Drafting(None, rank=rank, hosts=engines.hosts, group=together)
     speculation = newest_drafter(spec.rollout.speculation, checkpoint)
     start = _START[spec.rollout.engine]
     replica, drafts = start(spec, speculation, policy_version=policy_version, rank=rank, gpus=gpus)
@@ -57,7 +51,7 @@ def start_replica(
             folder=spec.idle_training_dir,
             resume=checkpoint is not None,
         )
-    return Started(replica, drafting)
+    return replica, drafting
 
 
 def _vllm(

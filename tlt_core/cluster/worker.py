@@ -1,16 +1,7 @@
 """One worker: a rollout replica and a share of the policy update on one processor.
 
-Run by the group as a Ray actor.  Its parts have one owner each:
-
-    Replica        samples responses                      rollout/replica, started by start_replica
-    Drafting       tuner, drafter, training in idle time  drafting
-    PolicyShard    the policy update                      policy_shard
-
-A phase is one call.  States are time-stamped as `WorkerSpan`s, for the timeline:
-
-    serve_requests:  BUSY until its own requests are done, then IDLE, TRAINING or STREAMING until rollout has ended on
-                     every worker
-    update:          UPDATING
+Run by the group as a Ray actor.  A phase is one call.  States are time-stamped as `WorkerSpan`s, for the timeline: BUSY
+until its own requests are done, IDLE, TRAINING or STREAMING until rollout has ended on every worker, then UPDATING.
 """
 
 import os
@@ -31,7 +22,7 @@ from tlt_core.cluster.heartbeat import begin_heartbeat
 from tlt_core.cluster.messages import GenerateReport, UpdateReport, WorkerSpec
 from tlt_core.cluster.policy_shard import PolicyShard, WeightDigest
 from tlt_core.cluster.rendezvous import host_store, join_group
-from tlt_core.cluster.start_replica import Started, start_replica
+from tlt_core.cluster.start_replica import start_replica
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.passes import Key
 from tlt_core.idle_training.coordinator import Action, Order, Progress, WorkerIdle
@@ -41,7 +32,7 @@ from tlt_core.machine.getting_on import got_on
 from tlt_core.machine.host_memory import keep_freed_memory
 from tlt_core.machine.memory import peak_bytes, require_gpu
 from tlt_core.machine.precision import as_torch
-from tlt_core.rollout.replica import Replica
+from tlt_core.rollout.replica import NoReplica, Replica
 
 _POLL_S = 0.02  # how often an idle worker asks whether rollout has ended
 _REPORT_S = 0.5  # how often a busy worker reports its token count
@@ -98,7 +89,8 @@ class Worker:
         self._rank, self._world_size, self._spec = rank, world_size, spec
         self._device = torch.device(spec.device)
         self._engines = Engines(world_size, spec.rollout.workers_per_engine)
-        self._started: Started | None = None
+        self._replica: Replica = NoReplica()
+        self._drafting = Drafting(None, rank=rank, hosts=self._engines.hosts)
         self._policy_shard: PolicyShard | None = None
         self._policy_version = 0
         self._store: dist.TCPStore | None = None  # of worker 0: where the group meets
@@ -138,7 +130,7 @@ class Worker:
         self._policy_version = policy_version
         if self._device.type == "cuda":
             require_gpu(spec.gpu_bytes, workers=spec.workers_per_gpu)  # the driver may not see it
-        self._started = start_replica(
+        self._replica, self._drafting = start_replica(
             spec,
             checkpoint=checkpoint,
             policy_version=policy_version,
@@ -167,9 +159,8 @@ class Worker:
 
     def leave(self) -> None:
         """Leave the torch.distributed group in step with the others; without the barrier gloo may abort at exit."""
-        if self._started is not None:
-            self._drafting.close()
-            self._replica.close()
+        self._drafting.close()
+        self._replica.close()
         if dist.is_initialized():
             dist.barrier()
             if self._policy_shard is not None:
@@ -287,16 +278,6 @@ class Worker:
         """Wait for the other workers where an engine has memory on the GPUs of several."""
         if self._engines.workers_each > 1:
             dist.all_reduce(torch.zeros(()))  # on the CPU, where it waits for as long as an engine may need to start
-
-    @property
-    def _replica(self) -> Replica:
-        assert self._started is not None, "load() comes first"
-        return self._started.replica
-
-    @property
-    def _drafting(self) -> Drafting:
-        assert self._started is not None, "load() comes first"
-        return self._started.drafting
 
     @property
     def _policy(self) -> PolicyShard:

@@ -1,10 +1,7 @@
 """Pre-packed weights for rollout replicas on CPU, made once per policy version.
 
-A plain bf16 `F.linear` re-arranges its weight matrix in every call, which costs more than the product itself at decode
-shapes (1 to 32 tokens).  The packed form is the panels of `kernels/layers/packed_linear`, or oneDNN's blocked layout
-where those do not run.  For inference only (no gradient).
-
-    plain decoder -> pack_linears -> PackedWeights;  after each policy update: PackedWeights.repack(new weights)
+A plain bf16 `F.linear` re-arranges its weight matrix in every call.  The packed form is the panels of
+`kernels/layers/packed_linear`, or oneDNN's blocked layout where those do not run.  For inference only (no gradient).
 """
 
 from collections.abc import Iterable

@@ -5,10 +5,6 @@ ends.  The engine knows nothing of workers, rewards or training; the caller deci
 
     admit -> prefill (once per distinct prompt, shared by its siblings) -> rounds -> finished rows leave -> admit ...
 
-Its parts: LiveBatch holds requests and their tokens by row, SlotCache their keys and values, HiddenStates and Capture
-what else the target computed.  Prefill runs the prompts of new rows, Rounds drafts, verifies and commits, and
-GuardedDrafting asks the drafters.
-
 A round is plain, or speculative: the tuner names a strategy, its drafter proposes, `spec_round` verifies.  Both sample
 the same tokens.  On a GPU rounds have fixed shapes and are replayed graphs (`static_rounds`).
 """
