@@ -1,41 +1,33 @@
 """Captured hidden states and distributions are those that a plain transformers forward gives, position by position."""
 
+import dataclasses
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from conf.rollout import SpeculationConfig, StrategyConfig
+from tests.decoders import lively
 from tests.tlt_core.rollout.playing import play, requests
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import eagle3_from_target
 from tlt_core.items.types import SamplingParams
-from tlt_core.model.load import load_decoder
+from tlt_core.model.load import load_decoder, save_hf
 from tlt_core.model.sampling import stream_key
 from tlt_core.rollout import build
 
-VOCAB, MAX_LEN, EOS = 64, 80, 2
+VOCAB, MAX_LEN = 64, 80
 CHAIN = StrategyConfig(drafter="eagle3", depth=3, width=1, tokens=3)
 TREE = StrategyConfig(drafter="eagle3", depth=4, width=3, tokens=9)
 NGRAM = StrategyConfig(drafter="ngram", depth=4, width=2, tokens=6)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        initializer_range=0.3,
-        eos_token_id=EOS,
-    )
+def folders(tiny_config, tmp_path_factory):
     path = tmp_path_factory.mktemp("capture")
-    LlamaForCausalLM(config).save_pretrained(path / "model")
-    decoder = load_decoder(path / "model", dtype=torch.float32)
+    decoder = lively(dataclasses.replace(tiny_config, num_layers=8))
+    weights = [(name, weight.detach()) for name, weight in decoder.named_parameters()]
+    save_hf(weights, decoder.config, path / "model", tokenizer_from=path, dtype=torch.float32)
     model = eagle3_from_target(decoder, torch.arange(VOCAB), scales=(1.0, 1.0, 1.0), seed=0)
     save_eagle3(model, path / "d-eagle3", dtype=torch.float32)
     return path
