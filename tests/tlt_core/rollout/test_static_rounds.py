@@ -70,12 +70,13 @@ def test_drafts_of_the_host_and_their_reports(decoder, case, wrong_every):
         assert sum(t.tokens for t in traces) > 1.5 * sum(t.report.live for t in traces)
 
 
-def test_a_drafter_that_fails_costs_its_draft_alone(decoder, case):
+def test_a_drafter_that_fails_costs_its_draft_alone(decoder, case, caplog):
     params, plain = case
     engine = engine_of(decoder, Broken(), [CHAIN])
     found, traces = play(engine, requests(10), params)
     assert_same(plain, found)
     assert sum(engine.drafter_failures.values()) == len(traces)
+    assert sum("failed" in record.message for record in caplog.records) == 1, "said once"
 
 
 @pytest.mark.parametrize("limit", [1, 2, 4, 6, 7, 500])
@@ -86,9 +87,7 @@ def test_the_end_of_a_response_or_of_the_cache_inside_a_draft(decoder, limit):
     short = play(engine_of(decoder, static=False), requests(8), params)[0]
     for arm, static in itertools.product((CHAIN, TREE, WIDE), (True, False)):
         engine = engine_of(decoder, Oracle(truth), [arm], static=static)
-        found, traces = play(engine, requests(8), params)
-        assert_same(short, found)
-        assert len(traces) <= limit
+        assert_same(short, play(engine, requests(8), params)[0])
 
 
 @pytest.mark.parametrize("static", [True, False])
