@@ -6,8 +6,6 @@ Every op has an argument `impl`:
     triton   on a GPU; with TRITON_INTERPRET=1, set before this module is imported, also on CPU tensors
     native   C on a CPU, for the ops of rollout and the losses (`kernels/native`)
     auto     Triton on a GPU, C on a CPU where the op has it and it compiles, torch elsewhere; logged once
-
-Ops can be imported without Triton, which is packaged only for Linux.
 """
 
 import ctypes

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from conf.system import ClusterConfig
-from tlt_core.cluster import feed, group, heartbeat
+from tlt_core.cluster import group, heartbeat, worker
 from tlt_core.cluster.placement import Node, Placement
 
 MODULES = ["pytest", "deepspeed", "peft", "tlt_core.cluster.worker", "tlt_core.grpo.lora", __name__]
@@ -107,7 +107,7 @@ def _serve(ready: Connection, kind: type, arguments: tuple[Any, ...]) -> None:
     """The actor's process: one call after the other, each client's in its order."""
     for number in (signal.SIGTERM, signal.SIGINT):  # a forked driver has handlers of its own
         signal.signal(number, signal.SIG_DFL)
-    feed.ray = heartbeat.ray = sys.modules[__name__]
+    worker.ray = heartbeat.ray = sys.modules[__name__]
     threading.Thread(target=_end_with_parent, daemon=True).start()
     listener = Listener(("127.0.0.1", 0), backlog=8, authkey=bytes(multiprocessing.current_process().authkey))
     calls: SimpleQueue[tuple[Connection, bytes]] = SimpleQueue()

@@ -7,8 +7,7 @@ the tokens drafted since.  With `first` the last key that query 0 sees, and J(n)
     with g = d loss / d out:    ds_nj = p_nj (g_n . v_j - g_n . out_n)
     dq_n = sum_j ds_nj k_j      dk_j = sum_n ds_nj q_n      dv_j = sum_n p_nj g_n       (own keys: of query n alone)
 
-The number of scores is quadratic, and decoding processes need the memory's bandwidth.  So scores are not kept for
-backward.  They are computed for a few queries at a time, which stay in the second-level cache, and again in backward.
+Scores are computed for a few queries at a time, which stay in the second-level cache, and again in backward.
 
 Shapes: T queries of all sequences, R keys of all sequences, N queries of a block, E keys that a block sees, K key/value
 heads, G query heads for each, M = G N, k own keys, d head size.
@@ -94,15 +93,11 @@ def _reference_block(
 
 
 class _Block(NamedTuple):
-    """Some queries of one sequence."""
-
     rows: slice  # of T
     keys: slice  # of R; those that the last query sees
 
 
 class _Blocked(torch.autograd.Function):
-    """See the module docstring."""
-
     @staticmethod
     def forward(
         ctx: Any,

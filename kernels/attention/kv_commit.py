@@ -74,7 +74,6 @@ def _kv_commit_native(
 def kv_commit_reference(
     keys_YSKCd: Tensor, values_YSKCd: Tensor, sources_BA: Tensor, targets_BA: Tensor, moved_BA: Tensor | None
 ) -> None:
-    """The specification."""
     if moved_BA is None:
         slots_B1 = torch.arange(len(sources_BA), device=sources_BA.device)[:, None]
         for cache in (keys_YSKCd, values_YSKCd):

@@ -6,10 +6,9 @@ stacked as query rows):   out_n = sum_c p_nc v_c,   p_n = softmax_c(q_n . k_c / 
 This op serves rounds whose shapes are those of the live rows: on a CPU.  Rounds of fixed shape, on a GPU, use
 `kernels/tree/tree_attention`.
 
-The rows of a cache lie apart from each other, by what a request may still grow.  On CPUs with bfloat16 instructions it
-is faster to copy the parts in use together and to run two batched products over them than to call torch's attention
-kernel, as long as there is enough to do.  Scores are then rounded to bfloat16 before the softmax, as in
-`packed_attention`.
+On CPUs with bfloat16 instructions it is faster to copy the parts in use together and to run two batched products over
+them than to call torch's attention kernel, as long as there is enough to do.  Scores are then rounded to bfloat16
+before the softmax, as in `packed_attention`.
 
 Shapes: B requests, W tokens of the request that has most, K key/value heads, G query heads on each, N = W G query
 rows, C cache positions in use, d head size.
@@ -54,7 +53,6 @@ def slot_attention(q_BKNd: Tensor, keys_BKCd: Tensor, values_BKCd: Tensor, mask:
 
 
 def slot_attention_reference(q_BKNd: Tensor, keys_BKCd: Tensor, values_BKCd: Tensor, mask: SlotMask) -> Tensor:
-    """One call of torch's kernel."""
     return F.scaled_dot_product_attention(q_BKNd, keys_BKCd, values_BKCd, attn_mask=mask.visible_B1NC)
 
 

@@ -3,7 +3,7 @@
     y = x W^T + b, summed over the inputs in float32 in one order, rounded to bfloat16 once
 
 `Panels` is the arrangement of `native/linear.c`.  A token's result does not depend on the other tokens of the call, bit
-for bit, which no library guarantees.  With few tokens it is also faster than oneDNN.
+for bit, which no library guarantees.
 
 Shapes: T tokens (any leading axes), inputs and outputs of the map.
 """
@@ -38,7 +38,6 @@ class Panels:
         self.set_weight(weight)
 
     def set_weight(self, weight: Tensor) -> None:
-        """New values, any floating dtype."""
         plain = weight.detach().to("cpu", torch.bfloat16).contiguous()
         self._library.tlt_pack(plain.data_ptr(), *self.shape, self._panels.data_ptr())
 

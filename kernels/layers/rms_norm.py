@@ -2,9 +2,8 @@
 
     y = x r w,  r = (mean(x^2) + eps)^-1/2            dx = r (g w - x r mean(g w x r)),  dw = sum over tokens of g x r
 
-On a CPU torch composes it of small float32 operations and keeps their results for backward, eight bytes per element or
-more; x, which the residual stream keeps anyway, and r are enough.  Here blocks of tokens are converted to float32, so
-the work stays in cache.  Rounding is torch's: everything in float32, rounded once at the end.
+On a CPU torch keeps eight bytes per element or more for backward; x, which the residual stream keeps anyway, and r are
+enough.  Rounding is torch's: everything in float32, rounded once at the end.
 
 Shapes: T tokens (any leading axes), D normalised size, B tokens of one block.
 """

@@ -2,9 +2,8 @@
 
     y = s(a) b,  s(a) = a / (1 + exp(-a))             da = g b s'(a),  db = g s(a)
 
-With plain operations autograd would also keep silu(gate), a third of a layer's activations, and build the gradient of
-each half as a full tensor padded with zeros.  Values equal those of `F.silu(gate) * up` to the bit.  In bfloat16
-on a CPU C computes both (`native/training.c`), in float32 and rounded once, as decoding does.
+With plain operations autograd would also keep silu(gate), a third of a layer's activations.  Values equal those of
+`F.silu(gate) * up` to the bit.  In bfloat16 on a CPU C computes both, in float32 and rounded once, as decoding does.
 
 Shapes: T tokens, I intermediate size.
 """

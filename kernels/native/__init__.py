@@ -7,9 +7,6 @@
     avx512, avx2, neon                                numbers are bfloat16 in memory, products float32
     portable     the compiler's vectors of four floats
 
-torch's kernels are made for large tensors.  A decode step of a small model is hundreds of operations on a few rows,
-where calls, copies and re-arrangements cost more than the arithmetic.
-
 Without a compiler everything runs on torch, and `library` logs that once.  TLT_NATIVE_KERNELS=0 turns the kernels off;
 TLT_NATIVE_KERNELS=avx2 (or another name from above) limits them to these instructions.
 """
@@ -234,46 +231,10 @@ def _compile(sources: Sequence[Path], target: Path, flags: Sequence[str]) -> Non
         built.replace(target)  # another process that compiles at the same time makes the same file
 
 
-class CLinear(ctypes.Structure):
-    """common.h: Linear."""
-
-    _fields_ = fields(_source(), "Linear")
+def _struct(name: str) -> type[ctypes.Structure]:
+    return type(f"C{name}", (ctypes.Structure,), {"_fields_": fields(_source(), name)})
 
 
-_BY_VALUE["Linear"] = CLinear
-
-
-class CLayer(ctypes.Structure):
-    """layers.c: Layer."""
-
-    _fields_ = fields(_source(), "Layer")
-
-
-class CShape(ctypes.Structure):
-    """layers.c: Shape."""
-
-    _fields_ = fields(_source(), "Shape")
-
-
-class CCache(ctypes.Structure):
-    """common.h: Cache."""
-
-    _fields_ = fields(_source(), "Cache")
-
-
-class CLayout(ctypes.Structure):
-    """common.h: Layout."""
-
-    _fields_ = fields(_source(), "Layout")
-
-
-class CChain(ctypes.Structure):
-    """layers.c: Chain."""
-
-    _fields_ = fields(_source(), "Chain")
-
-
-class CCacheShape(ctypes.Structure):
-    """tree.c: CacheShape."""
-
-    _fields_ = fields(_source(), "CacheShape")
+CLinear = _BY_VALUE["Linear"] = _struct("Linear")
+CLayer, CShape, CCache, CLayout = map(_struct, ("Layer", "Shape", "Cache", "Layout"))
+CChain, CCacheShape = map(_struct, ("Chain", "CacheShape"))

@@ -34,7 +34,6 @@ _MIX_1 = 0x85EBCA6B - (1 << 32)
 _MIX_2 = 0xC2B2AE35 - (1 << 32)
 _SCALE = 2.0**-31
 _LARGEST_U = 1.0 - 2.0**-24
-_FEWEST_IN_BLOCK, _MOST_IN_BLOCK = 32, 256  # of the two-level arg-max
 
 
 def gumbel_noise(keys_N2: Tensor, ids_V: Tensor) -> Tensor:
@@ -69,23 +68,11 @@ def coupled_argmax(scores_NV: Tensor, keys_N2: Tensor, ids_V: Tensor) -> Tensor:
 def coupled_race(p_NV: Tensor, keys_N2: Tensor) -> Tensor:
     """arg-max over V of p / w, which is arg-max of log p + g, as g = -log w: no logarithm of the vocabulary.
 
-    p_NV: float32 probabilities.  keys_N2: [N, 2], or [1, 2] when all positions share their noise.  Returns [N] int64
-    columns.  The two forms round differently and may differ where the two best scores are within 1e-6.
+    p_NV: float32 probabilities.  Returns [N] int64 columns.  The two forms round differently and may differ where the
+    two best scores are within 1e-6.
     """
     ids = torch.arange(p_NV.shape[-1], dtype=torch.int32, device=p_NV.device)
-    return first_argmax(p_NV / exponential_noise(keys_N2, ids))
-
-
-def first_argmax(x_NV: Tensor) -> Tensor:
-    """arg-max of the last axis, the first of equals.  In two levels: torch's maximum is vectorised, its arg-max not."""
-    vocab = x_NV.shape[-1]
-    block = vocab & -vocab  # the largest power of two that divides it
-    if not _FEWEST_IN_BLOCK <= block < vocab:
-        return x_NV.argmax(-1)
-    blocks_NSJ = x_NV.unflatten(-1, (-1, min(block, _MOST_IN_BLOCK)))
-    best_N = blocks_NSJ.amax(-1).argmax(-1)
-    rows = torch.arange(len(x_NV), device=x_NV.device)
-    return best_N * blocks_NSJ.shape[-1] + blocks_NSJ[rows, best_N].argmax(-1)
+    return (p_NV / exponential_noise(keys_N2, ids)).argmax(-1)
 
 
 class Choice(NamedTuple):
@@ -143,7 +130,6 @@ def _coupled_sample_native(logits_NV: Tensor, keys_N2: Tensor, temperature: floa
 def coupled_sample_reference(
     logits_NV: Tensor, keys_N2: Tensor, *, temperature: float, floors_N: Tensor | None
 ) -> Choice:
-    """The specification."""
     divisor = temperature or 1.0
     z = logits_NV.float() / divisor
     if floors_N is not None:
@@ -245,7 +231,6 @@ def _choose_among_splits(parts, columns, tokens, logprobs, lognorms, splits, pla
 
 @jit()
 def _gumbel(ids, key_0, key_1):
-    """`gumbel_noise`."""
     u = _hash(ids, key_0, key_1).to(tl.float32)
     u = tl.minimum((u + 0.5) * 4.656612873077393e-10, 0.99999994)  # 2^-31, 1 - 2^-24
     w = 1.0 - u

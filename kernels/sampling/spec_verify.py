@@ -63,7 +63,6 @@ def accepted_path(
 def accepted_path_reference(
     choice_T: Tensor, tokens_N: Tensor, parents_N: Tensor, rows_N: Tensor, *, num_rows: int, depth: int
 ) -> AcceptedPath:
-    """The specification."""
     device = choice_T.device
     current_B = torch.arange(num_rows, device=device)
     parent_T_N = torch.where(parents_N < 0, rows_N, parents_N + num_rows)

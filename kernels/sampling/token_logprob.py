@@ -4,9 +4,8 @@ Math.  z_t = W h_t / temperature, log p_t = z_t[id_t] - logsumexp(z_t), entropy 
 Gradient: d log p_t / d z_t = onehot(id_t) - p_t, so backward keeps only logsumexp (one float per token) and recomputes
 the logits, a chunk of tokens at a time (as in Hsu et al., "Liger Kernel", arXiv 2410.10989).
 
-The vocabulary matrix product runs in the dtype of its inputs (bf16 on the fast path), softmax in float32 on a few
-tokens at a time, which stay in the processor's cache.  No tensor has the size [T, V] where it is more than a chunk; the
-last chunk's logits are kept for backward.
+The vocabulary matrix product runs in the dtype of its inputs, softmax in float32 on a few tokens at a time.  No tensor
+has the size [T, V] where it is more than a chunk; the last chunk's logits are kept for backward.
 
 On a CPU C works on a token's logits (`native/logprob.c`).  On a GPU the chunk's logits keep their dtype, and a Triton
 kernel reads a token's logits once, in blocks of the vocabulary, for their maximum m, s = sum exp(z - m) and

@@ -54,7 +54,6 @@ def tree_layout(
 def tree_layout_reference(
     positions_B: Tensor, parents_N: Tensor, rows_N: Tensor, depths_N: Tensor, *, depth: int
 ) -> TreeLayout:
-    """The specification."""
     live, device = len(positions_B), positions_B.device
     counts_B = torch.zeros_like(positions_B).index_add_(0, rows_N, torch.ones_like(rows_N))
     own_N = torch.arange(len(rows_N), device=device)

@@ -151,9 +151,9 @@ def updated(device: torch.device, folder: Path, saved: Path) -> tuple[dict[str, 
         batch = train_batch_of(tiny_scored(seed=int(resumed), num_groups=4), cfg, ALGORITHM)
         batch = dataclasses.replace(batch, ref_logprobs_C=shard.reference_logprobs(batch))
         report = shard.update([batch, batch])  # the second step needs the log-probabilities before the first
-        shard.save(saved)
-        shard.close()
-    return report.metrics, [w.clone() for _, w in shard.weights()]
+        shard.trainer.save(saved)
+        shard.trainer.close()
+    return report.metrics, [w.clone() for _, w in shard.trainer.weights()]
 
 
 def test_policy_update_with_a_reference_and_a_checkpoint(decoder, folder, tmp_path) -> None:

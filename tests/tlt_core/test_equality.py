@@ -50,17 +50,23 @@ def drafters(decoder, tmp_path_factory):
     """Folders of an EAGLE-3 drafter with random weights, and of one trained on what the model writes."""
     root = tmp_path_factory.mktemp("drafters")
     random = random_eagle3(Eagle3Config.for_target(decoder.config, len(IDS)), IDS, seed=4)
-    texts = [r for t in TEMPERATURES for r in decode(decoder, SpeculationConfig(policy="off"), t)[0].values()]
-    firsts = [r.prompt_len for r in texts]
-    probe = eagle3_from_target(decoder, IDS, scales=(1.0, 1.0, 1.0), seed=1)
-    seen = observe(decoder, [r.tokens for r in texts], probe, firsts=firsts, dtype=torch.float32)
-    trained = eagle3_from_target(decoder, IDS, scales=tap_scales(torch.cat([s.taps_LE for s in seen])), seed=1)
-    trainer = Eagle3Trainer(trained, decoder, TrainSettings(learning_rate=3e-3, warmup_steps=5))
-    for step in range(40):
-        trainer.step(seen[step % 4 :: 4])
+    said = [r for t in TEMPERATURES for r in decode(decoder, SpeculationConfig(policy="off"), t)[0].values()]
+    trained = trained_drafter(decoder, said, IDS, TrainSettings(learning_rate=3e-3, warmup_steps=5))
     for name, model in (("random", random), ("trained", trained)):
         save_eagle3(model, root / f"{name}-eagle3", dtype=torch.float32)
     return {name: str(root / f"{name}-eagle3") for name in ("random", "trained")}
+
+
+def trained_drafter(decoder, responses, ids, settings):
+    """Learnt from responses, so that its drafts are accepted now and then at every temperature."""
+    firsts = [r.prompt_len for r in responses]
+    probe = eagle3_from_target(decoder, ids, scales=(1.0, 1.0, 1.0), seed=1)
+    seen = observe(decoder, [r.tokens for r in responses], probe, firsts=firsts, dtype=torch.float32)
+    drafter = eagle3_from_target(decoder, ids, scales=tap_scales(torch.cat([s.taps_LE for s in seen])), seed=1)
+    trainer = Eagle3Trainer(drafter, decoder, settings)
+    for step in range(40):
+        trainer.step(seen[step % 4 :: 4])
+    return drafter
 
 
 @pytest.fixture(scope="module")

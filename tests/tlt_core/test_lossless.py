@@ -10,11 +10,10 @@ from conf.rollout import SpeculationConfig, StrategyConfig
 from kernels import native
 from kernels.sampling.coupled_sample import gumbel_noise
 from tests.tlt_core.rollout.playing import play
+from tests.tlt_core.test_equality import trained_drafter
 from tlt_core.data.chat import encode_prompt
 from tlt_core.drafter.eagle3.files import save_eagle3
-from tlt_core.drafter.eagle3.model import eagle3_from_target, tap_scales
-from tlt_core.drafter.eagle3.observe import observe
-from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainSettings
+from tlt_core.drafter.eagle3.train import TrainSettings
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.model.load import load_decoder, load_tokenizer, stop_token_ids
 from tlt_core.model.sampling import policy_scores, row_keys, stream_key
@@ -48,26 +47,12 @@ def model(request, embedded_model, tmp_path_factory):
     prompts = [torch.tensor(encode_prompt(tokenizer, q, system_prompt=None), dtype=torch.int32) for q in questions]
     folder = tmp_path_factory.mktemp("drafter") / "drafter-eagle3"
     target = decoder, prompts, folder, stop_token_ids(embedded_model, tokenizer)
-    save_eagle3(trained_drafter(target), folder, dtype=torch.float32)
-    return target
-
-
-def trained_drafter(target):
-    """Learnt from greedy responses, so that its drafts are accepted now and then at every temperature."""
-    decoder, *_, stops = target
-    params = SamplingParams(temperature=0.0, max_new_tokens=24, stop_token_ids=stops)
-    plain, *_ = decode(target, SpeculationConfig(policy="off"), params)
+    greedy = SamplingParams(temperature=0.0, max_new_tokens=24, stop_token_ids=target[-1])
+    plain, *_ = decode(target, SpeculationConfig(policy="off"), greedy)
     taught = list(plain.values())[:: max(1, len(plain) // 40)]
     ids = torch.cat([r.completion for r in taught]).unique().long()
-    probe = eagle3_from_target(decoder, ids, scales=(1.0, 1.0, 1.0), seed=0)
-    sequences = observe(
-        decoder, [r.tokens for r in taught], probe, firsts=[r.prompt_len for r in taught], dtype=torch.float32
-    )
-    drafter = eagle3_from_target(decoder, ids, scales=tap_scales(torch.cat([s.taps_LE for s in sequences])), seed=0)
-    trainer = Eagle3Trainer(drafter, decoder, TrainSettings(warmup_steps=5))
-    for step in range(40):
-        trainer.step(sequences[step % 4 :: 4])
-    return drafter
+    save_eagle3(trained_drafter(decoder, taught, ids, TrainSettings(warmup_steps=5)), folder, dtype=torch.float32)
+    return target
 
 
 def decode(model, cfg, params, *, max_live=16):

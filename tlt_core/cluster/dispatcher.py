@@ -3,9 +3,7 @@
     driver  --begin(groups), offer(passes)-->  Dispatcher  <--pull / push / report / ask / take--  workers (`feed`)
     driver  <--drain()-----------------------
 
-consumes: groups of requests, finished rollouts, what idle workers report.  waits: never.  produces: requests, finished
-rollouts, orders for idle workers (compute a pass of the update, train the drafter, wait,
-stop: `idle_training/coordinator`).
+Orders for idle workers (compute a pass of the update, train the drafter, wait, stop) are `idle_training/coordinator`'s.
 
 `pull`: one queue.  No worker gets more than a fair share of the outstanding requests, so they go to free workers.
 `static`: whole groups are dealt up front, as in classic data parallelism.
@@ -16,11 +14,11 @@ fair shares and the end of rollout depend on it.
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from tlt_core.cluster.engines import Engines
-from tlt_core.cluster.heartbeat import Beat, Sign, Signs
+from tlt_core.cluster.heartbeat import Signs
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.passes import Key
 from tlt_core.idle_training.coordinator import (
@@ -38,8 +36,6 @@ OfferedPass = tuple[Key, TrainBatch]
 
 
 class Pulled(NamedTuple):
-    """Answer to `pull`."""
-
     requests: tuple[GenerationRequest, ...]
     exhausted: bool  # no request is left for this worker in this phase: do not ask again
 
@@ -52,23 +48,8 @@ class Drained(NamedTuple):
     tokens: int  # tokens emitted in this phase, all workers
 
 
-class Dispatcher:
+class Dispatcher(Signs):
     """State of one generation phase at a time, and the workers' signs of life."""
-
-    def __init__(self) -> None:
-        self._signs = Signs()
-
-    def beat(self, beat: Beat) -> int:
-        """A worker gives a sign of life; returns how often stacks were asked for so far."""
-        return self._signs.heard(beat)
-
-    def signs(self) -> Mapping[int, Sign]:
-        """Signs of life by rank."""
-        return self._signs.all()
-
-    def want_stacks(self) -> None:
-        """Have all workers write their stacks."""
-        self._signs.want_stacks()
 
     def begin(
         self,
@@ -81,9 +62,8 @@ class Dispatcher:
     ) -> None:
         """Start a phase of RL step `step`.
 
-        groups: the requests of each prompt; none: a phase of waiting, which lasts until `end`.  idle_training: who
-        may train
-        when.
+        groups: the requests of each prompt; none: a phase of waiting, which lasts until `end`.  idle_training: who may
+        train when.
         """
         num_workers, hosts = engines.num_workers, engines.hosts
         self._coordinator = Coordinator(num_workers, idle_training, step=step, at_s=time.time())
@@ -116,7 +96,6 @@ class Dispatcher:
         return Pulled(requests, exhausted=not queue)
 
     def push(self, worker: int, rollout: Rollout) -> None:
-        """A worker finished a response."""
         self._finished.append(rollout)
         self._live[worker] -= 1
         self._outstanding -= 1
@@ -124,11 +103,9 @@ class Dispatcher:
             self._coordinator.end(time.time())
 
     def end(self) -> None:
-        """End a phase of waiting."""
         self._coordinator.end(time.time())
 
     def report(self, worker: int, tokens: int) -> None:
-        """Record a worker's token count for this phase."""
         self._tokens[worker] = tokens
 
     def ask(self, event: Progress) -> Order:

@@ -113,14 +113,12 @@ class Drafting:
         self._trial_errors = cfg.idle_training.canary_errors
 
     def observe(self, report: RoundReport) -> None:
-        """A round of a training rollout was made."""
         collapsed = self._check.observe(report)
         if collapsed is not None and self._tuner is not None:
             self._tuner.suspend(collapsed)
 
     @property
     def suspended(self) -> tuple[str, ...]:
-        """Drafters that have collapsed and are out of use."""
         return self._check.suspended
 
     def publish(self, shares: Sequence[float], *, measured: Comparison | None) -> DrafterPublished:
@@ -134,8 +132,10 @@ class Drafting:
         trial = self._tried(parameters_N) if measured is None else measured
         accepted = measured is not None or not trial.is_worse(errors=self._trial_errors)
         if accepted:
-            self._swap(parameters_N, is_mine=self._share(shares) == 1)
             assert self._drafts is not None, "there is training, so something is drafted"
+            self._drafts.load_drafter(
+                export_weights(idle_training.adopt(parameters_N, is_mine=self._share(shares) == 1))
+            )
             trained = self._drafts.learned[0]
             was_suspended = self._check.published(trained)
             if self._tuner is not None:
@@ -151,7 +151,6 @@ class Drafting:
         self._idle_training().reject()
 
     def export(self, out_dir: Path, *, dtype: torch.dtype) -> None:
-        """Write the drafter in use as a folder that vLLM and SGLang load."""
         save_eagle3(self._idle_training().candidate.used, out_dir, dtype=dtype)
 
     def save(self, folder: Path, *, dtype: torch.dtype) -> None:
@@ -166,7 +165,6 @@ class Drafting:
                 self.export(folder / _DRAFTER_DIR, dtype=dtype)
 
     def close(self) -> None:
-        """Wait for what is being written."""
         if self.idle_training is not None:
             self.idle_training.close()
 
@@ -179,10 +177,6 @@ class Drafting:
     def _idle_training(self) -> IdleTraining:
         assert self.idle_training is not None, "only a worker that trains a drafter is asked"
         return self.idle_training
-
-    def _swap(self, parameters_N: Tensor, *, is_mine: bool) -> None:
-        assert self._drafts is not None, "there is training, so something is drafted"
-        self._drafts.load_drafter(export_weights(self._idle_training().adopt(parameters_N, is_mine=is_mine)))
 
     def _weighted(self, shares: Sequence[float]) -> Tensor:
         """The candidates' parameters, each times its share; where it is one worker's alone, that one's."""

@@ -24,7 +24,6 @@ class Engines(NamedTuple):
         return rank - rank % self.workers_each
 
     def is_host(self, rank: int) -> bool:
-        """Does this worker run an engine?"""
         return self.host_of(rank) == rank
 
     def workers_of(self, rank: int) -> range:

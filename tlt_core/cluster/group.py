@@ -3,14 +3,14 @@
     driver --- serve_requests / update / publish / save ---> Worker 0 .. N-1   (Ray actors, one processor each)
        \\--- begin / drain ---> Dispatcher <--- pull / push --- workers
 
-consumes: groups of requests, training shares.  waits: for all workers, while it watches each of them.
-produces: finished rollouts as they end, reports.  A worker that dies fails the phase at once with its own traceback:
-the rest of the group is killed, so nobody waits in a collective for a dead peer.  One that hangs: see `watch`.
+A worker that dies fails the phase at once with its own traceback: the rest of the group is killed, so nobody waits in
+a collective for a dead peer.  One that hangs: see `watch`.
 """
 
 import contextlib
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,12 +23,9 @@ from tlt_core.cluster.dispatcher import Dispatcher, Drained, OfferedPass
 from tlt_core.cluster.drafting import DrafterPublished
 from tlt_core.cluster.engines import Engines
 from tlt_core.cluster.messages import GenerateReport, UpdateReport, WorkerSpec
-from tlt_core.cluster.placement import require_room, reserve, start_ray
-from tlt_core.cluster.post_mortem import dead_processes, own_error, who
+from tlt_core.cluster.placement import expected_files, probe_file, require_room, require_seen, reserve, start_ray
 from tlt_core.cluster.rendezvous import LOOPBACK, backend_of
-from tlt_core.cluster.shared_folders import expected_files, probe_file, require_seen
-from tlt_core.cluster.watch import Watch
-from tlt_core.cluster.weight_digest import outliers
+from tlt_core.cluster.watch import Watch, dead_processes, own_error
 from tlt_core.cluster.worker import Worker
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.idle_training.comparison import Comparison
@@ -51,15 +48,11 @@ class WorkerDied(RuntimeError):
 
 
 class Generated(NamedTuple):
-    """What the workers did in a rollout phase."""
-
     reports: list[GenerateReport]  # by rank
     phase: PhaseReport
 
 
 class Waited(NamedTuple):
-    """What the workers did while the driver waited."""
-
     results: list[IdleTrainingResult]  # of their training, by rank; a worker that trains none is missing
     phase: PhaseReport
 
@@ -111,7 +104,7 @@ class WorkerGroup:
             if shared is not None:
                 files |= stack.enter_context(probe_file(shared.resolve()))
             missing = self._on_all("unseen", files)
-        require_seen(missing, self._placement.nodes, driver=self._placement.driver)
+        require_seen(missing, self._placement)
 
     def _join(self, backend: str) -> None:
         addresses = [LOOPBACK if self._placement.is_local else node.address for node in self._placement.nodes]
@@ -135,7 +128,6 @@ class WorkerGroup:
         ray.shutdown()
 
     def load(self, checkpoint: Path | None, policy_version: int) -> None:
-        """Build all parts of every worker, from the start model or from a checkpoint."""
         shared = [self.engines.workers_of(rank) for rank in range(self.num_workers)]
         gpus = [tuple(gpu for rank in ranks for gpu in self._gpus[rank]) for ranks in shared]
         self._on_each("load", [(checkpoint, policy_version, of_engine) for of_engine in gpus])
@@ -199,11 +191,10 @@ class WorkerGroup:
     # ------------------------------------------------------------------------------------------ drafter
 
     def publish_drafter(self, shares: Sequence[float], *, measured: Comparison | None) -> list[DrafterPublished]:
-        """Publish the sum of the engines' candidates, weighted by `shares`.  See `Drafting.publish`."""
+        """See `Drafting.publish`."""
         return self._on_engines("publish", tuple(shares), measured=measured)
 
     def refuse_drafter(self) -> None:
-        """Drop the engines' candidates."""
         self._on_engines("refuse")
 
     def export_drafter(self, out_dir: Path) -> None:
@@ -228,26 +219,24 @@ class WorkerGroup:
     def publish(self, policy_version: int) -> None:
         """Load the new weights into all rollout replicas.  Raises WorkerDied when these differ afterwards."""
         published = self._on_all("publish", policy_version)
-        wrong = outliers(published)
+        common = Counter(published).most_common(1)[0][0]  # in a tie, the first one counts as right
+        wrong = [rank for rank, own in enumerate(published) if own != common]
         if wrong:
             self.kill()
             raise WorkerDied(
-                f"after publishing policy {policy_version}, workers {list(wrong)} hold other weights than the rest "
-                f"({published}, version and digest); start the same command again to resume from the newest checkpoint"
+                f"after publishing policy {policy_version}, workers {wrong} hold other weights than the rest "
+                f"({published}, version and digest).  {_RESUME}"
             )
 
     def save(self, folder: Path) -> None:
-        """Write every worker's part of a checkpoint."""
         self._on_all("save", folder)
 
     def export(self, out_dir: Path, *, tokenizer_from: Path, dtype: str) -> None:
-        """Write the policy as a Hugging Face folder."""
         self._on_all("export", out_dir, tokenizer_from, dtype)
 
     # ------------------------------------------------------------------------------------------ calls
 
     def _on_all(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
-        """Call a method of every worker."""
         return self._wait_for([getattr(w, method).remote(*arguments, **options) for w in self._workers], method)
 
     def _on_engines(self, method: str, *arguments: Any, **options: Any) -> list[Any]:
@@ -257,7 +246,6 @@ class WorkerGroup:
         return self._wait_for(calls, method, by=hosts)
 
     def _on_each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method of every worker, with arguments of its own."""
         calls = [getattr(w, method).remote(*a) for w, a in zip(self._workers, arguments, strict=True)]
         return self._wait_for(calls, method)
 
@@ -298,9 +286,11 @@ class WorkerGroup:
             return WorkerDied(f"{lost}.  {_RESUME}")
         # Its peers in a collective fail before its own call does.
         dead = dead_processes(self._workers, self._placement.nodes, self._dispatcher)
+        which = "; ".join(dead) or "it is not known which"
+        text = f"A worker process ended unexpectedly ({which}): it was killed, ran out of memory, or its node failed.  "
         if not isinstance(error, RayTaskError):
-            text = f"{who(dead)}  {_RESUME}  ({error})"
+            text += f"{_RESUME}  ({error})"
         else:
-            text = f"{who(dead)}  {_RESUME}" if dead else f"A worker failed with:\n{error}"
+            text = f"{text}{_RESUME}" if dead else f"A worker failed with:\n{error}"
         log.error("%s", text)
         return WorkerDied(text)

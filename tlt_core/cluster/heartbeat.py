@@ -23,14 +23,6 @@ from tlt_core.machine.getting_on import how_far
 _EVERY_S = 2.0
 
 
-class Beat(NamedTuple):
-    """What a worker says of itself."""
-
-    rank: int
-    pid: int
-    done: int  # see `machine/getting_on`
-
-
 class Sign(NamedTuple):
     """What is known of a worker."""
 
@@ -40,53 +32,49 @@ class Sign(NamedTuple):
 
 
 class Signs:
-    """The newest beat of each worker.  The dispatcher holds it."""
+    """What the dispatcher knows of the workers' heartbeats."""
 
     def __init__(self) -> None:
-        self._heard: dict[int, tuple[Beat, float]] = {}
+        self._heard: dict[int, tuple[int, int, float]] = {}  # by rank: process, how far it has got, when it was heard
         self._got_on_s: dict[int, float] = {}
         self._requests = 0
 
-    def heard(self, beat: Beat) -> int:
-        """Note a beat; returns how often stacks were asked for so far."""
-        now_s, known = time.monotonic(), self._heard.get(beat.rank)
-        if known is None or known[0].done != beat.done:
-            self._got_on_s[beat.rank] = now_s
-        self._heard[beat.rank] = (beat, now_s)
+    def beat(self, rank: int, pid: int, done: int) -> int:
+        """A worker gives a sign of life; returns how often stacks were asked for so far.  done: see `getting_on`."""
+        now_s, known = time.monotonic(), self._heard.get(rank)
+        if known is None or known[1] != done:
+            self._got_on_s[rank] = now_s
+        self._heard[rank] = (pid, done, now_s)
         return self._requests
 
     def want_stacks(self) -> None:
         """Have every worker that has a heartbeat write its stacks."""
         self._requests += 1
 
-    def all(self) -> Mapping[int, Sign]:
+    def signs(self) -> Mapping[int, Sign]:
         """By rank; a worker that was never heard is missing."""
         now_s = time.monotonic()
         return {
-            rank: Sign(beat.pid, now_s - heard_s, now_s - self._got_on_s[rank])
-            for rank, (beat, heard_s) in self._heard.items()
+            rank: Sign(pid, now_s - heard_s, now_s - self._got_on_s[rank])
+            for rank, (pid, _, heard_s) in self._heard.items()
         }
 
 
-class Heartbeat:
-    """One per worker; its thread ends with the process, or with the dispatcher."""
+def begin_heartbeat(dispatcher: Any, rank: int, stacks: Path | None) -> None:
+    """Its thread ends with the process, or with the dispatcher.  stacks: file for the stacks of this process."""
 
-    def __init__(self, dispatcher: Any, rank: int, *, stacks: Path | None) -> None:
-        """stacks: file for the stacks of this process; None: they are not written."""
-        self._dispatcher, self._rank, self._stacks = dispatcher, rank, stacks
-        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
-
-    def _run(self) -> None:
+    def run() -> None:
         written = 0
         while True:
-            beat = Beat(self._rank, os.getpid(), how_far())
             try:
-                wanted: int = ray.get(self._dispatcher.beat.remote(beat))
+                wanted: int = ray.get(dispatcher.beat.remote(rank, os.getpid(), how_far()))
             except RayError:  # the group has ended
                 return
-            if wanted > written and self._stacks is not None:
-                self._stacks.parent.mkdir(parents=True, exist_ok=True)
-                with self._stacks.open("w") as file:
+            if wanted > written and stacks is not None:
+                stacks.parent.mkdir(parents=True, exist_ok=True)
+                with stacks.open("w") as file:
                     faulthandler.dump_traceback(file, all_threads=True)
             written = wanted
             time.sleep(_EVERY_S)
+
+    threading.Thread(target=run, name="heartbeat", daemon=True).start()

@@ -45,8 +45,6 @@ class WorkerSpec(NamedTuple):
 
 
 class GenerateReport(NamedTuple):
-    """What one worker did in a rollout phase."""
-
     rounds: tuple[RoundTrace, ...]  # this, tuner and drafter_failures: see `DecodeReport`
     tuner: dict[str, Any]
     drafter_failures: int
@@ -56,8 +54,6 @@ class GenerateReport(NamedTuple):
 
 
 class UpdateReport(NamedTuple):
-    """What one worker did in an update."""
-
     spans: tuple[WorkerSpan, ...]
     metrics: dict[str, float]  # the same on every worker
     memory_bytes: int = 0  # most that it has held so far

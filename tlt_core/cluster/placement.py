@@ -2,13 +2,14 @@
 
     cluster section -> require_room -> reserve -> Placement (bundles and nodes by rank)
 
-consumes: the cluster section.  waits: `_WAIT_S` at most, for processors that something else uses.
-produces: a placement group with one bundle per worker, or a ClusterError before any model is loaded.
+`_WAIT_S` at most is waited for processors that something else uses.  What is impossible is a ClusterError before any
+model is loaded.
 """
 
 import logging
 import math
 import os
+import secrets
 import signal
 import socket
 import threading
@@ -48,15 +49,11 @@ class ClusterError(ValueError):
 
 
 class Node(NamedTuple):
-    """A machine of the cluster."""
-
     id: str
     address: str
 
 
 class Placement(NamedTuple):
-    """Where each worker runs."""
-
     group: PlacementGroup
     bundles: tuple[int, ...]  # by rank
     nodes: tuple[Node, ...]  # by rank
@@ -64,11 +61,9 @@ class Placement(NamedTuple):
 
     @property
     def is_local(self) -> bool:
-        """Do all workers run where the driver does?"""
         return {node.id for node in self.nodes} == {self.driver.id}
 
     def worker(self, rank: int) -> PlacementGroupSchedulingStrategy:
-        """Where a worker's actor goes."""
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[rank])
 
     def beside_driver(self) -> NodeAffinitySchedulingStrategy:
@@ -250,11 +245,6 @@ def reserve(cluster: ClusterConfig, workers_per_engine: int = 1) -> Placement:
     return placement
 
 
-def lost_nodes(nodes: Sequence[Node]) -> set[str]:
-    """Ids of the nodes that have left the cluster."""
-    return {node.id for node in nodes} - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
-
-
 def _workers_that_fit(resources: Mapping[str, float], cluster: ClusterConfig) -> int:
     by_cpus = int(resources.get("CPU", 0.0) // cluster.threads_per_worker)
     by_gpus = int(resources.get("GPU", 0.0)) * cluster.workers_per_gpu
@@ -287,3 +277,32 @@ def _remedy(cluster: ClusterConfig) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def expected_files(folders: Sequence[Path]) -> dict[Path, int]:
+    """The files of these folders, with their sizes."""
+    return {path: path.stat().st_size for folder in folders for path in sorted(folder.iterdir()) if path.is_file()}
+
+
+@contextmanager
+def probe_file(folder: Path) -> Iterator[dict[Path, int]]:
+    """A new file with an unpredictable name, removed at the end of the context."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f".seen-by-all-{secrets.token_hex(8)}"
+    path.write_text(path.name)
+    try:
+        yield {path: len(path.name)}
+    finally:
+        path.unlink()
+
+
+def require_seen(missing: Sequence[Sequence[Path]], placement: Placement) -> None:
+    """missing: the driver's files that each worker does not see, by rank.  Raises ClusterError when there are any."""
+    for rank, (paths, node) in enumerate(zip(missing, placement.nodes, strict=True)):
+        if paths:
+            raise ClusterError(
+                f"worker {rank} on node {node.address} does not see {paths[0].parent} as the driver on "
+                f"{placement.driver.address} does ({len(paths)} files, {paths[0].name} first): every node needs the "
+                "same files at the same path.  Put output_dir, TLT_HOME and the model on storage that all nodes mount "
+                "there, or set cluster.address=local"
+            )

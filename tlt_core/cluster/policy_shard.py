@@ -1,7 +1,8 @@
 """One worker's share of the policy update: the trainer, and the reference model where the loss needs one."""
 
 import time
-from collections.abc import Iterator, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -16,9 +17,11 @@ from tlt_core.machine.precision import as_torch
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import load_decoder, save_hf
 
+_SAMPLES = 64  # values of each tensor; all of them would be read for seconds
+
 
 class PolicyShard:
-    """One per worker.  All workers call every method together, unless it says otherwise."""
+    """One per worker.  All workers call every method together."""
 
     def __init__(
         self,
@@ -36,7 +39,7 @@ class PolicyShard:
         def start_model(where: torch.device) -> Decoder:
             return load_decoder(model_dir, dtype=as_torch(spec.update.dtype), device=where)
 
-        self._trainer = PolicyTrainer(
+        self.trainer = PolicyTrainer(
             start_model(torch.device("cpu") if spec.update.shards_weights else device),
             spec.update,
             algorithm=spec.algorithm,
@@ -48,7 +51,7 @@ class PolicyShard:
             device=device,
         )
         if checkpoint is not None:
-            self._trainer.load(checkpoint)
+            self.trainer.load(checkpoint)
         self._reference: FrozenPolicy | None = None
         if spec.algorithm.kl.coef > 0:
             self._reference = FrozenPolicy(
@@ -59,41 +62,42 @@ class PolicyShard:
             )
 
     def update(self, steps: Sequence[TrainBatch]) -> UpdateReport:
-        """One RL step's optimizer steps, on this worker's share of each."""
         started_s = time.time()
-        metrics = self._trainer.steps(steps)
+        metrics = self.trainer.steps(steps)
         return UpdateReport((WorkerSpan(self._rank, WorkerState.UPDATING, started_s, time.time()),), metrics)
-
-    def stream(self, share: TrainBatch) -> None:
-        """See `PolicyTrainer.stream`.  By one worker alone."""
-        self._trainer.stream(share)
-
-    def supervised_step(self, batch: TrainBatch) -> dict[str, float]:
-        """One step of supervised training (the cold start)."""
-        return self._trainer.supervised_step(batch)
 
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
         """Log-probs of the share's tokens under the model that RL started from."""
         assert self._reference is not None, "loaded only when algorithm.kl.coef > 0"
         return self._reference.logprobs(batch)
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights by name, gathered from all workers."""
-        return self._trainer.weights()
-
-    def save(self, folder: Path) -> None:
-        """Write this worker's part of a checkpoint."""
-        self._trainer.save(folder)
-
     def export(self, out_dir: Path, *, tokenizer_from: Path, dtype: str) -> None:
         """Write the policy as a plain Hugging Face folder: rank 0 writes, all take part in gathering."""
-        weights = self._trainer.weights()
+        weights = self.trainer.weights()
         if self._rank == 0:
-            save_hf(weights, self._trainer.config, out_dir, tokenizer_from=tokenizer_from, dtype=as_torch(dtype))
+            save_hf(weights, self.trainer.config, out_dir, tokenizer_from=tokenizer_from, dtype=as_torch(dtype))
         else:
             for _ in weights:
                 pass
 
-    def close(self) -> None:
-        """Release what the trainer holds in the process group."""
-        self._trainer.close()
+
+class WeightDigest:
+    """Fingerprint of weights on their way into an engine, from a strided sample of each tensor."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._samples: list[Tensor] = []
+
+    def through(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The same names and tensors."""
+        for name, tensor in weights:
+            flat = tensor.detach().reshape(-1)
+            self._names.append(f"{name} {tuple(tensor.shape)} {tensor.dtype}")
+            self._samples.append(flat[:: max(1, len(flat) // _SAMPLES)].clone().view(torch.uint8))
+            yield name, tensor
+
+    @property
+    def value(self) -> int:
+        """A 32-bit checksum of everything that went through; it depends on the order of the tensors."""
+        names = zlib.crc32("\n".join(self._names).encode())
+        return zlib.crc32(torch.cat(self._samples).cpu().numpy().tobytes(), names)

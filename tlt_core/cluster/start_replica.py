@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -14,19 +13,10 @@ from tlt_core.machine.precision import as_torch
 from tlt_core.model.edge_weights import EdgeWeights
 from tlt_core.model.load import load_decoder
 from tlt_core.rollout import build
-from tlt_core.rollout.builtin import BuiltinReplica
 from tlt_core.rollout.drafts import BuiltinDrafts, Drafts
-from tlt_core.rollout.no_replica import NoReplica
-from tlt_core.rollout.replica import Replica
+from tlt_core.rollout.replica import BuiltinReplica, NoReplica, Replica
 from tlt_core.rollout.vllm.drafts import VllmDrafts
 from tlt_core.rollout.vllm.replica import start_vllm
-
-
-class Started(NamedTuple):
-    """A worker's replica, and what it drafts with."""
-
-    replica: Replica
-    drafting: Drafting
 
 
 def start_replica(
@@ -37,15 +27,16 @@ def start_replica(
     rank: int,
     engines: Engines,
     gpus: Sequence[str] = (),
-) -> Started:
+) -> tuple[Replica, Drafting]:
     """A replica with the weights of `spec.model_dir`, and the newest drafter.  For all workers together.
 
     checkpoint: where tuner and drafter go on from.  gpus: of the workers that share the engine.
     Raises ModelError, VllmError, VllmUnusable.
     """
-    together = _group_of(engines)
+    # Of the workers that draft, for which all workers have to come.
+    together = None if engines.workers_each == 1 else dist.new_group(list(engines.hosts))
     if not (spec.decodes and engines.is_host(rank)):
-        return Started(NoReplica(), Drafting(None, rank=rank, hosts=engines.hosts, group=together))
+        return NoReplica(), Drafting(None, rank=rank, hosts=engines.hosts, group=together)
     speculation = newest_drafter(spec.rollout.speculation, checkpoint)
     start = _START[spec.rollout.engine]
     replica, drafts = start(spec, speculation, policy_version=policy_version, rank=rank, gpus=gpus)
@@ -60,12 +51,7 @@ def start_replica(
             folder=spec.idle_training_dir,
             resume=checkpoint is not None,
         )
-    return Started(replica, drafting)
-
-
-def _group_of(engines: Engines) -> dist.ProcessGroup | None:
-    """Of the workers that draft, for which all workers have to come; None where these are all, or a lone one."""
-    return None if engines.workers_each == 1 else dist.new_group(list(engines.hosts))
+    return replica, drafting
 
 
 def _vllm(

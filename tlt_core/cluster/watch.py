@@ -1,4 +1,4 @@
-"""The driver's watch over its workers while it waits for them.
+"""The driver's watch over its workers while it waits for them, and the post-mortem of a call that failed.
 
     silent    a worker has no heartbeat: its process was stopped, its machine is lost or far too busy
     stuck     all awaited workers are alive, and none makes progress
@@ -6,6 +6,9 @@
 
 The first two are logged once, with worker and phase, and the workers' stacks are written.  After `cluster.silence_s` or
 `cluster.stuck_s` the run is given up, so that it can be started again from the newest checkpoint.
+
+Without its control server (GCS) a Ray goes on for a minute and then kills the driver silently; its agents stay for
+longer.  Without its raylet the workers end, and Ray takes half a minute to say so.  So the driver looks by itself.
 """
 
 import contextlib
@@ -17,17 +20,20 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import ray
+from ray.exceptions import RayError, RayTaskError
 
 from conf.system import ClusterConfig
 from tlt_core.cluster.heartbeat import Sign
-from tlt_core.cluster.own_ray import OwnRay
-from tlt_core.cluster.placement import Placement
+from tlt_core.cluster.placement import Node, Placement
 from tlt_core.machine.getting_on import STACKS_WANTED
 
 log = logging.getLogger(__name__)
 
 _EVERY_S = 2.0  # between two looks
 _SILENCE_SAID_S, _STUCK_SAID_S = 30.0, 300.0  # before it is logged; at half the limit if that is earlier
+_SERVERS = ("gcs_server", "raylet")  # of Ray
+_NOTICED_S = 10.0  # for Ray to notice that a process or node is gone, after its peers have felt it
 
 
 class Watch:
@@ -38,7 +44,8 @@ class Watch:
     ) -> None:
         """ask: calls a method of the dispatcher.  shared: folder for the workers' stacks."""
         self._cluster, self._placement, self._ask = cluster, placement, ask
-        self._ray = OwnRay()
+        # Where the driver has joined a running cluster there are none.
+        self._servers = {child: name for child in psutil.Process().children() if (name := _name(child)) in _SERVERS}
         self._stacks = None if shared is None else shared.resolve() / STACKS_WANTED.parent
         self._what, self._began_s, self._looked_s = "", 0.0, 0.0
         self._silent: set[int] = set()  # logged
@@ -51,7 +58,6 @@ class Watch:
             worker.begin_heartbeat.remote(dispatcher, self._stacks and self._stacks / f"worker-{rank}.txt")
 
     def begin(self, what: str) -> None:
-        """The driver begins to wait for `what`."""
         self._what, self._began_s, self._said_stuck = what, time.monotonic(), False
 
     def look(self, ranks: Collection[int], *, may_idle: bool = False) -> str | None:
@@ -71,10 +77,15 @@ class Watch:
 
     def lost_ray(self) -> str:
         """Why the run must be given up when a server of the driver's own Ray has ended; ends the rest of Ray then."""
-        lost = self._ray.lost()
-        if lost:
-            self._ray.kill()
-        return lost and f"{lost} has ended: it was killed, or memory was short"
+        gone = [name for server, name in self._servers.items() if not _is_there(server)]
+        if not gone:
+            return ""
+        for process in psutil.Process().children(recursive=True):  # they do not end by themselves, or late
+            if (name := _name(process)) in _SERVERS or name.startswith("ray::"):  # Ray renames its Python processes
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        lost = " and ".join(f"Ray's process {name} on this machine" for name in gone)
+        return f"{lost} has ended: it was killed, or memory was short"
 
     def kill_silent(self) -> None:
         """End the processes of silent workers of this machine: a stopped process does not hear Ray."""
@@ -135,7 +146,6 @@ class Watch:
         )
 
     def _write_requested(self) -> None:
-        """Write the stacks that somebody has asked for, the driver's own included."""
         if self._stacks is None or not (self._stacks / STACKS_WANTED.name).exists():
             return
         (self._stacks / STACKS_WANTED.name).unlink(missing_ok=True)
@@ -166,3 +176,45 @@ class Watch:
 
     def _is_here(self, rank: int) -> bool:
         return self._placement.nodes[rank].id == self._placement.driver.id
+
+
+def dead_processes(workers: Sequence[Any], nodes: Sequence[Node], dispatcher: Any) -> list[str]:
+    """In words; nodes: of the workers, by rank.  A living process answers, or is busy."""
+    asked = {actor.__ray_ready__.remote(): number for number, actor in enumerate([*workers, dispatcher])}
+    pending, dead, until_s = list(asked), list[int](), time.monotonic() + _NOTICED_S
+    while pending and not dead and (left_s := until_s - time.monotonic()) > 0:
+        answered, pending = ray.wait(pending, num_returns=1, timeout=left_s)
+        dead = [asked[call] for call in answered if _is_lost(call)]
+    lost = {node.id for node in nodes} - {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+    found = [
+        f"worker {rank} on node {node.address}{', which has left the cluster' if node.id in lost else ''}"
+        for rank, node in enumerate(nodes)
+        if rank in dead or node.id in lost
+    ]
+    return [*found, *(["the dispatcher of requests"] if len(workers) in dead else [])]
+
+
+def own_error(error: RayError) -> Exception | None:
+    """Our own typed errors keep their type across the process boundary; anything else is a dead worker."""
+    cause = error.cause if isinstance(error, RayTaskError) else None
+    return cause if isinstance(cause, OSError) or type(cause).__module__.startswith("tlt_core.") else None
+
+
+def _is_lost(call: Any) -> bool:
+    try:
+        ray.get(call)
+    except RayError:
+        return True
+    return False
+
+
+def _name(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name()
+    return ""
+
+
+def _is_there(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False

@@ -1,16 +1,7 @@
 """One worker: a rollout replica and a share of the policy update on one processor.
 
-Run by the group as a Ray actor.  Its parts have one owner each:
-
-    Replica        samples responses                      rollout/replica, started by start_replica
-    Drafting       tuner, drafter, training in idle time  drafting
-    PolicyShard    the policy update                      policy_shard
-
-A phase is one call.  States are time-stamped as `WorkerSpan`s, for the timeline:
-
-    serve_requests:  BUSY until its own requests are done, then IDLE, TRAINING or STREAMING until rollout has ended on
-                     every worker
-    update:          UPDATING
+Run by the group as a Ray actor.  A phase is one call.  States are time-stamped as `WorkerSpan`s, for the timeline: BUSY
+until its own requests are done, IDLE, TRAINING or STREAMING until rollout has ended on every worker, then UPDATING.
 """
 
 import os
@@ -19,31 +10,73 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tlt_core.cluster.dispatcher import OfferedPass
 from tlt_core.cluster.drafting import Drafting
 from tlt_core.cluster.engines import Engines
-from tlt_core.cluster.feed import RequestFeed
-from tlt_core.cluster.heartbeat import Heartbeat
+from tlt_core.cluster.heartbeat import begin_heartbeat
 from tlt_core.cluster.messages import GenerateReport, UpdateReport, WorkerSpec
-from tlt_core.cluster.policy_shard import PolicyShard
+from tlt_core.cluster.policy_shard import PolicyShard, WeightDigest
 from tlt_core.cluster.rendezvous import host_store, join_group
-from tlt_core.cluster.shared_folders import unseen
-from tlt_core.cluster.start_replica import Started, start_replica
-from tlt_core.cluster.weight_digest import WeightDigest
+from tlt_core.cluster.start_replica import start_replica
 from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.passes import Key
-from tlt_core.idle_training.coordinator import Action, Progress
+from tlt_core.idle_training.coordinator import Action, Order, Progress
 from tlt_core.idle_training.training import IdleTraining, IdleTrainingResult
-from tlt_core.items.types import SamplingParams
+from tlt_core.items.types import GenerationRequest, Rollout, SamplingParams
 from tlt_core.machine.getting_on import got_on
 from tlt_core.machine.memory import keep_freed_memory, peak_bytes, require_gpu
 from tlt_core.machine.precision import as_torch
-from tlt_core.rollout.replica import Replica
+from tlt_core.rollout.replica import NoReplica, Replica
 
 _POLL_S = 0.02  # how often an idle worker asks whether rollout has ended
+_REPORT_S = 0.5  # how often a busy worker reports its token count
+
+
+class RequestFeed:
+    """A worker's side of the dispatcher in one phase.  `pull`, `flush`, `ask` and `take` wait for it."""
+
+    def __init__(self, dispatcher: Any, worker: int) -> None:
+        self._dispatcher, self._worker = dispatcher, worker
+        self._pushed: list[Any] = []
+        self._tokens, self._reported_s = 0, time.monotonic()
+        self.exhausted = False  # no request is left for this worker in this phase
+
+    def pull(self, wanted: int) -> Sequence[GenerationRequest]:
+        if self.exhausted:
+            return ()
+        requests, self.exhausted = ray.get(self._dispatcher.pull.remote(self._worker, wanted))
+        return requests
+
+    def push(self, rollout: Rollout) -> None:
+        self._pushed.append(self._dispatcher.push.remote(self._worker, rollout))
+
+    def count(self, tokens: int) -> None:
+        got_on()
+        self._tokens += tokens
+        if time.monotonic() - self._reported_s > _REPORT_S:
+            self._report()
+
+    def flush(self) -> None:
+        """Report all tokens; wait until every response has arrived."""
+        ray.get(self._pushed)
+        self._report()
+
+    def ask(self, event: Progress) -> Order:
+        order: Order = ray.get(self._dispatcher.ask.remote(event))
+        return order
+
+    def take(self) -> OfferedPass:
+        taken: OfferedPass = ray.get(self._dispatcher.take.remote())
+        return taken
+
+    def _report(self) -> None:
+        self._dispatcher.report.remote(self._worker, self._tokens)
+        self._reported_s = time.monotonic()
 
 
 class Worker:
@@ -55,7 +88,8 @@ class Worker:
         self._rank, self._world_size, self._spec = rank, world_size, spec
         self._device = torch.device(spec.device)
         self._engines = Engines(world_size, spec.rollout.workers_per_engine)
-        self._started: Started | None = None
+        self._replica: Replica = NoReplica()
+        self._drafting = Drafting(None, rank=rank, hosts=self._engines.hosts)
         self._policy_shard: PolicyShard | None = None
         self._policy_version = 0
         self._store: dist.TCPStore | None = None  # of worker 0: where the group meets
@@ -63,12 +97,11 @@ class Worker:
     # ------------------------------------------------------------------------------------------ the process
 
     def unseen(self, files: Mapping[Path, int]) -> tuple[Path, ...]:
-        """Which of the driver's files this node does not see."""
-        return unseen(files)
+        """Which of the driver's files this node does not see, or sees with another size."""
+        return tuple(path for path, size in files.items() if not path.is_file() or path.stat().st_size != size)
 
     def begin_heartbeat(self, dispatcher: Any, stacks: Path | None) -> None:
-        """Give signs of life from now on.  stacks: file for this process's stacks, should they be asked for."""
-        Heartbeat(dispatcher, self._rank, stacks=stacks)
+        begin_heartbeat(dispatcher, self._rank, stacks)
 
     def host_group(self, address: str) -> str:
         """Worker 0 alone: open the group's meeting point on its own node, and return it."""
@@ -96,7 +129,7 @@ class Worker:
         self._policy_version = policy_version
         if self._device.type == "cuda":
             require_gpu(spec.gpu_bytes, workers=spec.workers_per_gpu)  # the driver may not see it
-        self._started = start_replica(
+        self._replica, self._drafting = start_replica(
             spec,
             checkpoint=checkpoint,
             policy_version=policy_version,
@@ -116,22 +149,21 @@ class Worker:
             world_size=self._world_size,
         )
         if checkpoint is not None:
-            self._replica.load_weights(self._policy_shard.weights(), policy_version=policy_version)
+            self._replica.load_weights(self._policy_shard.trainer.weights(), policy_version=policy_version)
 
     def save(self, folder: Path) -> None:
         """Write this worker's part of a checkpoint."""
-        self._policy.save(folder)
+        self._policy.trainer.save(folder)
         self._drafting.save(folder, dtype=as_torch(self._spec.rollout.dtype))
 
     def leave(self) -> None:
         """Leave the torch.distributed group in step with the others; without the barrier gloo may abort at exit."""
-        if self._started is not None:
-            self._drafting.close()
-            self._replica.close()
+        self._drafting.close()
+        self._replica.close()
         if dist.is_initialized():
             dist.barrier()
             if self._policy_shard is not None:
-                self._policy_shard.close()
+                self._policy_shard.trainer.close()
             dist.destroy_process_group()
 
     # ------------------------------------------------------------------------------------------ rollout
@@ -187,7 +219,7 @@ class Worker:
         while order.action is not Action.STOP:
             if order.action is Action.STREAM:
                 key, share = feed.take()
-                self._policy.stream(share)
+                self._policy.trainer.stream(share)
                 streamed.append(key)
             elif idle_training is not None and order.action is Action.TRAIN:  # ordered only where there is data
                 idle_training.micro_step()
@@ -198,28 +230,24 @@ class Worker:
             order = feed.ask(Progress(self._rank, done, time.time(), _has_data(idle_training)))
 
     def _train_after_rollout(self, idle_training: IdleTraining) -> None:
-        """Train for the configured time after rollout has ended."""
         until_s = time.monotonic() + self._spec.drafter.idle_training.after_rollout_s
         while idle_training.has_data and time.monotonic() < until_s:
             idle_training.micro_step()
 
     def call_drafting(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """Call a method of this worker's `Drafting`."""
         return getattr(self._drafting, method)(*arguments, **options)
 
     # ------------------------------------------------------------------------------------------ policy
 
     def update(self, steps: Sequence[TrainBatch]) -> UpdateReport:
-        """See `PolicyShard.update`."""
         self._make_room()
         return self._policy.update(steps)._replace(memory_bytes=peak_bytes(self._device))
 
     def supervised_step(self, batch: TrainBatch) -> dict[str, float]:
-        """See `PolicyShard.supervised_step`."""
-        return self._policy.supervised_step(batch)
+        """One step of supervised training (the cold start)."""
+        return self._policy.trainer.supervised_step(batch)
 
     def reference_logprobs(self, batch: TrainBatch) -> Tensor:
-        """See `PolicyShard.reference_logprobs`."""
         self._make_room()
         return self._policy.reference_logprobs(batch)
 
@@ -232,12 +260,11 @@ class Worker:
         if self._device.type == "cuda" and self._spec.release_memory:
             torch.cuda.empty_cache()  # what the update took; the engine wakes up in it
             self._meet()
-        self._replica.load_weights(digest.through(self._policy.weights()), policy_version=policy_version)
+        self._replica.load_weights(digest.through(self._policy.trainer.weights()), policy_version=policy_version)
         self._policy_version = policy_version
         return policy_version, digest.value
 
     def export(self, out_dir: Path, tokenizer_from: Path, dtype: str) -> None:
-        """See `PolicyShard.export`."""
         self._policy.export(out_dir, tokenizer_from=tokenizer_from, dtype=dtype)
 
     def _make_room(self) -> None:
@@ -250,16 +277,6 @@ class Worker:
         """Wait for the other workers where an engine has memory on the GPUs of several."""
         if self._engines.workers_each > 1:
             dist.all_reduce(torch.zeros(()))  # on the CPU, where it waits for as long as an engine may need to start
-
-    @property
-    def _replica(self) -> Replica:
-        assert self._started is not None, "load() comes first"
-        return self._started.replica
-
-    @property
-    def _drafting(self) -> Drafting:
-        assert self._started is not None, "load() comes first"
-        return self._started.drafting
 
     @property
     def _policy(self) -> PolicyShard:

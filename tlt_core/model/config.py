@@ -1,6 +1,6 @@
 """Shape of a Llama-, Qwen2- or Qwen3-family decoder, read from and written to a Hugging Face `config.json`."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -123,14 +123,7 @@ class DecoderConfig:
         """The `config.json` that transformers 4 and 5, vLLM and SGLang read."""
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": self.rope_theta}
         if self.rope_scaling is not None:
-            s = self.rope_scaling
-            rope |= {
-                "rope_type": "llama3",
-                "factor": s.factor,
-                "low_freq_factor": s.low_freq_factor,
-                "high_freq_factor": s.high_freq_factor,
-                "original_max_position_embeddings": s.original_max_position_embeddings,
-            }
+            rope |= {"rope_type": "llama3"} | asdict(self.rope_scaling)
         raw = {
             "architectures": [_ARCHITECTURES[self.family]],
             "model_type": self.family,
@@ -191,12 +184,8 @@ def _rope_scaling(rope: dict[str, Any]) -> RopeScaling | None:
         return None
     if kind != "llama3":
         raise ModelError(f"rope_type {kind!r} is not supported (default and llama3 are)")
-    for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+    keys = [field.name for field in fields(RopeScaling)]
+    for key in keys:
         if rope.get(key) is None:
             raise ModelError(f"rope_type llama3 lacks the key {key!r}; download or copy config.json again")
-    return RopeScaling(
-        factor=rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_max_position_embeddings=rope["original_max_position_embeddings"],
-    )
+    return RopeScaling(**{key: rope[key] for key in keys})

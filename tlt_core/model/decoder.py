@@ -34,7 +34,6 @@ class PlacedAttend(NamedTuple):
     values_YSKCd: Tensor
 
     def __call__(self, layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-        """`Attend`."""
         return self.attend(layer, q_THd, k_TKd, v_TKd)
 
 
@@ -43,8 +42,6 @@ Rope = tuple[Tensor, Tensor]
 
 
 class Hidden(NamedTuple):
-    """Result of a forward pass."""
-
     last_TD: Tensor  # after the final norm
     taps_TE: Tensor | None  # residual streams that enter the tapped layers, concatenated
 
@@ -58,7 +55,6 @@ class RmsNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last axis."""
         return rms_norm(x, self.weight, eps=self.eps)
 
 
@@ -80,7 +76,6 @@ class Layer(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, hidden, bias=False)
 
     def forward(self, x_TD: Tensor, rope: Rope, attend: Attend, layer: int) -> Tensor:
-        """Residual stream in, residual stream out."""
         heads = self.qkv_proj(self.input_norm(x_TD)).unflatten(-1, (-1, self.head_dim))
         queries, keys, values = self.heads
         qk, v_TKd = heads.split((queries + keys, values), dim=1)
@@ -119,7 +114,6 @@ class Decoder(nn.Module):
         return self
 
     def reset_frequencies(self) -> None:
-        """Recompute the rotary frequencies in float32 on the decoder's device."""
         self._frequencies = rope_frequencies(self.config).to(self._frequencies.device)
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, attend: Attend, *, taps: Sequence[int] = ()) -> Hidden:

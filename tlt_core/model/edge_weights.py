@@ -33,7 +33,6 @@ class EdgeWeights:
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, D]"""
         return self.embed_tokens.weight if self._head_VD is None else self._head_VD
 
     def through(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -149,7 +149,6 @@ def random_decoder(config: DecoderConfig, *, seed: int, dtype: torch.dtype) -> D
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The folder's tokenizer.  Raises ModelError."""
     from transformers import AutoTokenizer
 
     try:
@@ -268,7 +267,6 @@ def check_finite(folder: Path) -> None:
 
 
 def _tensors_in(path: Path, *, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Raises ModelError."""
     try:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118, not a dictionary
@@ -279,7 +277,6 @@ def _tensors_in(path: Path, *, only: Collection[str] | None = None) -> Iterator[
 
 
 def _require_shapes(raw: Mapping[str, Tensor], folder: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ModelError."""
     for name, shape in wanted.items():
         parts = []
         for hf in _hf_names(name):

@@ -11,7 +11,7 @@ Shapes: T tokens, D hidden size, E tapped width, Y layers.
 import ctypes
 import logging
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,15 +40,16 @@ class NativeLayers:
             config.rms_norm_eps,
         )
         self._layers = (native.CLayer * config.num_layers)(*(_c_layer(layer) for layer in decoder.layers))
-        self._caches: tuple[tuple[int, ...], ctypes.Array[native.CCache]] | None = None
+        self._caches: tuple[tuple[int, ...], ctypes.Array[Any]] | None = None
 
     @classmethod
     def of(cls, decoder: Decoder) -> "NativeLayers | None":
         """None where the kernels do not run or do not support the head size."""
         library = native.library()
-        if library is not None and decoder.config.head_dim not in HEAD_DIMS:
+        if library is None:
+            return None
+        if decoder.config.head_dim not in HEAD_DIMS:
             log.info("heads of %d: layers run on torch's kernels, products in C", decoder.config.head_dim)
-        if library is None or decoder.config.head_dim not in HEAD_DIMS:
             return None
         linears = [m for layer in decoder.layers for m in layer.children() if not isinstance(m, RmsNorm | nn.Identity)]
         if any(getattr(linear, "panels", None) is None for linear in linears):
@@ -85,7 +86,7 @@ class NativeLayers:
         self._library.tlt_rms_norm(x_TD.data_ptr(), norm.weight.data_ptr(), *x_TD.shape, norm.eps, last_TD.data_ptr())
         return Hidden(last_TD, torch.cat([tapped[k] for k in taps], dim=-1) if taps else None)
 
-    def _c_caches(self, attend: PlacedAttend) -> "ctypes.Array[native.CCache]":
+    def _c_caches(self, attend: PlacedAttend) -> "ctypes.Array[Any]":
         keys, values = attend.keys_YSKCd, attend.values_YSKCd
         assert keys.stride() == values.stride(), "keys and values have the same layout"
         assert keys.dtype == values.dtype == torch.bfloat16, "the cache has the dtype of the weights"
@@ -102,7 +103,7 @@ class NativeLayers:
         return self._caches[1]
 
 
-def _c_layer(layer: nn.Module) -> native.CLayer:
+def _c_layer(layer: nn.Module) -> ctypes.Structure:
     assert isinstance(layer, Layer), "a decoder's layers are Layers"
     linears = [panels_of(x).struct for x in (layer.qkv_proj, layer.o_proj, layer.gate_up_proj, layer.down_proj)]
     norms = [
@@ -113,5 +114,4 @@ def _c_layer(layer: nn.Module) -> native.CLayer:
 
 
 def panels_of(linear: nn.Module) -> Panels:
-    """The panels of a `PackedLinear`."""
     return cast(Panels, linear.panels)

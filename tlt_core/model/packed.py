@@ -1,10 +1,7 @@
 """Pre-packed weights for rollout replicas on CPU, made once per policy version.
 
-A plain bf16 `F.linear` re-arranges its weight matrix in every call, which costs more than the product itself at decode
-shapes (1 to 32 tokens).  The packed form is the panels of `kernels/layers/packed_linear`, or oneDNN's blocked layout
-where those do not run.  For inference only (no gradient).
-
-    plain decoder -> pack_linears -> PackedWeights;  after each policy update: PackedWeights.repack(new weights)
+A plain bf16 `F.linear` re-arranges its weight matrix in every call.  The packed form is the panels of
+`kernels/layers/packed_linear`, or oneDNN's blocked layout where those do not run.  For inference only (no gradient).
 """
 
 from collections.abc import Iterable
@@ -34,7 +31,6 @@ class PackedLinear(nn.Module):
             self.set_bias(bias)
 
     def set_weight(self, weight: Tensor) -> None:
-        """Pack a new [out, in] weight."""
         if self.panels is not None:
             self.panels.set_weight(weight)
             return
@@ -43,7 +39,6 @@ class PackedLinear(nn.Module):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(copied)
 
     def set_bias(self, bias: Tensor) -> None:
-        """Take a copy of a new [out] bias."""
         self.bias = bias.detach().to(torch.bfloat16, copy=True)
         if self.panels is not None:
             self.panels.set_bias(self.bias)

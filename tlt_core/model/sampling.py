@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kernels.sampling.coupled_sample import Choice, coupled_race, coupled_sample, first_argmax, runs_native
+from kernels.sampling.coupled_sample import Choice, coupled_race, coupled_sample, runs_native
 from tlt_core.items.types import NoiseKey, SamplingParams
 
 _MASK_32, _MASK_64 = (1 << 32) - 1, (1 << 64) - 1
@@ -104,27 +104,9 @@ def choose(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice
     if logits_NV.device.type != "cpu" or (unfiltered and runs_native(logits_NV)):
         return choose_no_sync(logits_NV, keys_N2, params)
     most = max(1, _CACHED_SCORES // logits_NV.shape[-1])
-    chosen = [
-        _choose_for_policy(logits_NV[part], keys_N2[part.start : part.start + 1] if shared else keys_N2[part], params)
-        for part, shared in _parts(keys_N2, most)
-    ]
+    parts = zip(logits_NV.split(most), keys_N2.split(most), strict=True)
+    chosen = [_choose_for_policy(logits, keys, params) for logits, keys in parts]
     return Choice(*(torch.cat(column) for column in zip(*chosen, strict=True)))
-
-
-def _parts(keys_N2: Tensor, most: int) -> list[tuple[slice, bool]]:
-    """Cut N positions into runs of at most `most`, and say which runs have a single key.  Siblings of a draft tree are
-    neighbours and share their noise."""
-    keys = keys_N2.contiguous().view(torch.int64).flatten().tolist() if len(keys_N2) else []
-    parts: list[tuple[slice, bool]] = []
-    start = 0
-    while start < len(keys):
-        stop = start + 1
-        shared = stop < min(start + most, len(keys)) and keys[stop] == keys[start]
-        while stop < min(start + most, len(keys)) and (keys[stop] == keys[start]) == shared:
-            stop += 1
-        parts.append((slice(start, stop), shared))
-        start = stop
-    return parts
 
 
 def choose_no_sync(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
@@ -154,10 +136,10 @@ def _before_filters(choice: Choice, logits_NV: Tensor, params: SamplingParams) -
 
 
 def _choose(logits_NV: Tensor, keys_N2: Tensor, params: SamplingParams) -> Choice:
-    """Log-probabilities are after the filters.  keys_N2: [N, 2], or [1, 2] when all positions share their noise."""
+    """Log-probabilities are after the filters."""
     z = policy_scores(logits_NV, params)
     p = z.softmax(-1)
-    tokens_N = first_argmax(z) if params.temperature == 0 else coupled_race(p, keys_N2)
+    tokens_N = z.argmax(-1) if params.temperature == 0 else coupled_race(p, keys_N2)
     logprobs_N = p.gather(-1, tokens_N[:, None]).squeeze(-1).log()
     return Choice(tokens_N, logprobs_N, z.gather(-1, tokens_N[:, None]).squeeze(-1) - logprobs_N)
 

@@ -33,15 +33,11 @@ class Emitted(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A row that ended in this round."""
-
     row: int
     reason: FinishReason
 
 
 class _Row(NamedTuple):
-    """What is known of a live request besides its tokens."""
-
     request: GenerationRequest
     started_s: float
     limit: int  # length at which it is cut
@@ -73,7 +69,6 @@ class LiveBatch:
         return tuple(row.number for row in self._rows)
 
     def request(self, row: int) -> GenerationRequest:
-        """The request in a row."""
         return self._rows[row].request
 
     def admit(self, request: GenerationRequest, params: SamplingParams) -> int:

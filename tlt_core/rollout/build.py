@@ -35,21 +35,17 @@ def make_engine(
     capture: keep the hidden states that a learned drafter is trained on; without such a drafter nothing is kept.
     static, kv_memory_fraction: see `RolloutEngine`.
     """
-    if cfg.policy == "off":
-        return RolloutEngine(
-            decoder, max_live=max_live, max_len=max_len, static=static, kv_memory_fraction=kv_memory_fraction
-        )
-    strategies = strategies_of(cfg, on_gpu=decoder.head_weight.is_cuda)
+    off = cfg.policy == "off"
+    strategies = () if off else strategies_of(cfg, on_gpu=decoder.head_weight.is_cuda)
     drafters: dict[str, Drafter] = {}
     for name in dict.fromkeys(strategy.drafter for strategy in strategies):
         own = [strategy for strategy in strategies if strategy.drafter == name]
         drafters[name] = KINDS[name].make(Wanted(cfg, decoder, own, max_live, max_len))
-    tuner = make_tuner(cfg.policy, strategies, seed=seed)
     return RolloutEngine(
         decoder,
         max_live=max_live,
         max_len=max_len,
-        speculation=Speculation(drafters, tuner, strategies),
+        speculation=None if off else Speculation(drafters, make_tuner(cfg.policy, strategies, seed=seed), strategies),
         capture_taps=next((d.taps for d in drafters.values() if capture and d.taps), ()),
         static=static,
         kv_memory_fraction=kv_memory_fraction,

@@ -40,7 +40,6 @@ class Capture:
 
     @torch.inference_mode()
     def record(self, states: PathStates) -> None:
-        """What a round added to its rows."""
         places_T = self._hidden.places(states.rows_T, states.positions_T)
         self._last_SCD.flatten(0, 1).index_copy_(0, places_T, states.last_TD)
         self._lognorms_SC.flatten().index_copy_(0, places_T, states.lognorms_T)

@@ -5,10 +5,6 @@ ends.  The engine knows nothing of workers, rewards or training; the caller deci
 
     admit -> prefill (once per distinct prompt, shared by its siblings) -> rounds -> finished rows leave -> admit ...
 
-Its parts: LiveBatch holds requests and their tokens by row, SlotCache their keys and values, HiddenStates and Capture
-what else the target computed.  Prefill runs the prompts of new rows, Rounds drafts, verifies and commits, and
-GuardedDrafting asks the drafters.
-
 A round is plain, or speculative: the tuner names a strategy, its drafter proposes, `spec_round` verifies.  Both sample
 the same tokens.  On a GPU rounds have fixed shapes and are replayed graphs (`static_rounds`).
 """
@@ -35,7 +31,7 @@ from tlt_core.rollout.graphs import EagerPool, GraphPool
 from tlt_core.rollout.kv_cache import SlotCache
 from tlt_core.rollout.kv_memory import check_on_device
 from tlt_core.rollout.prefill import Prefill
-from tlt_core.rollout.rounds import DynamicRounds, Rounds
+from tlt_core.rollout.rounds import Rounds
 from tlt_core.rollout.static_batch import StaticBatch
 from tlt_core.rollout.static_rounds import StaticRounds, widest
 
@@ -43,8 +39,6 @@ Pull = Callable[[int], Sequence[GenerationRequest]]
 
 
 class RoundTrace(NamedTuple):
-    """What one decode round did."""
-
     report: RoundReport
     numbers: tuple[int, ...]  # of the requests: a request keeps its number for life
     tokens: int  # tokens emitted
@@ -53,8 +47,6 @@ class RoundTrace(NamedTuple):
 
 
 class Speculation(NamedTuple):
-    """What an engine speculates with."""
-
     drafters: Mapping[str, Drafter]  # by name
     tuner: Tuner
     strategies: Sequence[Strategy]  # what the tuner may choose from: fixes the room that drafts need
@@ -230,7 +222,7 @@ class RolloutEngine:
             self._batch.remove(row)
         return seconds
 
-    def _make_rounds(self, strategies: Sequence[Strategy]) -> Rounds:
+    def _make_rounds(self, strategies: Sequence[Strategy]) -> Rounds | StaticRounds:
         """Of fixed shape, if the live batch is."""
         decoder, cache, batch, taps = self.decoder, self._cache, self._batch, self._hidden.taps
         drafting, record = self._drafting, self._record
@@ -238,7 +230,7 @@ class RolloutEngine:
             return StaticRounds(
                 decoder, cache, batch, drafting=drafting, strategies=strategies, taps=taps, record=record
             )
-        return DynamicRounds(decoder, cache, batch, drafting=drafting, taps=taps, record=record)
+        return Rounds(decoder, cache, batch, drafting=drafting, taps=taps, record=record)
 
     def _round(self, params: SamplingParams, on_round: Callable[[RoundTrace], None]) -> list[Finished]:
         """One round of the live batch: choose, draft, verify, commit, learn."""
@@ -256,7 +248,6 @@ class RolloutEngine:
         return finished
 
     def _record(self, states: PathStates) -> None:
-        """What the target computed for a round's tokens."""
         self._hidden.record(states.rows_T, states.positions_T, states.taps_TE)
         if self._is_capturing and self._capture is not None:
             self._capture.record(states)
@@ -270,7 +261,6 @@ class RolloutEngine:
         self._prefill.run(first)
 
     def _release(self, row: int, tokens: Tensor) -> None:
-        """Free a row: the last one takes its place."""
         last = len(self._batch) - 1
         length, number = self._batch.lengths[last], self._batch.numbers[row]
         self._batch.remove(row)

@@ -11,8 +11,6 @@ from tlt_core.rollout.vllm.environment import vllm_python
 
 
 class EngineKind(NamedTuple):
-    """What one engine is like."""
-
     words: str  # where rollouts run
     own_process: bool  # beside its worker: with a CUDA context, weights and keys and values of its own
     check_install: Callable[[str], None]  # for a device; raises VllmUnusable

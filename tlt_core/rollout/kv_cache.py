@@ -1,8 +1,7 @@
 """Slot KV cache: one row of keys and values per live request, live rows first.
 
-The live requests always occupy slots 0 .. B-1, so a decode step reads the cache through a plain view, without
-gathering.  When a request ends, the last live row moves into its slot (`move`).  Decode attention treats the query
-heads that share a key/value head as extra query rows, so grouped-query attention copies nothing either.
+The live requests always occupy slots 0 .. B-1, so a decode step reads the cache through a plain view.  Query heads that
+share a key/value head are extra query rows, so grouped-query attention copies nothing either.
 
 A verification pass writes its draft tokens behind the known ones, in tree order.  `keep_path` then moves the accepted
 ones to their positions in the sequence.  A slot is longer than a request by the largest draft.
@@ -73,7 +72,6 @@ class SlotCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory held."""
         return self.keys_YSKCd.nbytes + self.values_YSKCd.nbytes
 
     def move(self, source: int, target: int, length: int) -> None:

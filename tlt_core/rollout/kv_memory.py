@@ -10,7 +10,6 @@ from tlt_core.model.config import DecoderConfig
 
 
 def slot_bytes(config: DecoderConfig, *, positions: int, dtype: torch.dtype) -> int:
-    """Keys and values of one request."""
     return 2 * config.num_layers * config.num_kv_heads * positions * config.head_dim * dtype.itemsize
 
 

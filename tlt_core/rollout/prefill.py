@@ -26,7 +26,6 @@ class Prefill:
 
     @torch.inference_mode()
     def run(self, first: int) -> None:
-        """Prefill the rows from `first` on."""
         known = {self._prompt(row): row for row in range(first)}
         new: dict[bytes, list[int]] = {}
         for row in range(first, len(self._batch)):

@@ -9,7 +9,7 @@ Shapes: B live rows, N draft tokens of all rows, T = B + N nodes.
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from tlt_core.items.types import SamplingParams
 from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.batch import Finished, LiveBatch
 from tlt_core.rollout.draft_check import GuardedDrafting
-from tlt_core.rollout.graphs import EagerPool, GraphPool
 from tlt_core.rollout.kv_cache import SlotCache
 from tlt_core.rollout.spec_round import Nodes, RoundResult, spec_round
 
@@ -30,39 +29,14 @@ Record = Callable[[PathStates], None]
 
 
 class Outcome(NamedTuple):
-    """What a round did."""
-
     finished: list[Finished]
     report: RoundReport
 
 
-class Rounds(Protocol):
+class Rounds:
     """Decodes the live batch of one engine, round by round."""
 
-    @property
-    def pool(self) -> EagerPool | GraphPool | None:
-        """The captured rounds; None where rounds have no fixed shapes."""
-
-    def prepare(self, params: SamplingParams) -> None:
-        """Capture what decoding with these parameters needs, unless that was done.  No request may be live."""
-
-    def release(self) -> None:
-        """Give back the memory of what was captured; `prepare` captures it again.  Call it before
-        moving weights or buffers."""
-
-    def run(self, strategy: Strategy, min_draft_probs: MinDraftProbs, params: SamplingParams) -> Outcome:
-        """One round: draft, verify, commit."""
-        ...
-
-    def rehearse(self, tree: DraftTree, params: SamplingParams) -> float:
-        """Verify a tree on the CPU without emitting; the live batch stays as it was.  Returns the pass's seconds."""
-        ...
-
-
-class DynamicRounds:
-    """`Rounds` that nobody captures."""
-
-    pool = None
+    pool = None  # of captured rounds: these have no fixed shapes
 
     def __init__(
         self,
@@ -79,13 +53,13 @@ class DynamicRounds:
         self._drafting, self._taps, self._record = drafting, taps, record
 
     def prepare(self, params: SamplingParams) -> None:
-        """See `Rounds`: there is nothing to capture."""
+        """Capture what decoding with these parameters needs, unless that was done.  No request may be live."""
 
     def release(self) -> None:
-        """See `Rounds`."""
+        """Give back the memory of what was captured; `prepare` captures it again.  Call it before moving weights."""
 
     def run(self, strategy: Strategy, min_draft_probs: MinDraftProbs, params: SamplingParams) -> Outcome:
-        """See `Rounds`."""
+        """One round: draft, verify, commit."""
         batch, live, context = self._batch, len(self._batch), sum(self._batch.lengths)
         started_s, tree, backlog_s = time.perf_counter(), DraftTree.empty(), 0.0
         if not strategy.is_off:
@@ -115,7 +89,7 @@ class DynamicRounds:
         return Outcome(finished, report)
 
     def rehearse(self, tree: DraftTree, params: SamplingParams) -> float:
-        """See `Rounds`."""
+        """Verify a tree on the CPU without emitting; the live batch stays as it was.  Returns the pass's seconds."""
         device = self._batch.lengths_B.device
         began_s = time.perf_counter()
         self._verify(DraftTree(*(x.to(device) for x in tree)), params)
@@ -131,7 +105,6 @@ class DynamicRounds:
 
 
 def newest_nodes(cache: SlotCache, batch: LiveBatch) -> Nodes:
-    """Nodes of a plain round."""
     tokens_B, positions_B = batch.newest()
     attend = cache.decode_attend(positions_B, batch.longest)
     rows_B = attend.layout.rows_T

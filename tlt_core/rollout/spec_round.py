@@ -52,8 +52,6 @@ class Nodes(NamedTuple):
 
 
 class RoundResult(NamedTuple):
-    """What a round emits."""
-
     emitted: Emitted
     states: PathStates | None  # of the accepted paths; None: no hidden states were asked for
 

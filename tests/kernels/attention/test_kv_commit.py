@@ -50,12 +50,3 @@ def test_moves_the_path_and_nothing_else(device: str, impl: str, size: int, dtyp
             len(set(s[m].tolist()) & set(t[m].tolist())) for s, t, m in zip(sources, targets, moved, strict=True)
         )
     assert overlaps  # places that are read for one token and written for another
-
-
-def test_nan_moves_like_any_value(device: str, impl: str) -> None:
-    keys, values = caches(16, torch.float32, device)
-    keys[0, 0, 0, 13] = torch.nan
-    sources, targets, moved = (torch.tensor(x, device=device) for x in ([[13]], [[11]], [[True]]))
-    kv_commit(keys, values, sources, targets, moved, impl=impl)
-    assert keys[0, 0, 0, 11].isnan().all()
-    assert keys.isnan().sum() == 2 * 16

@@ -1,6 +1,4 @@
-"""The rotary embedding: by hand, against plain operations, and its gradient against float64."""
-
-import math
+"""The rotary embedding against plain operations, and its gradient against float64."""
 
 import pytest
 import torch
@@ -13,15 +11,6 @@ def _angles(tokens: int, size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     angles = torch.arange(tokens).double()[:, None, None] * torch.logspace(0, -3, size // 2).double()
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-
-
-def test_by_hand() -> None:
-    """Position 1 of a head of two: (3, 4) turned by one radian."""
-    x = torch.tensor([[[9.0, 9.0]], [[3.0, 4.0]]])
-    y = rotate(x, *_angles(2, 2, torch.float32))
-    assert y[1, 0].tolist() == pytest.approx(
-        [3 * math.cos(1) - 4 * math.sin(1), 4 * math.cos(1) + 3 * math.sin(1)], rel=1e-6
-    )
 
 
 @pytest.mark.parametrize(("heads", "size"), [(3, 64), (1, 128)])

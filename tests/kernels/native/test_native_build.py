@@ -40,12 +40,6 @@ def test_a_call_that_does_not_fit_its_prototype_is_refused():
                 getattr(library, name)(*(0 for _ in arguments[1:]))
 
 
-def test_instructions_that_are_none_are_refused(monkeypatch):
-    monkeypatch.setenv("TLT_NATIVE_KERNELS", "avx3")
-    with pytest.raises(native.NativeError, match=r"avx3.* must be one of 0, amx, avx512_bf16"):
-        native.load()
-
-
 @pytest.mark.skipif(not shutil.which("aarch64-linux-gnu-gcc"), reason="there is no compiler for ARM")
 def test_they_compile_for_arm(tmp_path):
     """The same source with NEON's four lanes; that is all that can be shown without such a processor."""
@@ -56,30 +50,29 @@ def test_they_compile_for_arm(tmp_path):
         assert built.stat().st_size
 
 
-def test_without_a_compiler_they_say_what_helps(monkeypatch, tmp_path):
+def _full(*args, **kwargs):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda patch: patch.setenv("TLT_NATIVE_KERNELS", "avx3"), r"avx3.* must be one of 0, amx, avx512_bf16"),
+        (lambda patch: patch.setattr(native.shutil, "which", lambda name: None), "apt install gcc"),
+        (lambda patch: patch.setattr(native, "_FLAGS", ("--no-such-flag",)), "no-such-flag"),
+        (lambda patch: patch.setattr(native.tempfile, "TemporaryDirectory", _full), "XDG_CACHE_HOME"),
+    ],
+    ids=["unknown instructions", "no compiler", "a compiler that fails", "a full disk"],
+)
+def test_where_they_cannot_be_compiled_the_reason_is_named(monkeypatch, tmp_path, spoil, said):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native.shutil, "which", lambda name: None)
-    with pytest.raises(native.NativeError, match="apt install gcc"):
+    spoil(monkeypatch)
+    with pytest.raises(native.NativeError, match=said):
         native.load()
+    assert not list(tmp_path.glob("tlt/*")), "nothing half made is left behind"
 
 
-def test_a_compiler_that_fails_is_quoted(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native, "_FLAGS", ("--no-such-flag",))
-    with pytest.raises(native.NativeError, match="no-such-flag"):
-        native.load()
-    assert not list((tmp_path / "tlt").iterdir()), "nothing half made is left behind"
-
-
-def test_a_full_disk_or_no_home_is_no_crash(monkeypatch, tmp_path):
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(native.tempfile, "TemporaryDirectory", full)
-    with pytest.raises(native.NativeError, match="XDG_CACHE_HOME"):
-        native.load()
-    monkeypatch.undo()
+def test_without_a_home_they_are_kept_elsewhere(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(native.Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     assert native._cache_folder().is_dir()

@@ -56,18 +56,6 @@ def test_agrees_with_reference(small_chunks: None, name: str, impl: str, tempera
         torch.testing.assert_close(got_grad, want_grad, rtol=0, atol=tolerance)
 
 
-def test_hand_computed() -> None:
-    """Logits (0, log 4): p = (1/5, 4/5), log p[1] = log 0.8."""
-    hidden_TD = torch.tensor([[1.0]], requires_grad=True)
-    weight_VD = torch.tensor([[1.0], [4.0]]).log().requires_grad_()
-    out = linear_token_logprob(hidden_TD, weight_VD, torch.tensor([1]))
-    assert out.logprob_T.item() == pytest.approx(-0.223144, abs=1e-6)
-    assert out.entropy_T.item() == pytest.approx(0.2 * 1.609438 + 0.8 * 0.223144, abs=1e-6)
-    out.logprob_T.sum().backward()
-    assert hidden_TD.grad.item() == pytest.approx((1 - 0.8) * 1.386294, abs=1e-6)  # (onehot - p) W
-    assert weight_VD.grad.flatten().tolist() == pytest.approx([-0.2, 0.2], abs=1e-6)
-
-
 @pytest.mark.parametrize("impl", ["chunked", "native"])
 def test_backward_twice_gives_the_same(small_chunks: None, impl: str) -> None:
     """The first backward overwrites the logits that forward has kept."""

@@ -16,7 +16,7 @@ from conf.rollout import RolloutConfig, SpeculationConfig
 from conf.system import ClusterConfig
 from tlt_core.cluster import watch as watching
 from tlt_core.cluster.group import WorkerDied, WorkerGroup
-from tlt_core.cluster.heartbeat import Beat, Signs
+from tlt_core.cluster.heartbeat import Signs
 from tlt_core.cluster.messages import WorkerSpec
 from tlt_core.cluster.placement import Node, Placement
 from tlt_core.cluster.watch import Watch
@@ -37,7 +37,7 @@ class _Dispatcher:
         if method == "want_stacks":
             self.stacks_wanted += 1
             return None
-        return self.known.all()
+        return self.known.signs()
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def test_a_silent_worker_is_named_with_phase_and_given_up(
 ) -> None:
     watch = _watch(dispatcher, tmp_path, silence_s=0.4)
     done = iter(range(10**6))
-    dispatcher.known.heard(Beat(1, os.getpid(), 0))
-    problem = _look_for(watch, 5.0, beats=lambda: dispatcher.known.heard(Beat(0, 1, next(done))))
+    dispatcher.known.beat(1, os.getpid(), 0)
+    problem = _look_for(watch, 5.0, beats=lambda: dispatcher.known.beat(0, 1, next(done)))
     assert problem is not None
     assert f"'update' from worker 1 on node 127.0.0.1, process {os.getpid()} (" in problem
     assert "worker 0" not in problem
@@ -89,8 +89,8 @@ def test_a_worker_that_is_heard_again_is_not_given_up(
     done = iter(range(10**6))
 
     def both() -> None:
-        dispatcher.known.heard(Beat(0, 1, next(done)))
-        dispatcher.known.heard(Beat(1, 2, next(done)))
+        dispatcher.known.beat(0, 1, next(done))
+        dispatcher.known.beat(1, 2, next(done))
 
     both()
     assert _look_for(watch, 0.3) is None
@@ -107,7 +107,7 @@ def test_workers_that_live_and_do_not_get_on_are_given_up_and_their_stacks_asked
 
     def beat() -> None:
         for rank in (0, 1):
-            dispatcher.known.heard(Beat(rank, rank, 7))
+            dispatcher.known.beat(rank, rank, 7)
 
     assert _look_for(watch, 0.8, beats=beat, may_idle=True) is None
     watch.begin("update")
@@ -123,8 +123,8 @@ def test_one_worker_that_gets_on_is_enough(dispatcher: _Dispatcher, tmp_path: Pa
     watch, done = _watch(dispatcher, tmp_path, stuck_s=0.2), iter(range(10**6))
 
     def beat() -> None:
-        dispatcher.known.heard(Beat(0, 1, 7))
-        dispatcher.known.heard(Beat(1, 2, next(done)))
+        dispatcher.known.beat(0, 1, 7)
+        dispatcher.known.beat(1, 2, next(done))
 
     assert _look_for(watch, 0.8, beats=beat) is None
 
@@ -159,6 +159,19 @@ def test_a_stopped_process_ends_the_rollout_and_is_gone_afterwards(
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the stopped process is still there"
         time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_killed_worker_ends_the_rollout_at_once(group: WorkerGroup, caplog: pytest.LogCaptureFixture) -> None:
+    victims = [ray.get(group._workers[1].__ray_call__.remote(lambda _: os.getpid()))]
+    with pytest.raises(WorkerDied, match="resume"):
+        group.run_phase(
+            _requests(),
+            SamplingParams(max_new_tokens=250),
+            dispatch="static",
+            on_progress=lambda drained: os.kill(victims.pop(), signal.SIGKILL) if victims and drained.live[1] else None,
+        )
+    assert "worker 1 on node" in caplog.text, "said before Ray ends"
 
 
 @pytest.mark.slow

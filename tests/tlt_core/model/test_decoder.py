@@ -101,24 +101,6 @@ def test_logits_of_the_embedded_model_equal_transformers(embedded_model):
     torch.testing.assert_close(logits, expected, atol=5e-4, rtol=0)
 
 
-@torch.no_grad()
-def test_packed_sequences_do_not_see_each_other(tiny_decoder):
-    """Two sequences in one pack, positions starting anew: the rows of each are those of a pass of its own."""
-    tokens = torch.randint(0, 64, (12,), generator=torch.Generator().manual_seed(4))
-    positions = torch.cat([torch.arange(5), torch.arange(7)])
-    together = tiny_decoder(tokens, positions, packed([0, 5, 12])).last_TD
-    for start, end in ((0, 5), (5, 12)):
-        alone = tiny_decoder(tokens[start:end], positions[start:end], packed([0, end - start])).last_TD
-        torch.testing.assert_close(together[start:end], alone, atol=1e-5, rtol=0)
-
-
-def test_every_parameter_gets_a_gradient(tiny_decoder):
-    tokens = torch.arange(20)
-    hidden = tiny_decoder(tokens, torch.arange(20), packed([0, 20])).last_TD
-    tiny_decoder.logits(hidden).log_softmax(-1)[:, 3].sum().backward()
-    assert [n for n, p in tiny_decoder.named_parameters() if p.grad is None or not p.grad.any()] == []
-
-
 def test_casting_keeps_rotary_frequencies_exact(tiny_config):
     """In bfloat16 the frequency 0.1 would be off by 0.1 %: a quarter turn at position 2,000."""
     decoder = random_decoder(tiny_config, seed=0, dtype=torch.bfloat16)

@@ -72,22 +72,10 @@ def test_noise_depends_on_every_part_of_the_key():
 def test_a_choice_does_not_depend_on_its_batch():
     streams = torch.tensor([stream_key(NoiseKey(0, 0, 0, s)) for s in range(7)])
     keys = row_keys(streams, torch.arange(7))
-    logits = torch.randn(7, 100, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(7, 49152, generator=torch.Generator().manual_seed(0))
     together = choose(logits, keys, SamplingParams()).tokens_N
     alone = torch.cat([choose(logits[i : i + 1], keys[i : i + 1], SamplingParams()).tokens_N for i in range(7)])
     assert torch.equal(together, alone)
-
-
-def test_siblings_that_share_their_noise_are_chosen_as_alone():
-    """Runs of one, two, three and one rows with the same key, cut into parts of at most two rows."""
-    streams = torch.tensor([stream_key(NoiseKey(0, 0, 0, s)) for s in (0, 1, 1, 2, 2, 2, 3)])
-    keys = row_keys(streams, torch.full((7,), 5))
-    logits = torch.randn(7, 49152, generator=torch.Generator().manual_seed(0))
-    together = choose(logits, keys, SamplingParams())
-    alone = [choose(logits[i : i + 1], keys[i : i + 1], SamplingParams()) for i in range(7)]
-    assert torch.equal(together.tokens_N, torch.cat([c.tokens_N for c in alone]))
-    gathered = logits.log_softmax(-1).gather(1, together.tokens_N[:, None]).squeeze(1)
-    torch.testing.assert_close(together.logprobs_N, gathered, atol=1e-5, rtol=0)
 
 
 FILTERS = [

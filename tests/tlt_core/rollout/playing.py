@@ -7,7 +7,7 @@ import itertools
 
 import torch
 
-from tlt_core.items.speculation import NO_MIN_DRAFT_PROBS, OFF, DraftTree, LiveView, Strategy
+from tlt_core.items.speculation import NO_MIN_DRAFT_PROBS, DraftTree, LiveView, Strategy
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
 
 VOCAB = 64
@@ -80,9 +80,9 @@ class Oracle(Recorder):
     """Knows the plain responses; every `wrong_every`-th token of a path is wrong, and with width > 1 the right token
     hides among wrong siblings."""
 
-    def __init__(self, plain: dict[NoiseKey, Rollout], *, wrong_every: int = 0) -> None:
+    def __init__(self, plain: dict[NoiseKey, Rollout], *, wrong_every: int = 0, vocab: int = VOCAB) -> None:
         super().__init__()
-        self.plain, self.wrong_every = plain, wrong_every
+        self.plain, self.wrong_every, self.vocab = plain, wrong_every, vocab
 
     def propose(self, view: LiveView, strategy: Strategy) -> DraftTree:
         tokens, parents, rows, depths = [], [], [], []
@@ -94,8 +94,8 @@ class Oracle(Recorder):
                     truth.append(5)
                 right = truth[depth - 1]
                 if self.wrong_every and (length + depth) % self.wrong_every == 0:
-                    right = (right + 1) % VOCAB
-                siblings = [(right + 7 * k) % VOCAB for k in range(strategy.width - 1, -1, -1)]
+                    right = (right + 1) % self.vocab
+                siblings = [(right + 7 * k) % self.vocab for k in range(strategy.width - 1, -1, -1)]
                 for token in siblings:
                     if len(tokens) - first < strategy.tokens:
                         tokens.append(token), parents.append(parent), rows.append(row), depths.append(depth)
@@ -103,6 +103,15 @@ class Oracle(Recorder):
                     break
                 parent = len(tokens) - 1  # the right one comes last
         return DraftTree.of_lists(tokens, parents, rows, depths)
+
+
+class Knows(Oracle):
+    """Wrong at every fourth position."""
+
+    name = "knows"
+
+    def __init__(self, plain: dict[NoiseKey, Rollout], *, vocab: int = VOCAB) -> None:
+        super().__init__(plain, wrong_every=4, vocab=vocab)
 
 
 class Random(Recorder):
@@ -137,32 +146,6 @@ class Broken(Recorder):
         raise RuntimeError("no draft today")
 
 
-class Knows:
-    """Drafts the plain response, wrong at every fourth position, beside wrong siblings that come first."""
-
-    name, taps, backlog_s = "knows", (), 0.0
-
-    def __init__(self, plain: dict[NoiseKey, Rollout], *, vocab: int = VOCAB) -> None:
-        self._plain, self._vocab = plain, vocab
-
-    def propose(self, view, strategy):
-        tokens, parents, rows, depths = [], [], [], []
-        for row, (request, length, room) in enumerate(zip(view.requests, view.lengths, view.room, strict=True)):
-            parent = -1
-            truth = self._plain[request.key].tokens[length:].tolist()
-            for depth, right in enumerate(truth[: min(strategy.depth, room - 1)], start=1):
-                right = (right + (length + depth) % 4 // 3) % self._vocab
-                for wrong in range(strategy.width - 1, -1, -1):
-                    tokens.append((right + 9 * wrong) % self._vocab)
-                    parents.append(parent), rows.append(row), depths.append(depth)
-                parent = len(tokens) - 1
-        return DraftTree.of_lists(tokens, parents, rows, depths)
-
-    def admit(self, row, request): ...
-    def move(self, source, target): ...
-    def release(self, row, tokens): ...
-
-
 class Cycle:
     """A tuner that goes round its arms: every switch between plain and speculative rounds occurs."""
 
@@ -181,14 +164,3 @@ class Cycle:
 
     def forget(self, row):
         self.last_forgotten = row
-
-
-class UpTo(Cycle):
-    """Speculates while at most so many requests live."""
-
-    def __init__(self, arms, most) -> None:
-        super().__init__(arms)
-        self._most = most
-
-    def choose(self, rows, context):
-        return super().choose(rows, context) if len(rows) <= self._most else OFF

@@ -1,11 +1,10 @@
-"""The engine that a configuration asks for: fewer rounds where text repeats, refusals, and a tuner that goes on."""
+"""The engine that a configuration asks for: fewer rounds where text repeats, and refusals."""
 
 import dataclasses
 
 import pytest
 import torch
 
-from conf.load import load
 from conf.rollout import SpeculationConfig, StrategyConfig
 from tests.decoders import lively
 from tests.tlt_core.rollout.playing import play, requests
@@ -25,19 +24,18 @@ def drafter_folder(decoder, tmp_path_factory):
     return folder
 
 
-def rollouts(decoder, cfg, params, *, max_live=6):
-    engine = build.make_engine(decoder, cfg, max_live=max_live, max_len=MAX_LEN, seed=0)
+def rounds(decoder, cfg, params):
+    engine = build.make_engine(decoder, cfg, max_live=1, max_len=MAX_LEN, seed=0)
     build.calibrate(engine)
-    return *play(engine, requests(15, lengths=(1, 4, 9)), params), engine
+    return play(engine, requests(15, lengths=(1, 4, 9)), params)[1]
 
 
 def test_repetition_is_exploited(decoder):
     """Greedy siblings are equal, so the n-gram drafter knows them all when the first has ended."""
     params = SamplingParams(temperature=0.0, max_new_tokens=60)
-    plain = rollouts(decoder, SpeculationConfig(policy="off"), params, max_live=1)[1]
+    plain = rounds(decoder, SpeculationConfig(policy="off"), params)
     chain = SpeculationConfig(policy="fixed", strategies=(StrategyConfig(depth=7, tokens=7),))
-    speculative = rollouts(decoder, chain, params, max_live=1)[1]
-    assert len(speculative) < 0.5 * len(plain)
+    assert len(rounds(decoder, chain, params)) < 0.5 * len(plain)
 
 
 def test_a_drafter_of_another_model_is_refused(tiny_config, drafter_folder):
@@ -45,23 +43,3 @@ def test_a_drafter_of_another_model_is_refused(tiny_config, drafter_folder):
     cfg = SpeculationConfig(drafter_path=str(drafter_folder))
     with pytest.raises(ValueError, match="hidden_size"):
         build.make_engine(other, cfg, max_live=2, max_len=64, seed=0)
-
-
-def test_a_strategy_of_a_drafter_that_is_not_there_is_refused_at_load():
-    with pytest.raises(ValueError, match="drafter_path is not set"):
-        SpeculationConfig(strategies=(StrategyConfig(drafter="eagle3", depth=2, tokens=2),))
-
-
-def test_the_tuner_goes_on_where_it_was(decoder):
-    params = SamplingParams(max_new_tokens=40)
-    engine = rollouts(decoder, SpeculationConfig(), params)[2]
-    state = engine.speculation.tuner.state_dict()
-    fresh = build.make_engine(decoder, SpeculationConfig(), max_live=6, max_len=MAX_LEN, seed=0)
-    fresh.speculation.tuner.load_state_dict(state)
-    assert fresh.speculation.tuner.state_dict() == state
-    assert build.snapshot(fresh)["rounds"] == build.snapshot(engine)["rounds"] > 0
-
-
-def test_a_bare_off_switches_speculation_off():
-    """YAML reads it as false."""
-    assert load("conf/smoke.yaml", ["rollout.speculation.policy=off"]).rollout.speculation.policy == "off"

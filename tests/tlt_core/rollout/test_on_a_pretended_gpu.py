@@ -26,8 +26,8 @@ from tlt_core.items.speculation import OFF, Strategy
 from tlt_core.items.types import NoiseKey, Rollout, SamplingParams
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import save_hf
-from tlt_core.rollout.builtin import BuiltinReplica
 from tlt_core.rollout.engine import RolloutEngine, Speculation
+from tlt_core.rollout.replica import BuiltinReplica
 from tlt_core.tuner.policies import make_tuner
 
 GPU = torch.device("cuda:0")
@@ -110,7 +110,7 @@ def worked(spec: WorkerSpec) -> tuple[list[list[int]], ...]:
     )[0]
     worker.update(batch)
     worker.publish(1)
-    weights = [*engine.decoder.parameters(), *(w for _, w in worker._policy.weights())]
+    weights = [*engine.decoder.parameters(), *(w for _, w in worker._policy.trainer.weights())]
     assert {isinstance(w, GpuTensor) for w in weights} == {spec.device != "cpu"}
     after = said(engine, FILTERED)
     assert after != before, "a publish that changes nothing proves nothing"

@@ -5,7 +5,7 @@ from tests.decoders import lively
 from tests.tlt_core.rollout.playing import play, requests
 from tlt_core.items.types import Rollout, SamplingParams
 from tlt_core.rollout import build
-from tlt_core.rollout.builtin import BuiltinReplica
+from tlt_core.rollout.replica import BuiltinReplica
 
 
 def test_our_engine_as_a_replica():

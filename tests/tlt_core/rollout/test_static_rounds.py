@@ -1,5 +1,7 @@
 """Rounds of fixed shape give the tokens of rounds that fit their rows, whatever the bucket, padding and strategy."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -59,6 +61,8 @@ def test_drafts_of_the_host_and_their_reports(decoder, case, wrong_every):
         assert_same(plain, found)
         assert engine.drafter_failures == {}
         assert not drafter.rows, "every request was released"
+        observed = [report for _, report in engine.speculation.tuner.reports]
+        assert observed == [t.report for t in traces], "the tuner is told what happened"
         rounds.append(told(traces))
     assert rounds[0] == rounds[1]
     assert sum(sum(r.drafted) for r in rounds[0]) > 0
@@ -66,12 +70,13 @@ def test_drafts_of_the_host_and_their_reports(decoder, case, wrong_every):
         assert sum(t.tokens for t in traces) > 1.5 * sum(t.report.live for t in traces)
 
 
-def test_a_drafter_that_fails_costs_its_draft_alone(decoder, case):
+def test_a_drafter_that_fails_costs_its_draft_alone(decoder, case, caplog):
     params, plain = case
     engine = engine_of(decoder, Broken(), [CHAIN])
     found, traces = play(engine, requests(10), params)
     assert_same(plain, found)
     assert sum(engine.drafter_failures.values()) == len(traces)
+    assert sum("failed" in record.message for record in caplog.records) == 1, "said once"
 
 
 @pytest.mark.parametrize("limit", [1, 2, 4, 6, 7, 500])
@@ -80,8 +85,20 @@ def test_the_end_of_a_response_or_of_the_cache_inside_a_draft(decoder, limit):
     truth = play(engine_of(decoder, static=False), requests(8), SamplingParams(max_new_tokens=500))[0]
     assert {len(r.tokens) for r in truth.values()} == {MAX_LEN}
     short = play(engine_of(decoder, static=False), requests(8), params)[0]
-    for arm in (CHAIN, TREE, WIDE):
-        assert_same(short, play(engine_of(decoder, Oracle(truth), [arm]), requests(8), params)[0])
+    for arm, static in itertools.product((CHAIN, TREE, WIDE), (True, False)):
+        engine = engine_of(decoder, Oracle(truth), [arm], static=static)
+        assert_same(short, play(engine, requests(8), params)[0])
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_a_stop_token_inside_a_draft(decoder, static):
+    """The drafter goes on behind it with what the target would choose: that is accepted, and dropped."""
+    longer = play(engine_of(decoder, static=False), requests(8), SamplingParams(max_new_tokens=50))[0]
+    stops = tuple({int(r.completion[9]) for r in longer.values()})
+    params = SamplingParams(max_new_tokens=50, stop_token_ids=stops)
+    found, traces = play(engine_of(decoder, Oracle(longer), [TREE], static=static), requests(8), params)
+    assert_same(play(engine_of(decoder, static=False), requests(8), params)[0], found)
+    assert sum(t.report.live + sum(t.report.accepted) - t.tokens for t in traces) > 0, "dropped behind an end"
 
 
 @pytest.fixture(scope="module")

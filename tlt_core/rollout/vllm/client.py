@@ -1,10 +1,6 @@
 """vLLM as a worker's replica: the worker's side of a process that runs in vLLM's own Python environment.
 
-    with VllmRollout(python, model, folder=..., for_vllm=..., ...) as replica:
-        replica.load_weights(trainer.weights(), policy_version=1)      # into the running engine
-        replica.decode(pull, on_finish, params)                        # as `Replica.decode`
-
-Requests and responses go through pipes, weights in pieces through shared memory (`pieces`).  Every answer of the
+Requests and responses go through pipes, weights in pieces of bounded size through shared memory.  Every answer of the
 process has a time limit and names the policy version that it decoded with.  A process that hangs, has died or missed an
 update ends the phase with a message and the end of its log.
 
@@ -14,20 +10,21 @@ training a drafter.  Log-probs are those of the policy, after temperature and be
 """
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import select
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tlt_core.items.speculation import RoundReport, Strategy
@@ -37,13 +34,14 @@ from tlt_core.model.sampling import stream_key
 from tlt_core.rollout.engine import Pull, RoundTrace
 from tlt_core.rollout.replica import DecodeReport, OnCaptured
 from tlt_core.rollout.vllm.environment import environment, why_not
-from tlt_core.rollout.vllm.pieces import in_shared_memory, pieces
 
 _SCRIPT = Path(__file__).with_name("process.py")
 _START_S = 1200.0  # loading takes half a minute, on a busy machine ten
 _ANSWER_S = 600.0  # steps take a quarter of a second, weights some seconds
 _STOP_S = 20.0
 _LOG_LINES = 25
+_PIECE_BYTES = 256 << 20
+_SHARED = Path("/dev/shm")
 
 _log = logging.getLogger(__name__)
 
@@ -62,93 +60,42 @@ class VllmRollout:
     def __init__(
         self,
         python: Path,
-        model: Path,
+        settings: Mapping[str, Any],
         *,
-        folder: Path,
         for_vllm: Callable[[Iterable[tuple[str, Tensor]]], Iterable[tuple[str, Tensor]]],
-        dtype: str,
-        max_len: int,
-        max_live: int,
         threads: int,
-        kv_cache_mb: int | None = None,
-        memory_fraction: float = 0.9,
-        leave_bytes: int = 0,
-        eager: bool | None = None,
-        sleeps: bool = False,
-        tensor_parallel: int = 1,
         devices: Sequence[str] = (),
-        speculative: Mapping[str, Any] | None = None,
-        tlt: Mapping[str, Any] | None = None,
-        seed: int = 0,
-        policy_version: int = 0,
     ) -> None:
-        """python: of the environment with vLLM.  folder: this object's own, for the log.
-        for_vllm: makes Hugging Face's tensors of weights under our names.  kv_cache_mb, eager: see `VllmConfig`.
-        memory_fraction: of a GPU, where kv_cache_mb is None; less where it would not leave `leave_bytes` to others.
-        sleeps: `release_memory` is going to be called.  tensor_parallel: processes that share the model.  devices: GPUs
-        for them, as CUDA_VISIBLE_DEVICES names them; none: those that this process sees.  speculative: vLLM's
-        speculative_config (`vllm_speculation` makes one).  tlt: settings of `tlt_vllm`.  policy_version: of the weights
-        in `model`.
+        """Start the process and wait until the model is loaded.
 
-        Raises VllmUnusable."""
+        python: of the environment with vLLM.  settings: what the process is told first, see `replica`.  for_vllm: makes
+        Hugging Face's tensors of weights under our names.  devices: GPUs, as CUDA_VISIBLE_DEVICES names them; none:
+        those that this process sees.  Raises VllmError, VllmUnusable."""
         require_vllm(python)
-        self._python, self._folder, self._for_vllm = python, folder, for_vllm
-        self._max_live, self._threads, self._devices = max_live, threads, devices
-        self._version = policy_version
-        self._settings = {
-            "model": str(model),
-            "dtype": dtype,
-            "max_len": max_len,
-            "max_live": max_live,
-            "kv_cache_mb": kv_cache_mb,
-            "memory_fraction": memory_fraction,
-            "leave_bytes": leave_bytes,
-            "eager": eager,
-            "sleeps": sleeps,
-            "tensor_parallel": tensor_parallel,
-            "speculative": None if speculative is None else dict(speculative),
-            "tlt": dict(tlt or {}),
-            "folder": str(folder),
-            "seed": seed,
-            "version": policy_version,
-        }
-        self.folder = folder
-        self._log_file = folder / "vllm.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self.folder = Path(settings["folder"])
+        self._for_vllm, self._max_live, self._version = for_vllm, settings["max_live"], settings["version"]
+        self._speculates = settings["speculative"] is not None
         self._unread = b""
         self._rounds: list[RoundTrace] = []  # since the last report
-        self._count = 0  # requests so far; they are named by their number
-
-    def __enter__(self) -> "VllmRollout":
-        """Start the process and wait until the model is loaded.  Raises VllmError, VllmUnusable."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._names = map(str, itertools.count(1))  # of requests
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._log_file = self.folder / "vllm.log"
+        began_s = time.monotonic()
         with self._log_file.open("wb") as log:
-            self._process = subprocess.Popen(
-                [str(self._python), "-P", str(_SCRIPT)],
-                env=environment(self._python, threads=self._threads, devices=self._devices)
-                | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+                [str(python), "-P", str(_SCRIPT)],
+                env=environment(python, threads=threads, devices=devices) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
             )
         try:
-            began_s = time.monotonic()
-            described = self.ask(self._settings, limit_s=_START_S)["ready"]
-            if self._settings["speculative"] is not None and not described["samples_rightly"]:
-                raise VllmUnusable(
-                    f"this build of vLLM ({described['version']}) samples wrongly when it speculates on a CPU, and the "
-                    f"plug-in that repairs it (tlt_vllm) is not in the environment of {self._python}: run 'make "
-                    "vllm-env', or set rollout.speculation.policy to off"
-                )
+            described = self.ask(settings, limit_s=_START_S)["ready"]
         except BaseException:
             self.close()
             raise
         _log.info("vLLM is ready after %.0f s: %s", time.monotonic() - began_s, described)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def close(self) -> None:
         """End the process.  A second call does nothing."""
@@ -168,7 +115,7 @@ class VllmRollout:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, policy_version: int) -> None:
         """As `Replica.load_weights`, into the running engine.  Raises VllmError."""
         for piece in pieces(self._for_vllm(weights)):
-            with in_shared_memory(piece, otherwise=self._folder) as file:
+            with in_shared_memory(piece, otherwise=self.folder) as file:
                 self.ask({"ask": "part", "file": str(file)})
         self.ask({"ask": "weights", "version": policy_version})
         self._version = policy_version
@@ -189,7 +136,7 @@ class VllmRollout:
         sampling = _sampling(params)
         while True:
             new = pull(self._max_live - len(live)) if len(live) < self._max_live else ()
-            started = {self._name(): request for request in new}
+            started = {next(self._names): request for request in new}
             live |= {name: (request, time.time()) for name, request in started.items()}
             if not live:
                 return
@@ -207,10 +154,8 @@ class VllmRollout:
                 on_finish(rollout)
 
     def report(self) -> DecodeReport:
-        """As `Replica.report`."""
         rounds, self._rounds = tuple(self._rounds), []
-        speculates = self._settings["speculative"] is not None
-        return DecodeReport(rounds, self.counters()["tuner"] if speculates else {}, 0)
+        return DecodeReport(rounds, self.counters()["tuner"] if self._speculates else {}, 0)
 
     def counters(self) -> dict[str, Any]:
         """vLLM's own counters of drafts since the start, the tuner's figures, and responses whose hidden states were
@@ -233,10 +178,6 @@ class VllmRollout:
             self._rounds.append(RoundTrace(report, tuple(told["rows"]), tokens, told["end_s"], told["seconds"]))
             if on_round is not None:
                 on_round(report)
-
-    def _name(self) -> str:
-        self._count += 1
-        return str(self._count)
 
     def ask(self, value: Mapping[str, Any], *, limit_s: float = _ANSWER_S) -> dict[str, Any]:
         """One question to the process, and its answer.  Raises VllmError."""
@@ -321,3 +262,30 @@ def _rollout(
         started_s=started_s,
         finished_s=time.time(),
     )
+
+
+def pieces(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Tensors by name, together at most `_PIECE_BYTES`; a larger tensor is a piece by itself."""
+    piece: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if piece and size + tensor.nbytes > _PIECE_BYTES:
+            yield piece
+            piece, size = {}, 0
+        piece[name] = tensor
+        size += tensor.nbytes
+    if piece:
+        yield piece
+
+
+@contextlib.contextmanager
+def in_shared_memory(piece: dict[str, Tensor], *, otherwise: Path) -> Iterator[Path]:
+    """A safetensors file of the piece, for the block.  otherwise: folder for it where there is no shared memory."""
+    needed = 2 * sum(tensor.nbytes for tensor in piece.values())
+    roomy = _SHARED.is_dir() and shutil.disk_usage(_SHARED).free > needed
+    file = (_SHARED if roomy else otherwise) / f"tlt-weights-{os.getpid()}.safetensors"
+    try:
+        save_file(piece, file)
+        yield file
+    finally:
+        file.unlink(missing_ok=True)

@@ -40,12 +40,12 @@ def tlt_settings(cfg: SpeculationConfig, strategies: Sequence[Strategy], *, capt
     """Settings of `tlt_vllm`.  capture_mb: memory for hidden states; 0: none are kept."""
     settings: dict[str, Any] = {"policy": cfg.policy, "log_every_s": 0}
     if strategies:
-        settings["strategies"] = [s.depth for s in strategies]
+        settings["draft_lengths"] = [s.depth for s in strategies]
     return settings | {"capture_mb": capture_mb}
 
 
 class VllmDrafts:
-    """A `Drafts`."""
+    """As `BuiltinDrafts`; edge_weights: None where no drafter is trained."""
 
     def __init__(self, ask: Ask, cfg: SpeculationConfig, edge_weights: EdgeWeights | None, *, folder: Path) -> None:
         """ask: asks the process.  folder: for weights on their way."""
@@ -60,8 +60,8 @@ class VllmDrafts:
         """Nothing: the tuner learns costs from vLLM's first steps."""
 
     def load_drafter(self, weights: Mapping[str, Tensor]) -> None:
-        """As `Drafts.load_drafter`.  Raises VllmError, also when a layer of the running drafter does not compute with
-        them afterwards."""
+        """As `BuiltinDrafts.load_drafter`.  Raises VllmError, also when a layer of the running drafter does not compute
+        with them afterwards."""
         file = self._folder / "drafter.safetensors"
         save_file({name: value.cpu().contiguous() for name, value in weights.items()}, file)
         self._ask({"ask": "drafter", "file": str(file)})
@@ -69,30 +69,25 @@ class VllmDrafts:
 
 
 class RemoteTuner:
-    """A `TunerControl`."""
+    """The part of `RecordedTuner` that is called from outside, between two rounds."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
 
     def notify_change(self, drafter: str | None = None, *, change: float = UNKNOWN) -> None:
-        """See `RecordedTuner`."""
         self._call("notify_change", drafter, change=change)
 
     def suspend(self, drafter: str) -> None:
-        """See `RecordedTuner`."""
         self._call("suspend", drafter)
 
     def resume(self, drafter: str) -> None:
-        """See `RecordedTuner`."""
         self._call("resume", drafter)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """See `RecordedTuner`."""
         state: Mapping[str, Any] = self._call("state_dict")
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `RecordedTuner`."""
         self._call("load_state_dict", dict(state))
 
     def _call(self, method: str, *arguments: Any, **options: Any) -> Any:

@@ -22,8 +22,6 @@ print(json.dumps([found, importlib.util.find_spec("tlt_vllm") is not None]))
 
 
 class Installed(NamedTuple):
-    """What an interpreter has."""
-
     version: str  # of vLLM
     device: str  # that this build of vLLM is for: cpu or cuda
     has_plug_in: bool

@@ -89,18 +89,12 @@ class Server:
         self._asleep = False
 
     def describe(self):
-        """What runs here.  samples_rightly: see `_spreads_temperatures`."""
         import torch
         import vllm
 
-        return {
-            "version": f"vllm {vllm.__version__}",
-            "threads": torch.get_num_threads(),
-            "samples_rightly": _spreads_temperatures(),
-        }
+        return {"version": f"vllm {vllm.__version__}", "threads": torch.get_num_threads()}
 
     def part(self, *, file):
-        """Replace some of the policy's weights by those of a safetensors file."""
         if self._live:
             raise RuntimeError(f"{len(self._live)} responses are being decoded: weights change between rollouts only")
         self._wake()
@@ -117,7 +111,6 @@ class Server:
         return report | {"seconds": time.monotonic() - started_s}
 
     def drafter(self, *, file):
-        """Replace the drafter's weights by those of a safetensors file."""
         self._wake()
         return self._llm.collective_rpc("tlt_load_drafter", args=(file,))[0]
 
@@ -138,11 +131,9 @@ class Server:
             self._asleep = False
 
     def tuner(self, *, call, arguments, options):
-        """Call a method of the tuner."""
         return {"answer": getattr(self._lengths.tuner, call)(*arguments, **options)}
 
     def decode(self, *, params, requests):
-        """See the module docstring."""
         import vllm
         from vllm.sampling_params import RequestOutputKind
 
@@ -190,13 +181,9 @@ class Server:
     def counters(self):
         """Of speculation, since the start; preemptions; the tuner's figures; responses whose hidden states are lost."""
         told = {metric.name: metric for metric in self._llm.get_metrics()}
+        metrics = {"drafts": "drafts", "draft_tokens": "draft_tokens", "accepted": "accepted_tokens"}
         values = {
-            name: getattr(told.get(f"vllm:spec_decode_num_{metric}"), "value", 0)
-            for name, metric in (
-                ("drafts", "drafts"),
-                ("draft_tokens", "draft_tokens"),
-                ("accepted", "accepted_tokens"),
-            )
+            name: getattr(told.get(f"vllm:spec_decode_num_{metric}"), "value", 0) for name, metric in metrics.items()
         }
         per_pos = getattr(told.get("vllm:spec_decode_num_accepted_tokens_per_pos"), "values", [])
         values["preempted"] = told["vllm:num_preemptions"].value
@@ -211,7 +198,6 @@ def _on_cpu():
 
 
 def _memory(settings):
-    """vLLM's arguments about memory."""
     if _on_cpu():
         return {"kv_cache_memory_bytes": (settings["kv_cache_mb"] or 512) << 20}
     sleep = {"enable_sleep_mode": settings["sleeps"]}
@@ -222,26 +208,6 @@ def _memory(settings):
         share = min(settings["memory_fraction"], 1 - settings["leave_bytes"] / total)
         return sleep | {"gpu_memory_utilization": round(share, 3)}
     return sleep | {"kv_cache_memory_bytes": settings["kv_cache_mb"] << 20}
-
-
-def _spreads_temperatures():
-    """Whether drafts of sampled requests are verified at the requests' temperatures.
-
-    The CPU build loses the temperatures unless our plugin repairs it (see cpu_fix).  Builds without that replacement of
-    a kernel are right.
-    """
-    import torch
-
-    if not _on_cpu():
-        return True
-    from vllm.utils import cpu_triton_utils
-
-    spread = getattr(cpu_triton_utils, "_expand_kernel_impl", None)
-    if spread is None:
-        return True
-    rows = torch.full((3,), -1.0)
-    spread(rows, torch.tensor([0.5, 0.25]), torch.tensor([2, 3], dtype=torch.int32), 0, 0, MAX_NUM_TOKENS=3)
-    return rows.tolist() == [0.5, 0.5, 0.25]
 
 
 def _reply(replies, value):

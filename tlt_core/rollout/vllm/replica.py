@@ -42,8 +42,8 @@ def start_vllm(
 ) -> VllmRollout:
     """A running engine with the weights of `model_dir`.
 
-    edge_weights: kept up to date with the policy, and hidden states are kept; None: neither.  sleeps, devices: see
-    `VllmRollout`.  Raises VllmError, VllmUnusable.
+    edge_weights: kept up to date with the policy, and hidden states are kept; None: neither.  sleeps: `release_memory`
+    is going to be called.  devices: see `VllmRollout`.  Raises VllmError, VllmUnusable.
     """
     model, strategies = load_config(model_dir), vllm_strategies(cfg.speculation)
     max_len = max(max_len, min(max_len + _ROOM, model.max_position_embeddings))
@@ -52,30 +52,25 @@ def start_vllm(
         weights = weights if edge_weights is None else edge_weights.through(weights)
         return hf_tensors(weights, model, dtype=as_torch(cfg.dtype))
 
-    engine = VllmRollout(
-        spec.python,
-        model_dir,
-        folder=spec.folder / f"worker_{rank}",
-        for_vllm=for_vllm,
-        dtype=cfg.dtype,
-        max_len=max_len,
-        max_live=cfg.max_live_requests,
-        threads=threads,
-        kv_cache_mb=cfg.vllm.kv_cache_mb,
-        memory_fraction=cfg.kv_memory_fraction,
-        leave_bytes=spec.leave_bytes,
-        eager=cfg.vllm.eager,
-        sleeps=sleeps,
-        tensor_parallel=cfg.vllm.tensor_parallel,
-        devices=devices,
-        speculative=vllm_speculation(cfg.speculation, strategies),
-        tlt=tlt_settings(
-            cfg.speculation, strategies, capture_mb=_capture_mb(cfg, model, max_len) if edge_weights else 0
-        ),
-        seed=seed,
-        policy_version=policy_version,
-    )
-    return engine.__enter__()
+    capture_mb = _capture_mb(cfg, model, max_len) if edge_weights else 0
+    settings = {
+        "model": str(model_dir),
+        "dtype": cfg.dtype,
+        "max_len": max_len,
+        "max_live": cfg.max_live_requests,
+        "kv_cache_mb": cfg.vllm.kv_cache_mb,  # None: `memory_fraction` of a GPU, or what `leave_bytes` for others leave
+        "memory_fraction": cfg.kv_memory_fraction,
+        "leave_bytes": spec.leave_bytes,
+        "eager": cfg.vllm.eager,
+        "sleeps": sleeps,
+        "tensor_parallel": cfg.vllm.tensor_parallel,
+        "speculative": vllm_speculation(cfg.speculation, strategies),
+        "tlt": tlt_settings(cfg.speculation, strategies, capture_mb=capture_mb),
+        "folder": str(spec.folder / f"worker_{rank}"),
+        "seed": seed,
+        "version": policy_version,
+    }
+    return VllmRollout(spec.python, settings, for_vllm=for_vllm, threads=threads, devices=devices)
 
 
 def _capture_mb(cfg: RolloutConfig, model: DecoderConfig, max_len: int) -> int:

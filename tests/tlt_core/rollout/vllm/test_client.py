@@ -3,7 +3,7 @@
 `answering` stands in for the process; tests/vllm starts the real one.
 """
 
-import functools
+import contextlib
 import sys
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from conf.rollout import SpeculationConfig
 from tests.tlt_core.rollout.vllm.environments import vllm_environment
 from tlt_core.items.speculation import Strategy
 from tlt_core.items.types import FinishReason, GenerationRequest, NoiseKey, Rollout, SamplingParams
-from tlt_core.rollout.vllm import client, pieces
+from tlt_core.rollout.vllm import client
 from tlt_core.rollout.vllm.client import VllmError, VllmRollout, VllmUnusable
 from tlt_core.rollout.vllm.drafts import RemoteTuner, tlt_settings, vllm_speculation, vllm_strategies
 from tlt_core.run import preflight
@@ -24,15 +24,10 @@ from tlt_vllm.settings import Settings
 VLLM = ["rollout.engine=vllm", "rollout.speculation.policy=off", "drafter.idle_training.enabled=false"]
 
 
-def test_a_missing_environment_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("VLLM_PYTHON", str(tmp_path / "no-python"))
-    with pytest.raises(VllmUnusable, match=r"no-python .*make vllm-env.*VLLM_PYTHON"):
-        preflight.check_run(load("conf/smoke.yaml", VLLM))
-
-
-def test_an_interpreter_without_vllm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_PYTHON", sys.executable)
-    with pytest.raises(VllmUnusable, match="make vllm-env"):
+@pytest.mark.parametrize("python", ["/no-python", sys.executable])
+def test_an_environment_without_vllm_is_named(monkeypatch: pytest.MonkeyPatch, python: str) -> None:
+    monkeypatch.setenv("VLLM_PYTHON", python)
+    with pytest.raises(VllmUnusable, match=rf"{python} .*make vllm-env.*VLLM_PYTHON"):
         preflight.check_run(load("conf/smoke.yaml", VLLM))
 
 
@@ -93,7 +88,7 @@ def test_the_tuner_gets_the_chains_of_one_drafter(tmp_path: Path) -> None:
     speculative = vllm_speculation(cfg, strategies)
     assert speculative == {"method": "eagle3", "num_speculative_tokens": 7, "model": str(tmp_path / "d-eagle3")}
     settings = tlt_settings(cfg, strategies, capture_mb=3)
-    assert settings == {"policy": "cost_model", "log_every_s": 0, "strategies": [2, 4, 7], "capture_mb": 3}
+    assert settings == {"policy": "cost_model", "log_every_s": 0, "draft_lengths": [2, 4, 7], "capture_mb": 3}
     assert Settings.read({"tlt": settings}, longest=7) is not None
 
 
@@ -103,10 +98,9 @@ def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(client, "_SCRIPT", Path(__file__).with_name("answering.py"))
     monkeypatch.setattr(client, "require_vllm", lambda _: None)
 
-    def started(seed: int) -> VllmRollout:
-        sizes = {"dtype": "float32", "max_len": 16, "max_live": 2, "threads": 1}
-        python = Path(sys.executable)
-        return VllmRollout(python, tmp_path, folder=tmp_path / "vllm", for_vllm=list, seed=seed, **sizes)
+    def started(seed: int) -> contextlib.closing[VllmRollout]:
+        settings = {"folder": str(tmp_path / "vllm"), "max_live": 2, "speculative": None, "version": 0, "seed": seed}
+        return contextlib.closing(VllmRollout(Path(sys.executable), settings, for_vllm=list, threads=1))
 
     return started
 
@@ -143,10 +137,10 @@ def test_what_the_process_answers_becomes_rollouts_and_a_report(start) -> None:
 
 @pytest.mark.parametrize("room", [True, False])
 def test_weights_go_in_pieces_and_leave_no_file(start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, room) -> None:
-    monkeypatch.setattr(pieces, "_SHARED", tmp_path / "shared")
+    monkeypatch.setattr(client, "_SHARED", tmp_path / "shared")
     if room:
         (tmp_path / "shared").mkdir()
-    monkeypatch.setattr(client, "pieces", functools.partial(pieces.pieces, most_bytes=100))
+    monkeypatch.setattr(client, "_PIECE_BYTES", 100)
     weights = [(name, torch.zeros(count)) for name, count in zip("abcdef", (10, 15, 1, 40, 20, 5), strict=True)]
     with start(seed=0) as replica:
         replica.load_weights(weights, policy_version=1)
