@@ -1,7 +1,6 @@
 """What each command of `tlt` does: `tlt check-drafter` is `check_drafter`.
 
 Those that take a configuration get it, and all get the command line's arguments; they return the exit code, or None.
-A command that runs a flow checks what can be checked first: a mistake is reported before Prefect is imported.
 """
 
 import argparse
@@ -12,23 +11,37 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from conf.load import ConfigError
 from conf.rollout import SpeculationConfig
 from conf.run import RunConfig
-from flows import _benchmarks
 from flows._heartbeat import Heartbeat
-from flows._parser import DEMO
+from flows._parser import DEMO, benchmark_function
+
+_PARAMS_HEAD = """\
+# Parameters of dvc.yaml, and a configuration like any other.  Written by: tlt params {source}
+# Change values here, or for one experiment: dvc exp run -S rollout.speculation.policy=off
+"""
+_BENCH_ONLY = {  # options that only these benchmarks take
+    "workload": ("rollout", "e2e"),
+    "peers": ("engines",),
+    "instructions": ("engines",),
+}
 
 
 def prepare(cfg: RunConfig, _: argparse.Namespace) -> None:
-    dataset = _run(cfg, "flows.prepare:prepare")
+    dataset = _run(cfg, "flows.stages:prepare")
     print(f"{dataset.count} training prompts in {dataset.path}, digest {dataset.sha256[:12]}")
 
 
 def params(cfg: RunConfig, args: argparse.Namespace) -> None:
-    from flows.params import write
+    """Every key is written, so that a stage can name those that it depends on and `dvc exp run -S` can set any."""
+    from tlt_core.items.store import write_atomically
 
-    write(cfg, args.out, source=" ".join([args.config, *args.overrides]))
+    head = _PARAMS_HEAD.format(source=" ".join([args.config, *args.overrides]))
+    text = head + yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
+    write_atomically(args.out, lambda partial: partial.write_text(text))
     print(f"parameters of dvc.yaml: {args.out}    run what has changed: dvc repro")
 
 
@@ -37,10 +50,10 @@ def coldstart(cfg: RunConfig, args: argparse.Namespace) -> None:
         print("coldstart.enabled=false: nothing to do")
         _write_metrics(args.metrics, {})
         return
-    done = _run(cfg, "flows.coldstart:coldstart")
-    print(f"model after the cold start: {done.model_dir}")
-    _print_metrics(done.metrics)
-    _write_metrics(args.metrics, done.metrics)
+    folder, metrics = _run(cfg, "flows.stages:coldstart")
+    print(f"model after the cold start: {folder}")
+    _print_metrics(metrics)
+    _write_metrics(args.metrics, metrics)
 
 
 def train(cfg: RunConfig, args: argparse.Namespace) -> None:
@@ -54,7 +67,7 @@ def train(cfg: RunConfig, args: argparse.Namespace) -> None:
 
 
 def warmup(cfg: RunConfig, args: argparse.Namespace) -> None:
-    folder, metrics = _run(cfg, "flows.warmup:warmup", out=args.out)
+    folder, metrics = _run(cfg, "flows.stages:warmup", out=args.out)
     _print_metrics(metrics)
     _write_metrics(args.metrics, metrics)
     print(f"drafter: {folder}    use it: rollout.speculation.drafter_path={folder}")
@@ -91,26 +104,26 @@ def retrain(cfg: RunConfig, _: argparse.Namespace) -> None:
 
 
 def check_drafter(cfg: RunConfig, _: argparse.Namespace) -> int:
-    found = _run(cfg, "flows.check_drafter:check_drafter")
+    found = _run(cfg, "flows.retrain:check_drafter")
     print(f"{found.outcome}: {found.reason}")
     return 1 if found.outcome == "dropped" else 0
 
 
 def rollback(cfg: RunConfig, args: argparse.Namespace) -> None:
-    from flows.rollback import roll_back
+    from tasks.registry import roll_back
 
     left, now = roll_back(cfg, kind=args.kind, to=None if args.to is None else str(args.to))
     print(f"champion: {now}; it was version {left.number}.  Exports are as they were: tlt export makes a new one")
 
 
 def evaluate(cfg: RunConfig, args: argparse.Namespace) -> None:
-    metrics = _run(cfg, "flows.evaluate:evaluate", policy=args.policy)
+    metrics = _run(cfg, "flows.stages:evaluate", policy=args.policy)
     _print_metrics(metrics)
     _write_metrics(args.metrics, metrics)
 
 
 def bench(cfg: RunConfig, args: argparse.Namespace) -> None:
-    flow = _benchmarks.find(args.benchmark)
+    flow = benchmark_function(args.benchmark)
     command = f"tlt {' '.join(sys.argv[1:])}"
     part = f"-{args.workload}" if args.workload else ""  # one workload's report must not replace the whole report
     out = args.out or Path("reports") / f"{args.benchmark}{part}.json"
@@ -205,15 +218,8 @@ def deploy(args: argparse.Namespace) -> None:
 def recover(args: argparse.Namespace) -> None:
     from flows import deploy
 
-    for run in deploy.recover_here(port=args.port, alone=args.alone):
-        print(f"{run.name} ({run.run_id}) was {run.state} without a process; it is scheduled again")
-
-
-_BENCH_ONLY = {  # options that only these benchmarks take
-    "workload": ("rollout", "e2e"),
-    "peers": ("engines",),
-    "instructions": ("engines",),
-}
+    for line in deploy.recover_here(port=args.port, alone=args.alone):
+        print(line)
 
 
 def _run(cfg: RunConfig, flow: str, *, before: str = "", **arguments: Any) -> Any:

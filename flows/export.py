@@ -6,18 +6,15 @@ from prefect import flow
 
 from conf.load import ConfigError
 from conf.run import RunConfig
-from flows._config import as_config, as_policy, at_work, run_name
+from flows._config import as_policy, at_work, checked, run_name
 from flows._terminal import Terminal
-from tasks.coldstart import cold_start
-from tasks.export_drafter import export_drafter
-from tasks.prepare import prepare_data, prepare_model
+from tasks.stages import cold_start, export_drafter, prepare_data, prepare_model
 from tasks.step import export_policy
 from tasks.version import project_of, version_folder
 from tlt_core.export.folder import DRAFTER, POLICY
 from tlt_core.export.record import Source
 from tlt_core.items import checkpoint
 from tlt_core.items.store import Ref
-from tlt_core.run import preflight
 from tlt_core.run.session import Session
 from tlt_core.run.summary import last_step
 
@@ -41,8 +38,7 @@ def export(
     which acceptance and costs are measured.  verifier: target that the drafter's folder names.  track: version the
     folder with DVC and push it to the remote.
     """
-    cfg = as_config(config, overrides)
-    preflight.check_run(cfg)
+    cfg = checked(config, overrides)
     if num_prompts < 0:
         raise ConfigError(f"num_prompts={num_prompts}: give the number of held-out prompts, 0 to measure nothing")
     if drafter is not None:
@@ -58,7 +54,7 @@ def export(
             step = last_step(run_dir)
         else:
             if cfg.coldstart.enabled:
-                start = cold_start(cfg, start, dataset, show.stage).model_dir
+                start, _ = cold_start(cfg, start, dataset, show.stage)
             newest, step = _newest_policy(cfg, start, dataset, show)
             run_dir = cfg.run_dir
         source = Source(newest, _drafter_folder(cfg, drafter), Path(dataset.path), step, run_dir)
@@ -74,7 +70,8 @@ def _newest_policy(cfg: RunConfig, start: Path, dataset: Ref, show: Terminal) ->
     with checkpoint.newest(cfg.run_dir / "checkpoints") as found:
         if found is None:
             return (written, None) if written.is_dir() else (start, 0)
-        if _is_newer(written / "config.json", found.folder / "state.json"):
+        config, state = written / "config.json", found.folder / "state.json"
+        if config.is_file() and config.stat().st_mtime >= state.stat().st_mtime:
             return written, found.state.step
     first = cfg.run_dir / DRAFTER
     resumed = cfg.with_drafter(first) if cfg.needs_first_drafter and first.is_dir() else cfg
@@ -83,10 +80,6 @@ def _newest_policy(cfg: RunConfig, start: Path, dataset: Ref, show: Terminal) ->
     ) as session:
         export_policy(session)
         return written, session.completed_steps  # of a running training: perhaps a newer checkpoint's
-
-
-def _is_newer(path: Path, than: Path) -> bool:
-    return path.is_file() and path.stat().st_mtime >= than.stat().st_mtime
 
 
 def _drafter_folder(cfg: RunConfig, given: str | None) -> Path | None:

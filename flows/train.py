@@ -14,13 +14,12 @@ from prefect import flow
 from conf.run import RunConfig
 from flows._announcement import Took, announce
 from flows._artifacts import RunPage
-from flows._config import as_config, run_name
+from flows._config import checked, run_name
 from flows._logging import at_step, run_log
 from flows._stopping import Stopping
 from flows._terminal import Terminal
-from tasks.coldstart import cold_start
-from tasks.prepare import prepare_data, prepare_model, probe_rewards
 from tasks.register import register_drafter, register_policy
+from tasks.stages import cold_start, prepare_data, prepare_model, probe_rewards, warm_up_drafter
 from tasks.step import (
     checkpoint,
     evaluate,
@@ -33,13 +32,11 @@ from tasks.step import (
     update_policy,
 )
 from tasks.track import Tracker, track
-from tasks.warmup import warm_up_drafter
 from tlt_core.cluster.placement import check_cluster
 from tlt_core.items.store import Ref
 from tlt_core.items.types import ScoredBatch
 from tlt_core.machine import precision, provenance
 from tlt_core.machine.file_lock import exclusive
-from tlt_core.run import preflight
 from tlt_core.run.session import Session
 
 log = logging.getLogger(__name__)
@@ -49,8 +46,7 @@ log = logging.getLogger(__name__)
 def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
     """Train the policy; returns its Hugging Face folder."""
     took = Took()
-    cfg = as_config(config, overrides)
-    preflight.check_run(cfg)
+    cfg = checked(config, overrides)
     check_cluster(cfg.cluster, workers_per_engine=cfg.rollout.workers_per_engine)
     with (
         Stopping() as stopping,

@@ -1,8 +1,7 @@
 """One MLflow run; it neither stops nor delays training.
 
-Calls go through an `Outbox`.  When the tracking server does not answer, they stay there, and are made in order once it
-answers again.  The run's own files (`track.py`) are complete in any case, and the next attempt at the run sends the
-steps that MLflow lacks.
+Calls go through an `Outbox`: a tracking server that does not answer gets them once it answers again.  The run's own
+files (`track.py`) are complete in any case, and the next attempt at the run sends the steps that MLflow lacks.
 """
 
 import logging
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mlflow import MlflowClient
-from mlflow.entities import LifecycleStage, Metric, Param
+from mlflow.entities import LifecycleStage, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.utils.time import get_current_time_millis
 from sqlalchemy.exc import SQLAlchemyError
@@ -25,7 +24,6 @@ log = logging.getLogger(__name__)
 # Failures of a tracking store: MLflow's, the database's, network and disk (requests' errors are OSErrors).
 TRACKER_ERRORS = (MlflowException, SQLAlchemyError, OSError)
 _LONGEST_PARAM = 500  # characters; older stores accept no more
-_PARAMS_PER_CALL = 100
 _LONGEST_DIGEST = 36
 _STEP_METRIC = "training/global_step"  # in every row
 # A new sqlite store takes some seconds on a busy machine.  A server that is slower is reported later, by its run id.
@@ -46,10 +44,7 @@ class MlflowRun:
     """Starts a run, or goes on with the run of an earlier attempt."""
 
     def __init__(self, cfg: TrackingConfig, *, run_name: str, resume_id: str, on_start: Callable[[str], None]) -> None:
-        # A server that is down costs seconds a call; with MLflow's defaults it costs minutes.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+        set_patience()
         os.environ.pop("MLFLOW_RUN_ID", None)  # `start_run` would go on with that run, which is somebody else's
         self.run_id = ""
         self.experiment_id = ""
@@ -133,10 +128,7 @@ class MlflowRun:
         from mlflow.data.meta_dataset import MetaDataset
 
         flat = [Param(name, str(value)[:_LONGEST_PARAM]) for name, value in flatten(params).items()]
-        for start in range(0, len(flat), _PARAMS_PER_CALL):
-            self._client.log_batch(self.run_id, params=flat[start : start + _PARAMS_PER_CALL])
-        for key, value in tags.items():
-            self._client.set_tag(self.run_id, key, value)
+        self._client.log_batch(self.run_id, params=flat, tags=[RunTag(*tag) for tag in tags.items()])
         meta_dataset: Any = MetaDataset  # concrete, but its base class declares an abstract method more
         source = CodeDatasetSource(tags=dict(dataset.tags))
         mlflow.log_input(
@@ -159,6 +151,13 @@ class MlflowRun:
         if isinstance(error, MlflowException):
             return 400 <= error.get_http_status_code() < 500
         return isinstance(error, FileNotFoundError)
+
+
+def set_patience() -> None:
+    """A server that is down costs seconds a call; with MLflow's defaults it costs minutes."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 
 def experiment_id(client: MlflowClient, cfg: TrackingConfig) -> str:
