@@ -190,20 +190,21 @@ def validate(tree: dict[str, Any], source: str) -> RunConfig:
 
 def _explain(error: Any) -> str:
     path = [str(p) for p in error["loc"]]
-    key, value = _public_path(path), error["input"]
+    key, value = _walked(path)[0], error["input"]
     if error["type"] == "extra_forbidden":
         if path == [_BASE]:
             return f"{key}: only a file can name its base, an override cannot (value {value!r})"
         if key in _GONE:
             return f"{key}: this key is gone: {_GONE[key]}"
-        known = _fields_at(path[:-1]) + ([_BASE] if len(path) == 1 else [])
+        section = _walked(path[:-1])[1]
+        known = (list(section.model_fields) if _is_model(section) else []) + ([_BASE] if len(path) == 1 else [])
         close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
         meant = f"; did you mean {close[0]!r}?" if close else f"; known keys here: {', '.join(sorted(known))}"
         shown = f" (value {value!r})" if isinstance(value, int | float) else ""  # a text may be of a file of secrets
         return f"{key}: unknown key{shown}{meant}"
     if error["type"] in ("union_tag_not_found", "union_tag_invalid"):
         given = value.get("kind") if isinstance(value, dict) else value
-        known = sorted(_tags(_at(path)))
+        known = sorted(_tags(_walked(path)[1]))
         close = difflib.get_close_matches(str(given), known, n=1, cutoff=0.5)
         meant = f"did you mean {close[0]!r}?" if close else f"one of {', '.join(known)} is needed"
         return f"{key}.kind: {meant} (value {given!r})"
@@ -215,29 +216,17 @@ def _explain(error: Any) -> str:
     return f"{key}: {message} (value {value!r})"
 
 
-def _public_path(path: list[str]) -> str:
-    """Remove the union tags that pydantic puts into error locations: data.reasoning_gym.seed -> data.seed."""
-    shown, model = [], RunConfig
-    for part in path:
-        if part in _tags(model):
-            model = _tags(model)[part]
-            continue
-        shown.append(part)
-        model = _child(model, part)
-    return ".".join(shown)
-
-
-def _fields_at(path: list[str]) -> list[str]:
-    model = _at(path)
-    return list(model.model_fields) if _is_model(model) else []
-
-
-def _at(path: list[str]) -> Any:
-    """The section, or the union of sections, at an error's location."""
+def _walked(path: list[str]) -> tuple[str, Any]:
+    """An error's location as a key, without pydantic's union tags (data.reasoning_gym.seed -> data.seed), and the
+    section, or the union of sections, that is there."""
+    shown: list[str] = []
     model: Any = RunConfig
     for part in path:
-        model = _tags(model).get(part) or _child(model, part)
-    return model
+        option = _tags(model).get(part)
+        if option is None:
+            shown.append(part)
+        model = option or _child(model, part)
+    return ".".join(shown), model
 
 
 def _child(model: Any, part: str) -> Any:

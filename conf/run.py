@@ -9,7 +9,6 @@ from pathlib import Path
 
 from pydantic import Field, model_validator
 
-from conf.coldstart import ColdStartConfig
 from conf.data import DataConfig
 from conf.drafter import DrafterConfig, RetrainConfig
 from conf.model import ModelConfig, PretrainedModel
@@ -17,7 +16,7 @@ from conf.reward import RewardConfig
 from conf.rollout import RolloutConfig
 from conf.section import MANY, MOST_SEED, MOST_STEPS, MOST_TOKENS, Section
 from conf.system import CheckpointConfig, ClusterConfig, TrackingConfig
-from conf.update import AlgorithmConfig, UpdateConfig
+from conf.update import AlgorithmConfig, ColdStartConfig, UpdateConfig
 
 
 class EvaluationConfig(Section):

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from flows._heartbeat import Heartbeat
 from flows._logging import is_json
-from flows._status import StatusFile
+from flows.status import StatusFile
 from tlt_core.items.types import WorkerState
 from tlt_core.run.progress import PhaseClock, Progress, in_words, minutes
 

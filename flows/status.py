@@ -1,7 +1,10 @@
-"""`tlt status`: where a run is, how long it will take, who is idle, what went wrong: all from the run's folder."""
+"""Where a run is, as a file beside it: `runs/NAME/status.json`, written by the run, read by `tlt status`."""
 
 import json
+import logging
+import os
 import re
+import socket
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,20 +12,69 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from conf.load import ConfigError, load
 from flows._logging import log_file
-from flows._status import FAILED, FINISHED, RUNNING, STATUS, STOPPED, is_alive
+from flows._stopping import stopped_by
 from flows.report import example
 from tlt_core.items import checkpoint
 from tlt_core.machine.getting_on import STACKS_WANTED
 from tlt_core.run.progress import Progress, in_words, minutes
 from tlt_core.run.summary import rows_of
 
+log = logging.getLogger(__name__)
+
+STATUS = "status.json"
+RUNNING, FINISHED, FAILED, STOPPED = "running", "finished", "failed", "stopped"
+_EVERY_S = 2.0
 _RECENT = 5  # steps whose median tells how long the rest will take
 _LOG_TAIL = 200_000  # bytes
 _TROUBLE = re.compile(  # of log.txt or log.jsonl
     r'(\d{4}-\d\d-\d\d [\d:,]+ |\{"time": "[^"]*", "level": ")(WARNING|ERROR|CRITICAL)[ "]'
 )
+
+
+class StatusFile:
+    """Writes the file: every two seconds at most, and at the end."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / STATUS
+        self._written_s = 0.0
+        self._phase, self._phase_began_s = "", time.time()
+        self._last: dict[str, Any] = {}
+
+    def show(self, now: Progress) -> None:
+        """Take the run's progress."""
+        phase = f"{now.step} {now.phase}"
+        changed = phase != self._phase
+        if changed:
+            self._phase, self._phase_began_s = phase, time.time()
+        if not changed and time.monotonic() - self._written_s < _EVERY_S:
+            return
+        self._last = {
+            **now._asdict(),
+            "worker_states": [state.name.lower() for state in now.worker_states],
+            "phase_began": self._phase_began_s,
+        }
+        self._write(RUNNING)
+
+    def end(self, error: BaseException | None) -> None:
+        """The run ends."""
+        stopped = stopped_by(error) is not None
+        text = "" if error is None or stopped else f"{type(error).__name__}: {error}"
+        self._write(FINISHED if error is None else STOPPED if stopped else FAILED, error=text)
+
+    def _write(self, state: str, *, error: str = "") -> None:
+        self._written_s = time.monotonic()
+        who = {"pid": os.getpid(), "host": socket.gethostname(), "started": psutil.Process().create_time()}
+        content = {**self._last, "state": state, "error": error, "updated": time.time(), **who}
+        partial = self._path.with_name(f".{STATUS}.partial")
+        try:  # not flushed to the disk: after a power cut nobody needs it, and the rollout would wait for it
+            partial.write_text(json.dumps(content))
+            partial.replace(self._path)
+        except OSError as error:  # a full disk must end the run when saving fails, not here
+            log.debug("%s cannot be written: %s", self._path, error)
 
 
 def status(run: str, *, stacks: bool) -> tuple[str, bool]:
@@ -31,10 +83,11 @@ def status(run: str, *, stacks: bool) -> tuple[str, bool]:
     run: its folder or configuration file; empty: the newest run in `runs`.  stacks: ask the run for the stacks of its
     processes.  Raises ConfigError.
     """
-    folder = _folder(run)
+    path = Path(run or example())
+    folder = load(path).run_dir if path.is_file() else path
     try:
         known = json.loads((folder / STATUS).read_text())
-        alive = is_alive(known)
+        alive = _is_alive(known)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{folder} has no readable {STATUS} ({type(error).__name__}): no run has begun there; name a run's folder, "
@@ -51,9 +104,14 @@ def status(run: str, *, stacks: bool) -> tuple[str, bool]:
     return "\n".join(f"{name:12}{text}" for name, text in _lines(folder, known, state)), state in (RUNNING, FINISHED)
 
 
-def _folder(run: str) -> Path:
-    path = Path(run or example())
-    return load(path).run_dir if path.is_file() else path
+def _is_alive(status: dict[str, Any]) -> bool | None:
+    """Is the process that wrote the file still there?  None: it is on another machine."""
+    if status["host"] != socket.gethostname():
+        return None
+    try:
+        return abs(psutil.Process(status["pid"]).create_time() - status["started"]) < 1.0
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _lines(folder: Path, known: Mapping[str, Any], state: str) -> Iterator[tuple[str, str]]:
@@ -72,8 +130,7 @@ def _lines(folder: Path, known: Mapping[str, Any], state: str) -> Iterator[tuple
     if rows:
         yield "last step", _step(rows[-1])
     yield "checkpoint", _checkpoint(folder / "checkpoints")
-    trouble = _last_trouble(log_file(folder))
-    if trouble:
+    if trouble := _last_trouble(log_file(folder)):
         yield "last trouble", trouble
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mlflow
 from mlflow import MlflowClient
 from mlflow.entities import LifecycleStage, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
@@ -85,8 +86,6 @@ class MlflowRun:
 
     def end(self, status: str) -> None:
         """Close the run: FINISHED, FAILED or KILLED."""
-        import mlflow
-
         self._outbox.put(lambda: mlflow.end_run(status))
         self.settle(within_s=_END_INTERRUPTED_S if status == "KILLED" else _END_S)
         self._outbox.close()
@@ -98,8 +97,6 @@ class MlflowRun:
             log.warning("MLflow lacks the last %d calls of this run; its folder has all of them", left)
 
     def _start(self, run_name: str, resume_id: str, on_start: Callable[[str], None]) -> None:
-        import mlflow
-
         mlflow.set_tracking_uri(self._cfg.uri)
         mlflow.set_system_metrics_sampling_interval(5)
         self._client = MlflowClient(self._cfg.uri)
@@ -123,7 +120,6 @@ class MlflowRun:
             self._client.log_batch(self.run_id, metrics=batch)
 
     def _describe(self, params: Mapping[str, Any], tags: Mapping[str, str], dataset: DatasetInput) -> None:
-        import mlflow
         from mlflow.data.code_dataset_source import CodeDatasetSource
         from mlflow.data.meta_dataset import MetaDataset
 

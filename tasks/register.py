@@ -46,7 +46,7 @@ def register_policy(
         )
         score = None
     entry = Entry(model_name(cfg, "policy"), folder, tags["policy_digest"], tags, lineage.policy_card(cfg, tags))
-    return _leniently(cfg, lambda registry: _enter(registry, entry, tracker_run_id, wins=_validated_best(score)))
+    return _leniently(cfg, lambda registry: _enter(registry, entry, tracker_run_id, score=score))
 
 
 @task(task_run_name="register-drafter", cache_policy=NO_CACHE)
@@ -65,11 +65,14 @@ def register_drafter(
     }
     digest = weights_digest(folder)
     entry = Entry(model_name(cfg, "drafter"), folder, digest, tags, lineage.drafter_card(cfg, tags))
-    return _leniently(cfg, lambda registry: _enter(registry, entry, tracker_run_id, wins=lambda _: False))
+    return _leniently(cfg, lambda registry: _enter(registry, entry, tracker_run_id, score=None))
 
 
-def _enter(registry: Registry, entry: Entry, run_id: str, *, wins: Callable[[Version | None], bool]) -> Version:
-    """Register as challenger, and as champion if it `wins` against the present one.  Raises ModelError."""
+def _enter(registry: Registry, entry: Entry, run_id: str, *, score: float | None) -> Version:
+    """Register as challenger, and as champion unless it has no score or the champion validated better.
+
+    Raises ModelError.
+    """
     check_finite(entry.folder)
     known = registry.find(entry.model, entry.digest)
     if known is not None:
@@ -79,20 +82,11 @@ def _enter(registry: Registry, entry: Entry, run_id: str, *, wins: Callable[[Ver
     if not run_id:
         registry.finish(owner, {})  # this MLflow run only holds the files
     registry.set_alias(version, CHALLENGER)
-    if wins(registry.by_alias(entry.model, CHAMPION)):
+    champion = registry.by_alias(entry.model, CHAMPION)
+    best = math.nan if champion is None else float(champion.tags.get("validation", "nan"))  # which is above nothing
+    if score is not None and not best > score:
         registry.promote(version)
     return version
-
-
-def _validated_best(score: float | None) -> Callable[[Version | None], bool]:
-    """Was it validated, and did the champion not validate better?  A champion without a figure is replaced."""
-
-    def best(champion: Version | None) -> bool:
-        if score is None or champion is None or "validation" not in champion.tags:
-            return score is not None
-        return not float(champion.tags["validation"]) > score
-
-    return best
 
 
 def _leniently(cfg: RunConfig, call: Callable[[Registry], Version]) -> str:

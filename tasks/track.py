@@ -11,6 +11,7 @@ import json
 import logging
 import re
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -170,12 +171,9 @@ class Tracker:
         if any(session.rollout.rounds):
             drawn.append(folder / f"speculation_{step:06d}.png")
             figures.speculation(session.rollout.rounds, step=step, path=drawn[-1])
-        rows = [*self._rows, {"step": step, **session.metrics.values()}]
-        curve = folder / "reward.png"
-        figures.reward_curve(
-            _column(rows, "critic/rewards/mean"), _column(rows, "val-core/all/reward/greedy"), path=curve
-        )
-        for path in (*drawn, curve):
+        drawn.append(folder / "reward.png")
+        figures.reward_curve([*self._rows, {"step": step, **session.metrics.values()}], path=drawn[-1])
+        for path in drawn:
             self._mlflow.artifact(path, folder="figures")
 
     def _append(self, row: dict[str, Any]) -> None:
@@ -192,25 +190,13 @@ def prometheus(values: Mapping[str, float], *, run: str) -> str:
 
 def step_line(values: Mapping[str, float], *, step: int, num_steps: int) -> str:
     """The line that each step logs; its columns are fixed."""
-    v = dict.fromkeys(_COLUMNS, 0.0) | dict(values)
+    v = defaultdict(float, values)
     return (
         f"step {step:>4}/{num_steps:<4} reward {v['critic/rewards/mean']:6.3f}"
         f"  length p50 {v['response_length/p50']:5.0f} p99 {v['response_length/p99']:5.0f}"
         f"  {v['perf/rollout_tokens_per_s']:6.0f} tok/s  idle {v['idle/idle_ratio']:4.0%}"
         f"  rollout {v['timing_s/gen']:5.1f} update {v['timing_s/update_actor']:5.1f} step {v['timing_s/step']:5.1f} s"
     )
-
-
-_COLUMNS = (
-    "critic/rewards/mean",
-    "response_length/p50",
-    "response_length/p99",
-    "perf/rollout_tokens_per_s",
-    "idle/idle_ratio",
-    "timing_s/gen",
-    "timing_s/update_actor",
-    "timing_s/step",
-)
 
 
 def _rows_up_to(run_dir: Path, completed_steps: int) -> list[dict[str, Any]]:
@@ -221,7 +207,3 @@ def _rows_up_to(run_dir: Path, completed_steps: int) -> list[dict[str, Any]]:
     text = "".join(json.dumps(row) + "\n" for row in kept)
     write_atomically(run_dir / "metrics.jsonl", lambda partial: partial.write_text(text))
     return kept
-
-
-def _column(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
-    return [(row["step"], row[name]) for row in rows if name in row]

@@ -10,7 +10,6 @@ import logging
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml
 from prefect import task
@@ -25,25 +24,18 @@ class VersionError(RuntimeError):
     """A DVC command failed.  The text has its reason."""
 
 
-class FolderVersion(NamedTuple):
-    """FolderVersion(pointer=Path("exports/demo.dvc"), md5="9f...dir")"""
-
-    pointer: Path  # to be committed to git
-    md5: str  # of the folder's content
-
-
 @task(task_run_name="version-folder", cache_policy=NO_CACHE)
-def version_folder(folder: Path, *, push: bool = True) -> FolderVersion:
-    """Track the folder's present content, and push it; may be repeated.  Raises VersionError."""
+def version_folder(folder: Path, *, push: bool = True) -> str:
+    """Track the folder's present content, and push it; may be repeated.  Returns its MD5.  Raises VersionError."""
     root = project_of(folder)
     with exclusive(root / ".dvc" / "tmp" / "tlt.lock", wait=True):
         _dvc(root, "add", str(folder.absolute()))
         pointer = folder.with_name(f"{folder.name}.dvc")
         if push:
             _dvc(root, "push", str(pointer.absolute()))
-    version = FolderVersion(pointer, yaml.safe_load(pointer.read_text())["outs"][0]["md5"])
-    log.info("%s is version %s; commit %s", folder, version.md5, pointer)
-    return version
+    md5 = str(yaml.safe_load(pointer.read_text())["outs"][0]["md5"])
+    log.info("%s is version %s; commit %s", folder, md5, pointer)
+    return md5
 
 
 def project_of(folder: Path) -> Path:
