@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from conf.load import load
 from conf.run import RunConfig
 from flows._errors import explain
-from tasks.journal import Journal
+from tasks.registry import Journal
 from tasks.report_page import page
 from tests.tlt_core.export.conftest import write_tokenizer
 from tlt_core.data import dataset
@@ -47,6 +47,15 @@ def damaged(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[[str, by
         return path
 
     return spoil
+
+
+@pytest.fixture
+def eagle3(tiny_folder: Path, tmp_path: Path) -> Path:
+    """`config.json` of a drafter."""
+    target = load_decoder(tiny_folder, dtype=torch.float32)
+    drafter = eagle3_from_target(target, torch.arange(64), scales=(1.0,) * 3, seed=0)
+    save_eagle3(drafter, tmp_path / "eagle3", dtype=torch.float32)
+    return tmp_path / "eagle3" / "config.json"
 
 
 def said(call: Callable[[], object], path: Path) -> str:
@@ -121,16 +130,13 @@ def test_the_configuration_of_a_model_and_of_a_drafter(
     damaged: Callable[[str, bytes], Path],
     tiny_folder: Path,
     tiny_config: DecoderConfig,
+    eagle3: Path,
     tmp_path: Path,
 ) -> None:
     shutil.copytree(tiny_folder, tmp_path / "model")
-    drafter = eagle3_from_target(
-        load_decoder(tiny_folder, dtype=torch.float32), torch.arange(64), scales=(1.0,) * 3, seed=0
-    )
-    save_eagle3(drafter, tmp_path / "eagle3", dtype=torch.float32)
     path = damaged("model/config.json", (tmp_path / "model" / "config.json").read_bytes())
     assert "the model again" in said(lambda: load_config(path.parent), path)
-    path = damaged("eagle3/config.json", (tmp_path / "eagle3" / "config.json").read_bytes())
+    path = damaged("eagle3/config.json", eagle3.read_bytes())
     said(lambda: load_eagle3(path.parent, tiny_config), path)
 
 
@@ -148,18 +154,12 @@ def test_the_configuration_of_a_model_and_of_a_drafter(
         ("eagle_config", [2]),
     ],
 )
-def test_a_value_of_the_wrong_kind(
-    key: str, value: object, tiny_folder: Path, tiny_config: DecoderConfig, tmp_path: Path
-) -> None:
-    drafter = eagle3_from_target(
-        load_decoder(tiny_folder, dtype=torch.float32), torch.arange(64), scales=(1.0,) * 3, seed=0
-    )
-    save_eagle3(drafter, tmp_path / "eagle3", dtype=torch.float32)
-    path = tmp_path / "eagle3" / "config.json"
-    raw = json.loads(path.read_text())
+def test_a_value_of_the_wrong_kind(key: str, value: object, tiny_config: DecoderConfig, eagle3: Path) -> None:
+    raw = json.loads(eagle3.read_text())
     raw.pop("eagle_aux_hidden_state_layer_ids" if key == "eagle_config" else "none of them", None)
-    path.write_text(json.dumps(raw | {key: value}))
-    assert ("eagle_aux" if key == "eagle_config" else key) in said(lambda: load_eagle3(path.parent, tiny_config), path)
+    eagle3.write_text(json.dumps(raw | {key: value}))
+    named = "eagle_aux" if key == "eagle_config" else key
+    assert named in said(lambda: load_eagle3(eagle3.parent, tiny_config), eagle3)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

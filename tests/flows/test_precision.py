@@ -6,7 +6,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,16 +64,11 @@ def _state(folder: Path) -> checkpoint.DriverState:
 
 
 @pytest.fixture(scope="module")
-def moved(prefect_engine: None, embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def moved(home: Path) -> Path:
     """A run of one step, all in bfloat16."""
-    folder = tmp_path_factory.mktemp("moved")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TLT_HOME", str(folder / "artifacts"))
-        (folder / "artifacts" / "models").mkdir(parents=True)
-        (folder / "artifacts" / "models" / embedded_model.name).symlink_to(embedded_model)
-        written = _train(folder, AVX512, "num_steps=1")
-        assert (written.rollout.dtype, written.update.dtype, written.coldstart.dtype) == (HALF, HALF, HALF)
-        yield folder
+    written = _train(home, AVX512, "num_steps=1")
+    assert (written.rollout.dtype, written.update.dtype, written.coldstart.dtype) == (HALF, HALF, HALF)
+    return home
 
 
 def test_a_run_moves_to_a_machine_that_would_emulate_its_update(moved: Path, caplog: pytest.LogCaptureFixture) -> None:

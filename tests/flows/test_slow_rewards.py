@@ -34,14 +34,9 @@ def _rows(home: Path, name: str, *settings: str) -> list[dict[str, float]]:
     return [json.loads(line) for line in (cfg.run_dir / "metrics.jsonl").read_text().splitlines()][1:]
 
 
-def test_one_worker_trains_while_rewards_are_waited_for(
-    prefect_engine: None, embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "artifacts" / "models").mkdir(parents=True)
-    (tmp_path / "artifacts" / "models" / embedded_model.name).symlink_to(embedded_model)
-    monkeypatch.setenv("TLT_HOME", str(tmp_path / "artifacts"))
-    rows = _rows(tmp_path, "waits", "drafter.idle_training.keep_published=1")
-    without = _rows(tmp_path, "idle", "drafter.idle_training.enabled=false")
+def test_one_worker_trains_while_rewards_are_waited_for(home: Path) -> None:
+    rows = _rows(home, "waits", "drafter.idle_training.keep_published=1")
+    without = _rows(home, "idle", "drafter.idle_training.enabled=false")
     for row in rows:
         assert row["timing_s/reward"] > 0.5  # 8 responses, 0.4 s each, two at a time
         assert row["drafter/trained_tokens"] > 0
@@ -53,9 +48,9 @@ def test_one_worker_trains_while_rewards_are_waited_for(
         assert row["drafter/policy_version_lag"] == (0.0 if published else before["drafter/policy_version_lag"] + 1)
         assert 0 < row["drafter/acc_top1"] < 1
     newest = max(r["step"] for r in rows if r["drafter/policy_version_lag"] == 0)
-    assert [p.name for p in (tmp_path / "runs/waits/drafters").iterdir()] == [f"{int(newest):06d}-eagle3"]
-    kept = load_file(tmp_path / f"runs/waits/drafters/{int(newest):06d}-eagle3/model.safetensors")
-    final = load_file(tmp_path / "runs/waits/drafter-eagle3/model.safetensors")
+    assert [p.name for p in (home / "runs/waits/drafters").iterdir()] == [f"{int(newest):06d}-eagle3"]
+    kept = load_file(home / f"runs/waits/drafters/{int(newest):06d}-eagle3/model.safetensors")
+    final = load_file(home / "runs/waits/drafter-eagle3/model.safetensors")
     assert kept.keys() == final.keys()
     assert all(torch.equal(kept[name], value) for name, value in final.items())
     for row, other in zip(rows, without, strict=True):
