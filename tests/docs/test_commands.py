@@ -10,6 +10,7 @@ import json
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from tlt_core.grpo import verifiers
 
 GENERATED = {"docs/faults.md", "docs/results.md", "docs/metrics.md"}  # of older commits
 OURS = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+NAMED = re.compile(r"`((?:bench|conf|docs|flows|kernels|tasks|tests|tlt_core|tlt_vllm)/[\w./-]*)`")
 SETTING = re.compile(r"(\w+(?:\.\w+)+)(?:=(\S+))?")
 COMMANDS = [(page, command) for page in PAGES for command in commands_of(text_of(page))]
 
@@ -166,12 +168,25 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_named_files_exist(page: str) -> None:
+    for name in NAMED.findall(text_of(page)):
+        assert (ROOT / name).exists() or any(ROOT.glob(name)), name
+
+
+def test_the_readme_is_short_and_the_rooms_are_those_of_the_contract() -> None:
+    assert len(text_of("README.md").splitlines()) <= 130
+    contracts = tomllib.loads(text_of("pyproject.toml"))["tool"]["importlinter"]["contracts"]
+    (layers,) = [c["layers"] for c in contracts if c.get("containers") == ["tlt_core"]]
+    laid_out = text_of("CONTRIBUTING.md").split("## How the code is laid out\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`[\w`, ]+`) \| ", laid_out, re.MULTILINE)
+    assert [set(re.findall(r"\w+", row)) for row in rows] == [{*layer.replace("|", " ").split()} for layer in layers]
+
+
 @pytest.mark.parametrize("page", sorted(set(PAGES) - GENERATED))
 def test_settings_in_the_text_exist(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prose = BLOCK.sub("", text_of(page))
-    named = {
-        match for code in re.findall(r"`([^`]+)`", prose) for match in map(SETTING.fullmatch, code.split()) if match
-    }
+    code = " ".join(re.findall(r"`([^`]+)`", BLOCK.sub("", text_of(page))))
+    named = {match for word in code.split() if (match := SETTING.fullmatch(word))}
     sections = yaml.safe_load((ROOT / "params.yaml").read_text()).keys()
     monkeypatch.chdir(ROOT)
     for match in named:

@@ -3,12 +3,14 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from conf.data import FileData
 from conf.load import load
 from conf.run import RunConfig
 from flows._errors import explain
@@ -79,11 +81,7 @@ def config(folder: Path) -> RunConfig:
 def test_the_record_of_a_run(damage: str, damaged: Callable[[str, bytes], Path], tmp_path: Path) -> None:
     cfg = config(tmp_path)
     path = damaged("run/run.json", json.dumps({"attempts": [{"started": "now"}]}).encode())
-    for call in (
-        lambda: provenance.begin_attempt(cfg),
-        lambda: provenance.tracker_run_id(cfg.run_dir),
-        lambda: page(cfg.run_dir, cfg, []),
-    ):
+    for call in (lambda: provenance.begin_attempt(cfg), lambda: page(cfg.run_dir, cfg, [])):
         assert "or remove it: the run then goes on" in said(call, path)
 
 
@@ -101,18 +99,12 @@ def test_the_manifest_of_a_data_set_which_is_made_again(
 ) -> None:
     rows = [{"prompt": f"w{i} w{i + 1}", "answer": "w3"} for i in range(3, 20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cfg = load(
-        "conf/smoke.yaml",
-        [f"data={{kind: file, train_path: {tmp_path}/rows.jsonl}}", "reward.functions=[{kind: exact}]"],
-    ).data
+    cfg, out_dir = FileData(kind="file", train_path=str(tmp_path / "rows.jsonl")), tmp_path / "data"
     write_tokenizer(tmp_path / "words")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path / "words")
-
-    def prepare() -> dataset.DataManifest:
-        return dataset.prepare(
-            cfg, tokenizer=tokenizer, vocab_size=49_152, max_prompt_tokens=64, out_dir=tmp_path / "data"
-        )
-
+    prepare = partial(
+        dataset.prepare, cfg, tokenizer=tokenizer, vocab_size=49_152, max_prompt_tokens=64, out_dir=out_dir
+    )
     made = prepare()
     path = damaged("data/manifest.json", (tmp_path / "data" / "manifest.json").read_bytes())
     for call in (
@@ -144,22 +136,16 @@ def test_the_configuration_of_a_model_and_of_a_drafter(
     ("key", "value"),
     [
         ("hidden_size", "32"),
-        ("num_hidden_layers", None),
         ("num_attention_heads", 0),
         ("head_dim", [8]),
         ("rope_parameters", [1]),
         ("eos_token_id", {"id": 2}),
-        ("draft_vocab_size", "64"),
         ("eagle_aux_hidden_state_layer_ids", 3),
-        ("eagle_config", [2]),
     ],
 )
 def test_a_value_of_the_wrong_kind(key: str, value: object, tiny_config: DecoderConfig, eagle3: Path) -> None:
-    raw = json.loads(eagle3.read_text())
-    raw.pop("eagle_aux_hidden_state_layer_ids" if key == "eagle_config" else "none of them", None)
-    eagle3.write_text(json.dumps(raw | {key: value}))
-    named = "eagle_aux" if key == "eagle_config" else key
-    assert named in said(lambda: load_eagle3(eagle3.parent, tiny_config), eagle3)
+    eagle3.write_text(json.dumps(json.loads(eagle3.read_text()) | {key: value}))
+    assert key in said(lambda: load_eagle3(eagle3.parent, tiny_config), eagle3)
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -188,7 +174,7 @@ def test_a_checkpoints_marker_which_is_skipped(
     state = DriverState(1, 8, 1, "r", 0, "f", None)
     folder = checkpoint.save(tmp_path, state, lambda partial: None)
     damaged("step_000001/COMPLETE", (folder / "COMPLETE").read_bytes())
-    assert checkpoint.newest_valid(tmp_path) is None
-    assert checkpoint.newest_valid(tmp_path) is None
+    for _ in range(2):
+        assert checkpoint.newest_valid(tmp_path) is None
     said = f"skipping checkpoint {folder}: it has no valid COMPLETE marker"
     assert caplog.text.count(said) == 1, "once, however many ask"

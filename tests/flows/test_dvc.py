@@ -187,11 +187,8 @@ def test_an_experiment_runs_other_settings(project: Clone) -> None:
 @pytest.mark.slow
 @pytest.mark.prefect
 def test_a_changed_section_runs_its_stages(project: Clone) -> None:
-    project.put("name=other")
-    assert project.repro() == ["export"]
     project.put("coldstart.enabled=false")
     assert project.repro("warmup") == ["coldstart", "warmup"]
-    assert not any((project.folder / "pipeline" / "coldstart").iterdir())
     project("git", "checkout", "--quiet", "HEAD", "--", ".")
     shutil.rmtree(project.folder / "pipeline" / "train")
     project.dvc("checkout", "--quiet")

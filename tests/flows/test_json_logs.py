@@ -51,7 +51,6 @@ def test_a_run_s_log_names_run_step_task_and_exception(tmp_path: Path, monkeypat
     assert (second["level"], second["step"], second["task"]) == ("WARNING", 3, "update-3")
     assert third["exception"].splitlines()[-1] == "RuntimeError: a worker died"
     assert "step" not in third
-    assert _logging.log_file(tmp_path / "demo") == tmp_path / "demo" / "log.jsonl"
     assert json.loads(_last_trouble(tmp_path / "demo" / "log.jsonl"))["level"] == "ERROR"
 
 
@@ -73,22 +72,18 @@ def test_whatever_ends_a_command_is_a_record() -> None:
 
 @pytest.mark.slow
 @pytest.mark.prefect
-def test_a_whole_run_writes_nothing_else_and_no_secret(tmp_path: Path, embedded_model: Path) -> None:
-    (tmp_path / "home" / "models").mkdir(parents=True)
-    (tmp_path / "home" / "models" / embedded_model.name).symlink_to(embedded_model)
+def test_a_whole_run_writes_nothing_else_and_no_secret(tmp_path: Path, home: Path) -> None:
     settings = [f"output_dir={tmp_path}/runs", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", "cluster.num_workers=1"]
     unset = {k: v for k, v in ENVIRONMENT.items() if not k.startswith("PREFECT")}
     secrets = dict.fromkeys(("MLFLOW_TRACKING_PASSWORD", "HF_TOKEN", "JUDGE_API_KEY", "TLT_NOTIFY_URL"), "geheim-4711")
-    env = unset | {"TLT_HOME": str(tmp_path / "home"), "PREFECT_HOME": str(tmp_path / "prefect")} | secrets
+    env = unset | {"PREFECT_HOME": str(tmp_path / "prefect")} | secrets
     command = [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *settings]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(records(done.stderr)) > 5
     run = tmp_path / "runs" / "smoke"
     logged = records((run / "log.jsonl").read_text())
-    assert {line.get("step") for line in logged} == {None, 1, 2}
-    assert {line["run"] for line in logged} == {"smoke"}
-    assert not (run / "log.txt").exists()
+    assert {(line["run"], line.get("step")) for line in logged} == {("smoke", None), ("smoke", 1), ("smoke", 2)}
 
     assert "geheim-4711" not in done.stdout + done.stderr
     written = [path for path in tmp_path.rglob("*") if path.is_file()]

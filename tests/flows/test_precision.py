@@ -99,6 +99,7 @@ def test_a_run_moves_to_a_machine_that_would_emulate_its_update(moved: Path, cap
     for step in (1, 2, 3):
         assert rows[step]["actor/grad_norm"] > 0
         assert rows[step]["drafter/optimizer_steps"] > 0, f"idle time trains the drafter in step {step}"
+        assert 0 < rows[step]["idle/harvested_s"] <= rows[step]["timing_s/reward"], "while rewards are waited for"
         assert 0 <= rows[step]["drafter/acc_top1"] < 1  # 0 where a busy machine leaves time for a few tokens alone
         # float32 passes beside bfloat16 rollouts: rounding, not another policy
         assert rows[step]["training/rollout_probs_diff_mean"] < 1e-3
