@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from prefect.cache_policies import NO_CACHE
 from tasks import figures
 from tasks.mlflow_run import DatasetInput, MlflowRun
 from tlt_core.data import dataset as datasets
-from tlt_core.items.metrics import undeclared
 from tlt_core.items.store import Ref, write_atomically
 from tlt_core.items.types import ScoredBatch
 from tlt_core.machine import provenance
@@ -51,7 +50,6 @@ class Tracker:
         self._rows = _rows_up_to(self._run_dir, session.completed_steps)
         self._attempt = session.resume_attempt
         self._began_s = time.perf_counter()
-        self._warned: set[str] = set()
         earlier = session.tracker_run_id or provenance.tracker_run_id(self._run_dir)
 
         def on_start(run_id: str) -> None:
@@ -90,7 +88,6 @@ class Tracker:
 
     def record(self, values: Mapping[str, float], *, step: int) -> None:
         """Log the numbers of a step; step 0 has the cold start and the first validation."""
-        self._warn_of_undeclared(values)
         self._append({"step": step, **values})
         text = prometheus({"step": step, **values}, run=self._cfg.name)
         write_atomically(self._run_dir / "metrics.prom", lambda partial: partial.write_text(text))
@@ -98,7 +95,6 @@ class Tracker:
 
     def outcome(self, values: Mapping[str, float]) -> None:
         """Log numbers of the whole run at its last step, in MLflow alone."""
-        self._warn_of_undeclared(values)
         self._mlflow.metrics(values, step=self._cfg.num_steps)
 
     def verdict(self) -> str:
@@ -121,13 +117,6 @@ class Tracker:
         self.record(values, step=step)
         log.info("%s", step_line(values, step=step, num_steps=self._cfg.num_steps))
         return values
-
-    def _warn_of_undeclared(self, names: Iterable[str]) -> None:
-        """Once each."""
-        new = set(undeclared(names)) - self._warned
-        if new:
-            self._warned |= new
-            log.warning("tracked, but not declared in tlt_core/items/metrics.py: %s", ", ".join(sorted(new)))
 
     def _catch_up(self, session: Session) -> None:
         """Record what a killed attempt has done without recording it, and send earlier rows to MLflow."""

@@ -8,8 +8,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -116,16 +114,6 @@ def test_a_command_that_takes_no_time(
         monkeypatch.setenv(name, value)
     assert cli.main([*words[1:], *_less(command)]) == 0
     assert capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", [c for c in COMMANDS if _begins(c, ["make"])], ids=shlex.join)
-def test_make_knows_what_to_do(command: Sequence[str]) -> None:
-    """Its recipes install, serve, test or take minutes; those of `tlt` commands are run above and below."""
-    words = command[command.index("make") :]
-    words = [*words, "--dry-run", "--always-make", f"PYTHON={sys.executable}"]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
 
 
 @pytest.mark.parametrize("beginning", NOT_RUN)

@@ -69,48 +69,8 @@ def test_runs_of_other_machines_are_not_taken_for_lost(monkeypatch: pytest.Monke
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory, embedded_model: Path) -> Iterator[Deployed]:
-    """The project's own deployments; the retraining's clock strikes every minute."""
-    root = tmp_path_factory.mktemp("deploy")
-    more = ("coldstart.enabled=false", "rollout.temperature=0.02", "retrain.min_speed=0", "retrain.repeats=1")
-    every_minute = {
-        "schedules": [{"slug": "nightly", "cron": "* * * * *", "timezone": "UTC", "active": True}],
-        "parameters": {"config": "conf/smoke.yaml", "overrides": settings(root, "scheduled", *more)},
-    }
-    with deploy(root, embedded_model, {"retrain": every_minute}) as deployed:
+    with deploy(tmp_path_factory.mktemp("deploy"), embedded_model, {"retrain": {"schedules": []}}) as deployed:
         yield deployed
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.prefect
-def test_the_clock_retrains_once_and_then_finds_nothing_changed(deployed: Deployed) -> None:
-    from conf.load import load
-    from tlt_core.run import inputs
-
-    cfg = load("conf/smoke.yaml", settings(deployed.root, "scheduled"))
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TLT_HOME", deployed.env["TLT_HOME"])
-        start = inputs.start_model(cfg.model, seed=cfg.seed)
-    partial = cfg.run_dir / "partial"  # the clock may strike while it is copied
-    partial.mkdir(parents=True)
-    for file in start.iterdir():
-        (partial / file.name).write_bytes(file.read_bytes())
-    partial.rename(cfg.run_dir / "policy")
-
-    journal = cfg.run_dir / "retrain.jsonl"
-    wait_for(journal.is_file, "a decision by the clock")
-    done = sum(run.state_name == "Completed" for run in deployed.flow_runs("retrain"))
-    wait_for(
-        lambda: sum(r.state_name == "Completed" for r in deployed.flow_runs("retrain")) >= done + 2, "two more runs"
-    )
-    file = deployed.root / "prefect.yaml"
-    file.write_text(file.read_text().replace("* * * * *", "0 0 1 1 *"))
-    deployed.up()
-    (line,) = journal.read_text().splitlines()
-    assert json.loads(line)["outcome"] == "promoted", line
-    assert all(run.auto_scheduled for run in deployed.flow_runs("retrain"))
-    client = MlflowClient(cfg.tracking.uri)
-    assert str(client.get_model_version_by_alias("tlt-scheduled-drafter", "champion").version) == "1"
 
 
 @pytest.mark.slow

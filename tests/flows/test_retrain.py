@@ -138,22 +138,19 @@ def test_a_new_policy_is_a_reason_to_train_and_a_champion_of_another_shape_is_no
     assert retrain(cfg).outcome == "unchanged"
 
 
-def test_the_second_of_two_at_once_leaves_with_a_message(folder: Path, plant: Callable[[range], list[Path]]) -> None:
+def test_beside_another_one_and_without_a_registry_nothing_is_trained(
+    folder: Path, plant: Callable[[range], list[Path]]
+) -> None:
     asked = plant(SAID)
     cfg = config(folder, "seed=4")
     with exclusive(cfg.run_dir / "retrain" / "lock"):
         decision = retrain(cfg)
     assert decision.outcome == "busy"
     assert f"process {os.getpid()}" in decision.reason
-    assert not asked
-
-
-def test_without_a_registry_nothing_is_trained(folder: Path, plant: Callable[[range], list[Path]]) -> None:
-    asked = plant(SAID)
     with pytest.raises(RegistryError, match=r"registry at http://127.0.0.1:9 does not answer"):
         retrain(config(folder, "seed=5", "tracking.uri=http://127.0.0.1:9"))
-    assert not asked
     assert lines(folder)[-1]["outcome"] == "failed"
+    assert not asked
 
 
 def test_a_run_that_was_started_too_often_gives_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
