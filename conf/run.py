@@ -6,6 +6,7 @@ class that uses it; only flows and `Session` see the whole tree.
 """
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, model_validator
 
@@ -96,29 +97,27 @@ class RunConfig(Section):
         speculation = self.rollout.speculation
         return self.drafter.warmup and speculation.policy != "off" and speculation.drafter_path is None
 
+    def _with(self, **changes: dict[str, Any]) -> "RunConfig":
+        """Changed values, by section."""
+        sections = {name: getattr(self, name).model_copy(update=values) for name, values in changes.items()}
+        return self.model_copy(update=sections)
+
     def with_drafter(self, folder: Path) -> "RunConfig":
         """The same run with this EAGLE-3 drafter at the start."""
         speculation = self.rollout.speculation.model_copy(update={"drafter_path": str(folder)})
-        return self.model_copy(update={"rollout": self.rollout.model_copy(update={"speculation": speculation})})
+        return self._with(rollout={"speculation": speculation})
 
     def for_reading(self) -> "RunConfig":
         """The same run for a command that trains nothing; the training may go on beside it."""
-        idle_training = self.drafter.idle_training.model_copy(update={"enabled": False})
-        return self.model_copy(update={"drafter": self.drafter.model_copy(update={"idle_training": idle_training})})
+        return self._with(drafter={"idle_training": self.drafter.idle_training.model_copy(update={"enabled": False})})
 
     def with_engine(self, engine: str) -> "RunConfig":
         """The same run with this rollout engine."""
-        return self.model_copy(update={"rollout": self.rollout.model_copy(update={"engine": engine})})
+        return self._with(rollout={"engine": engine})
 
     def with_dtypes(self, *, rollout: str, update: str, coldstart: str) -> "RunConfig":
         """The same run with these types."""
-        return self.model_copy(
-            update={
-                "rollout": self.rollout.model_copy(update={"dtype": rollout}),
-                "update": self.update.model_copy(update={"dtype": update}),
-                "coldstart": self.coldstart.model_copy(update={"dtype": coldstart}),
-            }
-        )
+        return self._with(rollout={"dtype": rollout}, update={"dtype": update}, coldstart={"dtype": coldstart})
 
     @property
     def why_not_streamed(self) -> str:

@@ -37,7 +37,7 @@ def explain(error: BaseException, *, run_dir: Path | None) -> Report | None:
     module = type(error).__module__
     if isinstance(error, ValueError) and module.startswith(("tlt_core.", "flows.")):
         return Report(str(error), 2)
-    if module in ("flows._server", "tasks.registry", "tasks.version"):
+    if module in ("flows._server", "tasks.registry", "tasks.stages"):
         return Report(str(error), 1)
     # WorkerDied with the worker's traceback, RayNotStarted, and failures of vLLM
     if module.startswith("tlt_core.cluster.") or module in (

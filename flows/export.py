@@ -8,9 +8,8 @@ from conf.load import ConfigError
 from conf.run import RunConfig
 from flows._config import as_policy, at_work, checked, run_name
 from flows._terminal import Terminal
-from tasks.stages import cold_start, export_drafter, prepare_data, prepare_model
+from tasks.stages import cold_start, export_drafter, prepare_data, prepare_model, project_of, version_folder
 from tasks.step import export_policy
-from tasks.version import project_of, version_folder
 from tlt_core.export.folder import DRAFTER, POLICY
 from tlt_core.export.record import Source
 from tlt_core.items import checkpoint

@@ -14,11 +14,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prefect import flow
-from prefect.artifacts import create_markdown_artifact
 from prefect.events import emit_event
-from prefect.exceptions import PrefectException
 
 from conf.run import RunConfig
 from flows._automations import DROPPED
@@ -35,7 +32,6 @@ from tasks.retrain import (
 )
 from tasks.stages import cold_start, prepare_data, prepare_model, warm_up_drafter
 from tlt_core.export import lineage
-from tlt_core.export.drafter_trial import Trial
 from tlt_core.export.promotion import Check, Decision, decide
 from tlt_core.export.record import weights_digest
 from tlt_core.items import checkpoint
@@ -66,7 +62,6 @@ def retrain(config: RunConfig | str, overrides: list[str] | None = None) -> Deci
     except Locked as other:
         decision = Decision("busy", str(other))
     log.info("retrain %s: %s: %s", cfg.name, decision.outcome, decision.reason)
-    _show(cfg, decision, journal.last_decided())
     return decision
 
 
@@ -187,18 +182,3 @@ def inputs_of(cfg: RunConfig, policy: Path, dataset: Ref) -> dict[str, str]:
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _show(cfg: RunConfig, decision: Decision, last: dict[str, Any] | None) -> None:
-    """On the flow run's page."""
-    lines = [f"## {cfg.name}: {decision.outcome}", "", decision.reason, ""]
-    if last is not None:
-        lines += [f"Last decision ({last['time']}): {last['outcome']}, {last['version']}", ""]
-        lines += ["| | acceptance length | tokens/s | changed responses |", "|---|---|---|---|"]
-        for name, fields in last["trials"].items():
-            trial = Trial(**fields)
-            lines.append(f"| {name} | {trial.accept_length:.3f} | {trial.tokens_per_s:.0f} | {trial.changed} |")
-    try:
-        create_markdown_artifact(key="retrain-decision", markdown="\n".join(lines))
-    except (httpx.HTTPError, PrefectException) as error:
-        log.warning("Prefect did not take an artifact: %s", error)

@@ -10,7 +10,7 @@ from prefect import flow
 from conf.run import RunConfig
 from flows._config import as_policy, at_work, checked, run_name
 from flows._parser import Benchmark, benchmark_function
-from tasks.register import register_drafter
+from tasks.retrain import register_drafter
 from tasks.stages import cold_start, prepare_data, prepare_model, probe_rewards, warm_up_drafter
 from tasks.step import evaluate as validate
 from tlt_core.cluster.placement import check_cluster

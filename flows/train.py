@@ -18,7 +18,7 @@ from flows._config import checked, run_name
 from flows._logging import at_step, run_log
 from flows._stopping import Stopping
 from flows._terminal import Terminal
-from tasks.register import register_drafter, register_policy
+from tasks.retrain import register_drafter, register_policy
 from tasks.stages import cold_start, prepare_data, prepare_model, probe_rewards, warm_up_drafter
 from tasks.step import (
     checkpoint,
@@ -82,7 +82,7 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
             iterate(session, tracker, warm_up, show, took, stopping)
             trained = export_policy(session)
             show.begin("registry")
-            register(session, trained, dataset, tracker_run_id=tracker.run_id)
+            register(session, trained, dataset, tracker_run_id=tracker.mlflow.run_id)
             took.lap("end")
             tracker.outcome(took.metrics())
             provenance.end_attempt(cfg.run_dir, took_s=took.stages)
@@ -96,12 +96,7 @@ def iterate(
 ) -> None:
     """Validate the start policy of a fresh run; then the remaining RL steps."""
     page = RunPage(run_name=session.cfg.name, num_steps=session.cfg.num_steps)
-    page.begin(
-        done=session.completed_steps,
-        mlflow_link=tracker.link,
-        mlflow_run_id=tracker.run_id,
-        tracking_uri=session.cfg.tracking.uri,
-    )
+    page.begin(done=session.completed_steps, mlflow_run=tracker.mlflow)
     if session.completed_steps == 0:
         session.begin_step(0)
         if session.validation.is_due(0):
@@ -127,7 +122,7 @@ def iterate(
         if stopping.requested and session.completed_steps == step:
             stopping.end()
     at_step(None)
-    page.end(session.cfg.run_dir / "figures")
+    page.end()
 
 
 def register(session: Session, policy: Path, dataset: Ref, *, tracker_run_id: str) -> None:

@@ -49,6 +49,7 @@ class MlflowRun:
         os.environ.pop("MLFLOW_RUN_ID", None)  # `start_run` would go on with that run, which is somebody else's
         self.run_id = ""
         self.experiment_id = ""
+        self.uri = cfg.uri
         self._cfg = cfg
         self._is_new = False
         self._logged_steps: set[int] = set()
@@ -58,10 +59,10 @@ class MlflowRun:
 
     @property
     def link(self) -> str:
-        """Address of the run's page; empty if the store is no server."""
-        if not self._cfg.uri.startswith(("http://", "https://")) or not self.run_id:
+        """Address of the run's page; empty if the store is no server, or has not answered yet."""
+        if not self.uri.startswith(("http://", "https://")) or not self.run_id:
             return ""
-        return f"{self._cfg.uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+        return f"{self.uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
 
     def metrics(self, values: Mapping[str, float], *, step: int) -> None:
         """Log the metrics of a step, unless an earlier attempt has logged them."""

@@ -1,9 +1,13 @@
-"""Tasks outside of the RL loop: start model, data set, trial of the rewards, cold start, first drafter, export."""
+"""Tasks outside of the RL loop: start model, data set, trial of the rewards, cold start, first drafter, export, and
+its version in DVC, which is called here alone (stages of dvc.yaml are tracked by `dvc repro`)."""
 
 import logging
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import yaml
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
@@ -12,6 +16,7 @@ from tlt_core.data import dataset
 from tlt_core.export import folder
 from tlt_core.export.record import Source
 from tlt_core.items.store import Ref
+from tlt_core.machine.file_lock import exclusive
 from tlt_core.model.load import load_config, load_tokenizer
 from tlt_core.run import coldstart, drafter_warmup, inputs, preflight, reward_probe
 
@@ -82,3 +87,41 @@ def warm_up_drafter(
 def export_drafter(cfg: RunConfig, source: Source, out_dir: Path, *, num_prompts: int, verifier: str | None) -> Path:
     """Policy and drafter in; exported folder out, measured on held-out prompts."""
     return folder.run(cfg, source, out_dir=out_dir, num_prompts=num_prompts, verifier=verifier)
+
+
+class VersionError(RuntimeError):
+    """A DVC command failed.  The text has its reason."""
+
+
+@task(task_run_name="version-folder", cache_policy=NO_CACHE)
+def version_folder(folder: Path, *, push: bool = True) -> str:
+    """Track the folder's present content, and push it; may be repeated.  Returns its MD5.  Raises VersionError.
+
+    exports/demo -> exports/demo.dvc (its digest, for git) -> bytes in DVC's cache and remote.  Processes take turns,
+    where DVC itself would fail.
+    """
+    root = project_of(folder)
+    with exclusive(root / ".dvc" / "tmp" / "tlt.lock", wait=True):
+        _dvc(root, "add", str(folder.absolute()))
+        pointer = folder.with_name(f"{folder.name}.dvc")
+        if push:
+            _dvc(root, "push", str(pointer.absolute()))
+    md5 = str(yaml.safe_load(pointer.read_text())["outs"][0]["md5"])
+    log.info("%s is version %s; commit %s", folder, md5, pointer)
+    return md5
+
+
+def project_of(folder: Path) -> Path:
+    """Root of the folder's DVC project.  Raises VersionError."""
+    for parent in folder.absolute().parents:
+        if (parent / ".dvc").is_dir():
+            return parent
+    raise VersionError(f"{folder} is in no DVC project; choose a folder in one, or run 'dvc init' there")
+
+
+def _dvc(root: Path, *arguments: str) -> None:
+    """Run a DVC command; waits for other processes' commands."""
+    command = [sys.executable, "-m", "dvc", "--wait-for-lock", *arguments]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise VersionError(f"dvc {arguments[0]} failed: {done.stderr.strip() or done.stdout.strip()}")

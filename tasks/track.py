@@ -56,31 +56,21 @@ class Tracker:
             session.tracker_run_id = run_id
             provenance.keep_tracker_run_id(self._run_dir, run_id)
 
-        self._mlflow = MlflowRun(cfg.tracking, run_name=cfg.name, resume_id=earlier, on_start=on_start)
+        self.mlflow = MlflowRun(cfg.tracking, run_name=cfg.name, resume_id=earlier, on_start=on_start)
         with ExitStack() as started:
             started.push(self)  # MLflow's run ends when the rest fails
             self._describe(dataset)
-            self._mlflow.artifact(self._run_dir / "config.yaml")
-            self._mlflow.artifact(self._run_dir / "run.json")
+            self.mlflow.artifact(self._run_dir / "config.yaml")
+            self.mlflow.artifact(self._run_dir / "run.json")
             self._catch_up(session)
             started.pop_all()
-
-    @property
-    def link(self) -> str:
-        """Address of the MLflow run's page; empty without a tracking server."""
-        return self._mlflow.link
-
-    @property
-    def run_id(self) -> str:
-        """MLflow's id of the run; empty until the store has answered."""
-        return self._mlflow.run_id
 
     def __enter__(self) -> "Tracker":
         return self
 
     def __exit__(self, error_type: type | None, *_: object) -> None:
         interrupted = error_type in (KeyboardInterrupt, SystemExit)
-        self._mlflow.end("FINISHED" if error_type is None else "KILLED" if interrupted else "FAILED")
+        self.mlflow.end("FINISHED" if error_type is None else "KILLED" if interrupted else "FAILED")
 
     def begin_step(self) -> None:
         """Start the step's clock."""
@@ -91,16 +81,16 @@ class Tracker:
         self._append({"step": step, **values})
         text = prometheus({"step": step, **values}, run=self._cfg.name)
         write_atomically(self._run_dir / "metrics.prom", lambda partial: partial.write_text(text))
-        self._mlflow.metrics(values, step=step)
+        self.mlflow.metrics(values, step=step)
 
     def outcome(self, values: Mapping[str, float]) -> None:
         """Log numbers of the whole run at its last step, in MLflow alone."""
-        self._mlflow.metrics(values, step=self._cfg.num_steps)
+        self.mlflow.metrics(values, step=self._cfg.num_steps)
 
     def verdict(self) -> str:
         """What the run has saved, in one line; also MLflow's tag `verdict` and metrics `saved/*`."""
         found = savings(self._rows, self._cfg)
-        self._mlflow.tag("verdict", found.verdict)
+        self.mlflow.tag("verdict", found.verdict)
         self.outcome(found.metrics())
         return found.verdict
 
@@ -124,7 +114,7 @@ class Tracker:
         if last > 0 and session.resumed_metrics and all(row["step"] != last for row in self._rows):
             self._append({"step": last, **session.resumed_metrics})
         for row in self._rows:
-            self._mlflow.metrics({k: v for k, v in row.items() if k != "step"}, step=row["step"])
+            self.mlflow.metrics({k: v for k, v in row.items() if k != "step"}, step=row["step"])
 
     def _describe(self, dataset: Ref) -> None:
         folder = Path(dataset.path)
@@ -133,12 +123,12 @@ class Tracker:
             "path": dataset.path,
             "num_train": str(dataset.count),
         }
-        self._mlflow.describe(
+        self.mlflow.describe(
             self._cfg.model_dump(mode="json"),
             tags={"commit": provenance.commit(), "run_dir": str(self._run_dir.absolute())},
             dataset=DatasetInput(self._cfg.data.kind, dataset.sha256, tags),
         )
-        self._mlflow.artifact(folder / "manifest.json", folder="data")
+        self.mlflow.artifact(folder / "manifest.json", folder="data")
 
     def _write_samples(self, session: Session, step: int, scored: ScoredBatch) -> None:
         rows = session.scoring.sample_texts(scored, self._cfg.tracking.num_sample_rollouts)
@@ -147,7 +137,7 @@ class Tracker:
         path = self._run_dir / "samples" / f"step_{step:06d}.jsonl"
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
-        self._mlflow.artifact(path, folder="samples")
+        self.mlflow.artifact(path, folder="samples")
 
     def _draw(self, session: Session, step: int, scored: ScoredBatch) -> None:
         folder = self._run_dir / "figures"
@@ -163,7 +153,7 @@ class Tracker:
         drawn.append(folder / "reward.png")
         figures.reward_curve([*self._rows, {"step": step, **session.metrics.values()}], path=drawn[-1])
         for path in drawn:
-            self._mlflow.artifact(path, folder="figures")
+            self.mlflow.artifact(path, folder="figures")
 
     def _append(self, row: dict[str, Any]) -> None:
         self._rows.append(row)

@@ -80,7 +80,7 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
         (["drafter.idle_training.max_slowdown=0.1"], r"update\.streamed says"),
         (["rollout.speculation.policy=threshold"], r"rollout\.speculation\.policy: .* set cost_model"),
         (["rollout.speculation.max_live=4"], r"rollout\.speculation\.max_live: .* leave it out"),
-        (["drafter.spot.enabled=false"], r"drafter\.spot: it is drafter\.idle_training now"),
+        (["drafter.spot.enabled=false"], r"drafter\.spot: .* it is drafter\.idle_training now"),
         (["rollout.speculation.menu=[{depth: 2, tokens: 2}]"], r"it is rollout\.speculation\.strategies now"),
         (["rollout.engine=own"], r"rollout\.engine: .*own is called builtin now"),
         (["drafter.idle_training.loss=mixed"], "drafter.idle_training.loss: .*'soft_ce' or 'tv'"),

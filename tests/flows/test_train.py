@@ -121,8 +121,7 @@ def test_runs_and_tasks_have_names_that_a_person_recognises(folder: Path) -> Non
     assert {r.state_name for r in runs} == {"Completed"}
     per_step = ("rollout", "reward", "policy-update", "publish", "checkpoint", "track")
     assert {f"{t}-{s}" for t in per_step for s in (1, 2, 3)} | {"evaluate-0", "evaluate-2", "cold-start"} <= tasks
-    pictures = {"pipeline-timeline", "pipeline-speculation"}
-    assert {"pipeline-progress", "pipeline-steps", "pipeline-mlflow"} | pictures <= artifacts
+    assert {"pipeline-progress", "pipeline-steps", "pipeline-mlflow"} <= artifacts
 
 
 def test_nobody_waits_in_the_dark(folder: Path) -> None:

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from conf.load import load
 from conf.run import RunConfig
 from conf.system import TrackingConfig
-from tasks.register import register_drafter, register_policy
 from tasks.registry import (
     BEFORE,
     CHALLENGER,
@@ -25,7 +24,7 @@ from tasks.registry import (
     Version,
     roll_back,
 )
-from tasks.retrain import fetch_champion, record_decision
+from tasks.retrain import fetch_champion, record_decision, register_drafter, register_policy
 from tests.faults.service import Mlflow
 from tlt_core.export import lineage
 from tlt_core.export.drafter_trial import Trial

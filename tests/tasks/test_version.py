@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tasks.version import VersionError, version_folder
+from tasks.stages import VersionError, version_folder
 
 _CODE = """
 import sys
 from pathlib import Path
-from tasks.version import version_folder
+from tasks.stages import version_folder
 print(version_folder.fn(Path(sys.argv[1])))
 """
 
