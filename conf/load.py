@@ -28,9 +28,16 @@ class ConfigError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """Says where a value stands that does not fit its type, such as a date of month 13.
+    """Says where a value stands that does not fit its type, such as a date of month 13.  Refuses 017 and 1:30, which
+    would be 15 and 90, and two equal keys, of which PyYAML would take the last."""
 
-    Refuses 017 and 1:30, which would be 15 and 90."""
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> Any:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for i, key in enumerate(keys):
+            if key.value in [earlier.value for earlier in keys[:i]]:
+                problem = f"{key.value!r} stands twice, again in line {key.start_mark.line + 1}; remove one"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+        return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if node.tag == "tag:yaml.org,2002:int" and re.match(r"[-+]?(0[0-9_]|[0-9_]+:)", str(node.value)):
@@ -99,7 +106,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The file as a dictionary.  Raises ConfigError when it is missing, is not YAML, or is not a mapping."""
     try:
         text = path.read_text(encoding="utf-8")
-        _refuse_keys_twice(yaml.compose(text, Loader=yaml.SafeLoader), path)
         tree = yaml.load(text, Loader=_Loader)
     except FileNotFoundError:
         known = sorted(p.as_posix() for p in Path("conf").glob("*.yaml"))
@@ -129,24 +135,6 @@ def _without_content(error: yaml.YAMLError) -> str:
     words = ": ".join(str(part) for name in ("context", "problem") if (part := getattr(error, name, None)))
     words = re.sub(r"\b(alias|anchor|tag|handle) (['\"]).*\2", r"\1", words)  # names that stand in the file
     return f"line {mark.line + 1}, column {mark.column + 1}: {words}"
-
-
-def _refuse_keys_twice(node: Any, path: Path) -> None:
-    """PyYAML silently takes the last of two equal keys."""
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                where = f"line {key.start_mark.line + 1}"
-                raise ConfigError(
-                    f"Configuration file {path}: {key.value!r} stands twice, again in {where}; remove one."
-                )
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
-            _refuse_keys_twice(value, path)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _refuse_keys_twice(item, path)
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

@@ -48,12 +48,11 @@ def params(cfg: RunConfig, args: argparse.Namespace) -> None:
 def coldstart(cfg: RunConfig, args: argparse.Namespace) -> None:
     if args.if_enabled and not cfg.coldstart.enabled:
         print("coldstart.enabled=false: nothing to do")
-        _write_metrics(args.metrics, {})
+        _show_metrics({}, args.metrics)
         return
     folder, metrics = _run(cfg, "flows.stages:coldstart")
     print(f"model after the cold start: {folder}")
-    _print_metrics(metrics)
-    _write_metrics(args.metrics, metrics)
+    _show_metrics(metrics, args.metrics)
 
 
 def train(cfg: RunConfig, args: argparse.Namespace) -> None:
@@ -68,15 +67,14 @@ def train(cfg: RunConfig, args: argparse.Namespace) -> None:
 
 def warmup(cfg: RunConfig, args: argparse.Namespace) -> None:
     folder, metrics = _run(cfg, "flows.stages:warmup", out=args.out)
-    _print_metrics(metrics)
-    _write_metrics(args.metrics, metrics)
+    _show_metrics(metrics, args.metrics)
     print(f"drafter: {folder}    use it: rollout.speculation.drafter_path={folder}")
 
 
 def export(cfg: RunConfig, args: argparse.Namespace) -> None:
     folder = _run(
         cfg,
-        "flows.export:export",
+        "flows.stages:export",
         policy=args.policy,
         drafter=args.drafter,
         out=args.out,
@@ -118,8 +116,7 @@ def rollback(cfg: RunConfig, args: argparse.Namespace) -> None:
 
 def evaluate(cfg: RunConfig, args: argparse.Namespace) -> None:
     metrics = _run(cfg, "flows.stages:evaluate", policy=args.policy)
-    _print_metrics(metrics)
-    _write_metrics(args.metrics, metrics)
+    _show_metrics(metrics, args.metrics)
 
 
 def bench(cfg: RunConfig, args: argparse.Namespace) -> None:
@@ -134,12 +131,14 @@ def bench(cfg: RunConfig, args: argparse.Namespace) -> None:
             raise ConfigError(f"--{option}={given[name]}: only {takers} take it; leave it out")
     from tlt_core.machine import precision
     from tlt_core.run import engine_choice
+    from tlt_core.run.summary import write_json
 
     settled = precision.settle(engine_choice.settle(cfg))
     report = _run(settled, flow, repeats=args.repeats, out=out, command=command, **given)
     for verdict in report["verdicts"]:
         print(f"{'holds' if verdict['holds'] else 'FAILS'}: {verdict['claim']}: {verdict['value']:.3f}")
-    _write_metrics(args.metrics, {v["claim"]: v["value"] for v in report["verdicts"]})
+    if args.metrics is not None:
+        write_json(args.metrics, {v["claim"]: v["value"] for v in report["verdicts"]})
     print(f"report: {out}")
 
 
@@ -244,12 +243,10 @@ def _run(cfg: RunConfig, flow: str, *, before: str = "", **arguments: Any) -> An
         return call(cfg, **arguments)
 
 
-def _print_metrics(metrics: dict[str, float]) -> None:
+def _show_metrics(metrics: dict[str, float], path: Path | None) -> None:
+    """Print them, and write them as JSON where that is wanted."""
     for name, value in sorted(metrics.items()):
         print(f"{name:45} {value:.4f}")
-
-
-def _write_metrics(path: Path | None, metrics: dict[str, float]) -> None:
     if path is not None:
         from tlt_core.run.summary import write_json
 

@@ -1,16 +1,9 @@
-"""A private Prefect server for one command, where none is configured.  It ends with the command, even after a kill.
+"""A private Prefect server for one command, where none is configured.
 
-    command ---- starts ----> python -m flows._server ---- becomes ----> uvicorn, prefect's server
-       |                                                                     ^
-       +---- waits until it answers, sets PREFECT_API_URL                    |
-       +---- starts it again at the same address when it ends before that ---+
-       +---- terminates it; when the command is killed, the kernel does -----+
-
-What the server that Prefect starts by itself (ephemeral mode), or `prefect server start --background`, does not do:
-
-- it ends when the command is killed, and Ctrl-C does not reach it, so a stopped run can still say how it ended;
-- it is started again when it dies, and the run goes on (tests/flows/test_server.py);
-- it starts while the flow's modules are imported, which hides most of its seconds.
+The command starts `python -m flows._server`, which becomes uvicorn with Prefect's server; it waits until that answers,
+and starts it again at the same address when it dies.  Unlike the server that Prefect starts by itself (ephemeral mode)
+it ends with the command, even after a kill; Ctrl-C does not reach it, so a stopped run can still say how it ended; and
+it starts while the flow's modules are imported, which hides most of its seconds.
 """
 
 import ctypes

@@ -92,7 +92,8 @@ def speculation(rounds_by_worker: Sequence[Sequence[RoundTrace]], *, step: int, 
         axes.sharex(panels[0])
         for arm in arms:
             own = [t for t in rounds if str(t.report.strategy) == arm]
-            bars = [_rectangle(t.end_s - t.seconds - origin_s, t.end_s - origin_s, t.report.live) for t in own]
+            ends = [(t.end_s - t.seconds - origin_s, t.end_s - origin_s, t.report.live) for t in own]
+            bars = [[(left, 0), (left, live), (right, live), (right, 0)] for left, right, live in ends]
             axes.add_collection(PolyCollection(bars, facecolors=colors[arm], label=arm))  # one artist, not thousands
         axes.autoscale_view()
         axes.set_ylim(bottom=0)
@@ -130,10 +131,6 @@ def _strategy_shares(axes: Axes, rounds: Sequence[RoundTrace], colors: Mapping[s
     axes.set_ylim(0, 1)
     axes.set_ylabel("share of rounds")
     axes.set_xlabel("live requests of a worker")
-
-
-def _rectangle(left: float, right: float, height: float) -> list[tuple[float, float]]:
-    return [(left, 0.0), (left, height), (right, height), (right, 0.0)]
 
 
 _UNITS = {"reward": "reward", "acceptance": "tokens a request and round", "lengths": "tokens"}

@@ -34,7 +34,7 @@ _SMALL: dict[str, Any] = {
     "evaluation": {"num_prompts": 4, "num_samples": 1, "max_new_tokens": 12},
     "tracking": {"system_metrics": False},
 }
-_MODULES = ["flows.train", "flows.stages", "flows.export", "flows.retrain", "mlflow", "deepspeed"]
+_MODULES = ["flows.train", "flows.stages", "flows.retrain", "mlflow", "deepspeed"]
 _LIMIT_S = 600.0
 
 

@@ -10,7 +10,7 @@ import torch
 from conf.load import ConfigError, load
 from conf.run import RunConfig
 from flows import cli
-from flows.export import _drafter_folder, export
+from flows.stages import _drafter_folder, export
 from flows.train import train
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import Eagle3Config, random_eagle3
