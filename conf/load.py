@@ -92,7 +92,6 @@ def read_with_bases(path: Path, *, heirs: tuple[Path, ...] = ()) -> dict[str, An
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`below` with the values of `above`."""
     if "kind" in above and above["kind"] != below.get("kind"):
         return above  # the settings of another kind do not apply
     result = dict(below)

@@ -74,7 +74,6 @@ class RunConfig(Section):
 
     @property
     def run_dir(self) -> Path:
-        """Folder of this run."""
         return Path(self.output_dir) / self.name
 
     @property
@@ -112,11 +111,9 @@ class RunConfig(Section):
         return self._with(drafter={"idle_training": self.drafter.idle_training.model_copy(update={"enabled": False})})
 
     def with_engine(self, engine: str) -> "RunConfig":
-        """The same run with this rollout engine."""
         return self._with(rollout={"engine": engine})
 
     def with_dtypes(self, *, rollout: str, update: str, coldstart: str) -> "RunConfig":
-        """The same run with these types."""
         return self._with(rollout={"dtype": rollout}, update={"dtype": update}, coldstart={"dtype": coldstart})
 
     @property

@@ -30,7 +30,6 @@ _UV_INSTALL = (str(_ENVIRONMENT / "bin" / "uv"), "pip", "install", "--python", s
 
 
 def main() -> int:
-    """Exit code."""
     began_s = time.monotonic()
     _LOG.write_text("")
     settings = _pip_settings()

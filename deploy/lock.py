@@ -31,7 +31,6 @@ _ON_LINUX = ("--python-platform", "x86_64-manylinux_2_35", "--python-version", "
 
 
 def main() -> None:
-    """Write all files."""
     runs = _locked("pyproject.toml")
     tests = _locked("pyproject.toml", "--extra", "dev")
     _write("requirements-build.txt", _locked("-", wanted="uv\nsetuptools\n"))

@@ -112,7 +112,6 @@ class Took:
 
 @functools.cache
 def _began_s() -> float:
-    """The monotonic time of the first call."""
     return time.monotonic()
 
 

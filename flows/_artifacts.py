@@ -37,8 +37,6 @@ _COLUMNS = {
 
 
 class RunPage:
-    """Artifacts of one flow run."""
-
     def __init__(self, *, run_name: str, num_steps: int) -> None:
         self._key = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
         self._num_steps = num_steps
@@ -64,7 +62,6 @@ class RunPage:
         self._send(send)
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the progress bar."""
         shown = {column: round(metrics[name], 3) for column, name in _COLUMNS.items() if name in metrics}
         self._rows.append({"step": step, **shown})
 
@@ -75,7 +72,6 @@ class RunPage:
         self._send(send)
 
     def end(self) -> None:
-        """Show the table of steps."""
         key, text = f"{self._key}-steps", "Steps of this run"
         self._send(lambda: create_table_artifact(key=key, table=self._rows, description=text))
         self._outbox.settle(within_s=_END_S)

@@ -166,7 +166,6 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def _speculation(choice: str) -> SpeculationConfig:
-    """The command-line option as configuration."""
     if choice in ("off", "auto", "ngram"):
         return SpeculationConfig(policy="off" if choice == "off" else "cost_model")
     if not Path(choice).is_dir():
@@ -175,7 +174,7 @@ def _speculation(choice: str) -> SpeculationConfig:
 
 
 def report(args: argparse.Namespace) -> None:
-    from flows.report import report
+    from flows.status import report
 
     path, verdict = report(args.run, out=args.out)
     print(f"{verdict}\nreport: {path}    open it in a browser")

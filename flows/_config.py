@@ -68,7 +68,6 @@ def as_policy(folder: str) -> Path:
 
 
 def run_name() -> str:
-    """Name of the flow run: that of the training run."""
     config = flow_run.parameters["config"]
     if isinstance(config, dict):  # from the form in Prefect's pages
         return str(config.get("name", "run"))

@@ -54,11 +54,9 @@ class Stopping:
 
     @property
     def requested(self) -> bool:
-        """Shall the run end after this step?"""
         return self._number is not None
 
     def end(self) -> None:
-        """The step is saved: end now."""
         raise KeyboardInterrupt
 
     def __enter__(self) -> "Stopping":

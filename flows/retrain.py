@@ -21,7 +21,7 @@ from conf.run import RunConfig
 from flows._automations import DROPPED
 from flows._config import at_work, checked, run_name
 from flows._terminal import Terminal
-from tasks.registry import ROLLED_BACK, Journal, Registry, model_name
+from tasks.registry import ROLLED_BACK, Registry, last_decided, model_name, write_down
 from tasks.retrain import (
     check_champion,
     export_checkpoint,
@@ -51,13 +51,13 @@ def retrain(config: RunConfig | str, overrides: list[str] | None = None) -> Deci
     Raises RegistryError when MLflow's registry, which knows the champion, does not answer.
     """
     cfg = checked(config, overrides)
-    journal = Journal(cfg.run_dir / "retrain.jsonl")
+    journal = cfg.run_dir / "retrain.jsonl"
     try:
         with exclusive(cfg.run_dir / "retrain" / "lock"), at_work(cfg) as (settled, show):
             try:
                 decision = attempt(settled, journal, show)
             except Exception as error:
-                journal.append({"outcome": "failed", "reason": f"{type(error).__name__}: {error}"})
+                write_down(journal, {"outcome": "failed", "reason": f"{type(error).__name__}: {error}"})
                 raise
     except Locked as other:
         decision = Decision("busy", str(other))
@@ -77,7 +77,7 @@ def check_drafter(config: RunConfig | str, overrides: list[str] | None = None) -
         with exclusive(cfg.run_dir / "retrain" / "lock"), at_work(cfg) as (settled, show):
             made = newest_policy(settled, show)
             found = check_champion(settled, *made) if made else Check("nothing", _NO_POLICY.format(cfg.run_dir))
-            Journal(cfg.run_dir / "acceptance.jsonl").append(found._asdict())
+            write_down(cfg.run_dir / "acceptance.jsonl", found._asdict())
     except Locked as other:
         found = Check("busy", str(other))
     level = logging.WARNING if found.outcome == "dropped" else logging.INFO
@@ -93,14 +93,13 @@ def check_drafter(config: RunConfig | str, overrides: list[str] | None = None) -
     return found
 
 
-def attempt(cfg: RunConfig, journal: Journal, show: Terminal) -> Decision:
-    """From the policy to the decision."""
+def attempt(cfg: RunConfig, journal: Path, show: Terminal) -> Decision:
     made = newest_policy(cfg, show)
     if made is None:
         return Decision("nothing", _NO_POLICY.format(cfg.run_dir))
     policy, dataset = made
     inputs = inputs_of(cfg, policy, dataset)
-    last = journal.last_decided()
+    last = last_decided(journal)
     if last is not None and last["inputs"] == inputs:
         return Decision("unchanged", f"policy, data and settings are those of {last['time']}: {last['outcome']} then")
     candidate = cfg.run_dir / "retrain" / "candidate-eagle3"
@@ -128,7 +127,7 @@ def newest_policy(cfg: RunConfig, show: Terminal) -> tuple[Path, Ref] | None:
 
 def conclude(
     cfg: RunConfig,
-    journal: Journal,
+    journal: Path,
     *,
     policy: Path,
     dataset: Ref,
@@ -150,7 +149,8 @@ def conclude(
         name = "plain decoding (there is no champion for this policy)" if champion is None else str(champion.version)
         decision = decide(trials["candidate"], trials[rival], rival_name=name, cfg=cfg.retrain)
     version = record_decision(cfg, policy, dataset, candidate, decision, trials, _digest(inputs))
-    journal.append(
+    write_down(
+        journal,
         {
             "outcome": decision.outcome,
             "reason": decision.reason,
@@ -160,7 +160,7 @@ def conclude(
             "trials": {name: trial._asdict() for name, trial in trials.items()},
             "training": metrics,
             "commit": provenance.commit(),
-        }
+        },
     )
     return decision
 

@@ -1,4 +1,5 @@
-"""Where a run is, as a file beside it: `runs/NAME/status.json`, written by the run, read by `tlt status`."""
+"""Where a run is, as a file beside it: `runs/NAME/status.json`, written by the run, read by `tlt status`; and
+`tlt report`: one run as one HTML file."""
 
 import json
 import logging
@@ -15,9 +16,9 @@ from typing import Any
 import psutil
 
 from conf.load import ConfigError, load
+from conf.run import RunConfig
 from flows._logging import log_file
 from flows._stopping import stopped_by
-from flows.report import example
 from tlt_core.items import checkpoint
 from tlt_core.machine.getting_on import STACKS_WANTED
 from tlt_core.run.progress import Progress, in_words, minutes
@@ -45,7 +46,6 @@ class StatusFile:
         self._last: dict[str, Any] = {}
 
     def show(self, now: Progress) -> None:
-        """Take the run's progress."""
         phase = f"{now.step} {now.phase}"
         changed = phase != self._phase
         if changed:
@@ -60,7 +60,6 @@ class StatusFile:
         self._write(RUNNING)
 
     def end(self, error: BaseException | None) -> None:
-        """The run ends."""
         stopped = stopped_by(error) is not None
         text = "" if error is None or stopped else f"{type(error).__name__}: {error}"
         self._write(FINISHED if error is None else STOPPED if stopped else FAILED, error=text)
@@ -83,7 +82,7 @@ def status(run: str, *, stacks: bool) -> tuple[str, bool]:
     run: its folder or configuration file; empty: the newest run in `runs`.  stacks: ask the run for the stacks of its
     processes.  Raises ConfigError.
     """
-    path = Path(run or example())
+    path = Path(run or _example())
     folder = load(path).run_dir if path.is_file() else path
     try:
         known = json.loads((folder / STATUS).read_text())
@@ -91,7 +90,7 @@ def status(run: str, *, stacks: bool) -> tuple[str, bool]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{folder} has no readable {STATUS} ({type(error).__name__}): no run has begun there; name a run's folder, "
-            f"such as {example()}"
+            f"such as {_example()}"
         ) from None
     state = known["state"]
     if state == RUNNING and alive is False:
@@ -169,7 +168,6 @@ def _checkpoint(root: Path) -> str:
 
 
 def _last_trouble(log: Path | None) -> str:
-    """The newest warning or error of the run's log."""
     if log is None:
         return ""
     with log.open("rb") as file:
@@ -177,3 +175,48 @@ def _last_trouble(log: Path | None) -> str:
         lines = file.read().decode(errors="replace").splitlines()
     found = [line for line in lines if _TROUBLE.match(line)]
     return found[-1] if found else ""
+
+
+def report(run: str, *, out: Path | None) -> tuple[Path, str]:
+    """Write the page; returns its path and the verdict.
+
+    run: a run's folder, or a configuration file; out: default RUN/report.html.  Raises ConfigError.
+    """
+    run_dir, cfg = _find(run)
+    from tasks.report_page import page
+    from tlt_core.items.store import write_atomically
+    from tlt_core.run.savings import savings
+
+    rows = rows_of(run_dir)
+    text = page(run_dir, cfg, rows)
+    target = out or run_dir / "report.html"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(target, lambda partial: partial.write_text(text, encoding="utf-8"))
+    return target, savings(rows, cfg).verdict
+
+
+def _find(run: str) -> tuple[Path, RunConfig]:
+    """Folder and configuration of a run that has recorded something.  Raises ConfigError."""
+    path = Path(run)
+    if path.is_file():
+        named = load(path)
+        path = named.run_dir
+        if not path.is_dir():
+            raise ConfigError(f"{run}: its run has no folder {path} yet; begin it with 'tlt train {run}'")
+    elif not path.is_dir():
+        raise ConfigError(
+            f"{run}: neither a folder nor a file; name a run's folder, such as {_example()}, or its configuration file"
+        )
+    missing = [name for name in ("config.yaml", "metrics.jsonl") if not (path / name).is_file()]
+    if missing:
+        raise ConfigError(
+            f"{path} has no {' and no '.join(missing)}: it is not a run's folder, or its run has not ended a step; "
+            f"name a run's folder, such as {_example()}, or go on with 'tlt train CONFIG'"
+        )
+    return path, load(path / "config.yaml")
+
+
+def _example() -> str:
+    """The newest run in `runs`, or how one is named."""
+    runs = [path.parent for path in Path("runs").glob("*/metrics.jsonl")]
+    return str(max(runs, key=lambda folder: folder.stat().st_mtime, default=Path("runs/demo")))

@@ -118,7 +118,6 @@ def speculation(rounds_by_worker: Sequence[Sequence[RoundTrace]], *, step: int, 
 
 
 def _strategy_shares(axes: Axes, rounds: Sequence[RoundTrace], colors: Mapping[str, str]) -> None:
-    """One bar of height 1 for each range of live requests."""
     by_live: dict[str, Counter[str]] = defaultdict(Counter)
     for report in sorted((t.report for t in rounds), key=lambda report: report.live):
         by_live[live_bucket(report.live)][str(report.strategy)] += 1
@@ -242,7 +241,6 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def _svg(figure: Figure) -> str:
-    """Empty where nothing is drawn."""
     if not figure.axes[0].has_data():
         return ""
     text = io.StringIO()

@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlflow
 from mlflow import MlflowClient
@@ -31,14 +31,6 @@ _STEP_METRIC = "training/global_step"  # in every row
 _START_S = 20.0
 # For what is still to be sent; the run's folder has it in any case.  Who interrupts a run does not wait that long.
 _END_S, _END_INTERRUPTED_S = 60.0, 5.0
-
-
-class DatasetInput(NamedTuple):
-    """The data set as MLflow records it."""
-
-    name: str
-    digest: str
-    tags: Mapping[str, str]
 
 
 class MlflowRun:
@@ -70,19 +62,19 @@ class MlflowRun:
         batch = [Metric(name, value, now, step) for name, value in values.items()]
         self._outbox.put(lambda: self._metrics(batch, step))
 
-    def describe(self, params: Mapping[str, Any], *, tags: Mapping[str, str], dataset: DatasetInput) -> None:
+    def describe(
+        self, params: Mapping[str, Any], *, tags: Mapping[str, str], data: Mapping[str, str], digest: str
+    ) -> None:
         """Parameters (nested ones flattened: `rollout/num_samples`), tags and data set of a new run.
 
         Does nothing if an earlier attempt began the run: MLflow's parameters cannot change.
         """
-        self._outbox.put(lambda: self._describe(params, tags, dataset) if self._is_new else None)
+        self._outbox.put(lambda: self._describe(params, tags, data, digest) if self._is_new else None)
 
     def tag(self, name: str, value: str) -> None:
-        """Set a tag; a later value replaces an earlier one."""
         self._outbox.put(lambda: self._client.set_tag(self.run_id, name, value))
 
     def artifact(self, path: Path, *, folder: str = "") -> None:
-        """Upload a file."""
         self._outbox.put(lambda: self._client.log_artifact(self.run_id, str(path), artifact_path=folder or None))
 
     def end(self, status: str) -> None:
@@ -120,17 +112,17 @@ class MlflowRun:
         if step not in self._logged_steps:
             self._client.log_batch(self.run_id, metrics=batch)
 
-    def _describe(self, params: Mapping[str, Any], tags: Mapping[str, str], dataset: DatasetInput) -> None:
+    def _describe(
+        self, params: Mapping[str, Any], tags: Mapping[str, str], data: Mapping[str, str], digest: str
+    ) -> None:
         from mlflow.data.code_dataset_source import CodeDatasetSource
         from mlflow.data.meta_dataset import MetaDataset
 
         flat = [Param(name, str(value)[:_LONGEST_PARAM]) for name, value in flatten(params).items()]
         self._client.log_batch(self.run_id, params=flat, tags=[RunTag(*tag) for tag in tags.items()])
         meta_dataset: Any = MetaDataset  # concrete, but its base class declares an abstract method more
-        source = CodeDatasetSource(tags=dict(dataset.tags))
-        mlflow.log_input(
-            meta_dataset(source, name=dataset.name, digest=dataset.digest[:_LONGEST_DIGEST]), context="training"
-        )
+        found = meta_dataset(CodeDatasetSource(tags=dict(data)), name=data["kind"], digest=digest[:_LONGEST_DIGEST])
+        mlflow.log_input(found, context="training")
 
     def _exists(self, run_id: str) -> bool:
         try:

@@ -159,11 +159,9 @@ class Registry:
         self.set_alias(version, CHAMPION)
 
     def tag(self, version: Version, key: str, value: str) -> None:
-        """Set a tag; a later value replaces an earlier one."""
         self._client.set_model_version_tag(version.model, version.number, key, value[:_LONGEST_TAG])
 
     def set_alias(self, version: Version, alias: str) -> None:
-        """Point the alias to the version."""
         self._client.set_registered_model_alias(version.model, alias, version.number)
 
     def download(self, version: Version, folder: Path) -> Path:
@@ -177,25 +175,17 @@ def _version(found: ModelVersion) -> Version:
     return Version(found.name, str(found.version), found.run_id or "", tags.get(_ARTIFACT, ""), tags)
 
 
-class Journal:
-    """`runs/NAME/retrain.jsonl`: one JSON line per decision, the newest last.  `acceptance.jsonl`: per check."""
+def last_decided(journal: Path) -> dict[str, Any] | None:
+    """The newest line of `runs/NAME/retrain.jsonl` that says promoted or refused.  Raises StoreError."""
+    rows = reversed(read_json_lines(journal))
+    return next((row for row in rows if row["outcome"] in ("promoted", "refused")), None)
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
 
-    def rows(self) -> list[dict[str, Any]]:
-        """All lines.  Raises StoreError."""
-        return read_json_lines(self._path)
-
-    def last_decided(self) -> dict[str, Any] | None:
-        """The newest line that says promoted or refused."""
-        return next((row for row in reversed(self.rows()) if row["outcome"] in ("promoted", "refused")), None)
-
-    def append(self, row: dict[str, Any]) -> None:
-        """Add a line; it is on the disk when this returns."""
-        kept = [*self.rows(), {"time": _now(), "pid": os.getpid(), **row}]
-        text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept)
-        write_atomically(self._path, lambda partial: partial.write_text(text, encoding="utf-8"))
+def write_down(journal: Path, row: dict[str, Any]) -> None:
+    """Add a line to `retrain.jsonl` (one per decision) or `acceptance.jsonl` (per check); then it is on the disk."""
+    kept = [*read_json_lines(journal), {"time": _now(), "pid": os.getpid(), **row}]
+    text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept)
+    write_atomically(journal, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def roll_back(cfg: RunConfig, *, kind: str, to: str | None) -> tuple[Version, Version]:
@@ -232,7 +222,7 @@ def _roll_back(cfg: RunConfig, model: str, to: str | None) -> tuple[Version, Ver
         registry.tag(left, ROLLED_BACK, _now())
         registry.set_alias(version, CHAMPION)
     reason = f"from version {left.number} to version {version.number} by hand"
-    Journal(cfg.run_dir / "retrain.jsonl").append({"outcome": "rolled back", "reason": f"{model}: {reason}"})
+    write_down(cfg.run_dir / "retrain.jsonl", {"outcome": "rolled back", "reason": f"{model}: {reason}"})
     return left, version
 
 

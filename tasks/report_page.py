@@ -152,7 +152,6 @@ def _figure(caption: str, kind: str, content: bytes) -> str:
 
 
 def _machine(record: dict[str, Any]) -> str:
-    """The newest attempt, as `run.json` has it."""
     machine, versions = record.get("machine", {}), record.get("machine", {}).get("versions", {})
     facts = {
         "processor": machine.get("cpu"),

@@ -21,7 +21,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from tasks import figures
-from tasks.mlflow_run import DatasetInput, MlflowRun
+from tasks.mlflow_run import MlflowRun
 from tlt_core.data import dataset as datasets
 from tlt_core.items.store import Ref, write_atomically
 from tlt_core.items.types import ScoredBatch
@@ -73,7 +73,6 @@ class Tracker:
         self.mlflow.end("FINISHED" if error_type is None else "KILLED" if interrupted else "FAILED")
 
     def begin_step(self) -> None:
-        """Start the step's clock."""
         self._began_s = time.perf_counter()
 
     def record(self, values: Mapping[str, float], *, step: int) -> None:
@@ -95,7 +94,6 @@ class Tracker:
         return found.verdict
 
     def step(self, session: Session, step: int, scored: ScoredBatch) -> dict[str, float]:
-        """See `track`.  Returns the step's metrics."""
         started_s = time.perf_counter()
         self._write_samples(session, step, scored)
         if step % self._cfg.tracking.figure_every_steps == 0 or step == self._cfg.num_steps:
@@ -118,15 +116,17 @@ class Tracker:
 
     def _describe(self, dataset: Ref) -> None:
         folder = Path(dataset.path)
-        tags = {
-            "generator": datasets.read_manifest(folder).generator,
-            "path": dataset.path,
-            "num_train": str(dataset.count),
-        }
+        generator = datasets.read_manifest(folder).generator
         self.mlflow.describe(
             self._cfg.model_dump(mode="json"),
             tags={"commit": provenance.commit(), "run_dir": str(self._run_dir.absolute())},
-            dataset=DatasetInput(self._cfg.data.kind, dataset.sha256, tags),
+            data={
+                "kind": self._cfg.data.kind,
+                "generator": generator,
+                "path": dataset.path,
+                "num_train": str(dataset.count),
+            },
+            digest=dataset.sha256,
         )
         self.mlflow.artifact(folder / "manifest.json", folder="data")
 
@@ -163,8 +163,7 @@ class Tracker:
 
 def prometheus(values: Mapping[str, float], *, run: str) -> str:
     """Prometheus' text format: critic/rewards/mean of run demo becomes `tlt_critic_rewards_mean{run="demo"} 0.5`."""
-    names = {name: re.sub("[^a-zA-Z0-9]", "_", name) for name in values}
-    return "".join(f'tlt_{names[name]}{{run="{run}"}} {value}\n' for name, value in values.items())
+    return "".join(f'tlt_{re.sub("[^a-zA-Z0-9]", "_", n)}{{run="{run}"}} {value}\n' for n, value in values.items())
 
 
 def step_line(values: Mapping[str, float], *, step: int, num_steps: int) -> str:

@@ -174,14 +174,12 @@ def test_failures_and_their_exit_codes(tmp_path: Path) -> None:
         (KeyboardInterrupt(), 130, "goes on from the newest checkpoint"),
     ]
     for error, exit_code, said in cases:
-        report = _errors.explain(error, run_dir=tmp_path)
-        assert report is not None
-        assert report.exit_code == exit_code
-        assert said in report.text
+        text, code = _errors.explain(error, run_dir=tmp_path) or ("a traceback", 0)
+        assert code == exit_code
+        assert said in text
     (tmp_path / "log.txt").write_text("")
-    report = _errors.explain(WorkerDied("gone"), run_dir=tmp_path)
-    assert report is not None
-    assert str(tmp_path / "log.txt") in report.text
+    text, _ = _errors.explain(WorkerDied("gone"), run_dir=tmp_path) or ("a traceback", 0)
+    assert str(tmp_path / "log.txt") in text
 
 
 def test_our_own_mistakes_keep_their_traceback(tmp_path: Path) -> None:

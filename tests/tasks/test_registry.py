@@ -18,7 +18,6 @@ from tasks.registry import (
     CHAMPION,
     ROLLED_BACK,
     Entry,
-    Journal,
     Registry,
     RegistryError,
     Version,
@@ -209,8 +208,7 @@ def test_a_champion_knows_which_one_it_has_replaced_and_a_roll_back_is_remembere
     assert champion() == ("3", {BEFORE: "1", ROLLED_BACK: ""})
     with exclusive(cfg.run_dir / "retrain" / "lock"), pytest.raises(RegistryError, match="end it first, or wait"):
         roll_back(cfg, kind="drafter", to=None)
-    said = [row["reason"] for row in Journal(cfg.run_dir / "retrain.jsonl").rows()]
-    assert said[-1] == f"{model}: from version 1 to version 3 by hand"
+    assert f"{model}: from version 1 to version 3 by hand" in (cfg.run_dir / "retrain.jsonl").read_text()
 
 
 @pytest.mark.parametrize("artifact", ["../../../kept", "{root}/runs/kept"])

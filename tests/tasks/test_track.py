@@ -19,7 +19,7 @@ from conf.load import load
 from conf.run import RunConfig
 from conf.system import TrackingConfig
 from tasks import mlflow_run
-from tasks.mlflow_run import DatasetInput, MlflowRun
+from tasks.mlflow_run import MlflowRun
 from tasks.track import Tracker
 from tests.tasks.scored_batches import scored_batch
 from tlt_core.data.dataset import DataManifest
@@ -31,7 +31,7 @@ from tlt_core.machine import provenance
 from tlt_core.rollout.engine import RoundTrace
 from tlt_core.run.step_metrics import StepMetrics
 
-DATASET = DatasetInput("reasoning_gym", "0123456789abcdef" * 4, {"generator": "reasoning-gym 0.1.25"})
+DATA: dict[str, Any] = {"data": {"kind": "reasoning_gym"}, "digest": "0123456789abcdef" * 4}
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +56,11 @@ def test_an_earlier_attempts_run_goes_on_and_a_deleted_one_is_replaced(
     tracking: TrackingConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = _open(tracking)
-    first.describe({"num_steps": 2}, tags={}, dataset=DATASET)
+    first.describe({"num_steps": 2}, tags={}, **DATA)
     first.metrics({"loss": 1.0}, step=1)
     first.end("FAILED")
     second = _open(tracking, first.run_id)
-    second.describe({"num_steps": 5}, tags={}, dataset=DATASET)
+    second.describe({"num_steps": 5}, tags={}, **DATA)
     second.metrics({"loss": 0.5}, step=2)
     second.end("FINISHED")
     assert second.run_id == first.run_id
@@ -276,6 +276,6 @@ def test_a_server_that_accepts_and_never_answers_delays_only_the_start(
 
 def test_a_defect_of_ours_is_not_taken_for_a_failure_of_the_server(tracking: TrackingConfig) -> None:
     run = _open(tracking)
-    run.describe({}, tags={}, dataset=None)  # type: ignore[arg-type]  # the defect
-    with pytest.raises(AttributeError):
+    run.describe({}, tags={}, data={}, digest="")  # the defect: data without a kind
+    with pytest.raises(KeyError):
         run.settle(within_s=30.0)
