@@ -7,6 +7,7 @@ Only the standard library, pydantic and PyYAML are imported.  Every problem rais
 key, the value and the remedy.
 """
 
+import contextlib
 import difflib
 import re
 import typing
@@ -153,17 +154,10 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"Override {override!r}: the value is not YAML: {_without_content(error)}.") from None
     except RecursionError:
         raise ConfigError(f"Override of {dotted}: the value is nested too deeply; give a plain value.") from None
-    if isinstance(value, str):
-        value = _scientific(value)
+    if isinstance(value, str) and value[:1] in "+-.0123456789":  # YAML 1.1 reads 1e-4 as a string
+        with contextlib.suppress(ValueError):
+            value = float(value)
     node[keys[-1]] = value
-
-
-def _scientific(text: str) -> str | float:
-    """YAML 1.1 reads 1e-4 as a string; people mean the number."""
-    try:
-        return float(text) if text[:1] in "+-.0123456789" else text
-    except ValueError:
-        return text
 
 
 def validate(tree: dict[str, Any], source: str) -> RunConfig:

@@ -3,6 +3,7 @@
 import functools
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 
 from conf.model import RandomModel
@@ -73,14 +74,14 @@ class Took:
 
     def __init__(self) -> None:
         """The first stage begins at the announcement, or here without one."""
-        self.stages: dict[str, float] = {}
+        self.stages: dict[str, float] = defaultdict(float)
         self._lap_s = _began_s()
         _began_s.cache_clear()  # for another run of this process
 
     def lap(self, stage: str) -> None:
         """End a stage, which began where the last one ended."""
         now_s = time.monotonic()
-        self._add(stage, now_s - self._lap_s)
+        self.stages[stage] += now_s - self._lap_s
         self._lap_s = now_s
 
     def step(self, metrics: Mapping[str, float]) -> None:
@@ -92,8 +93,8 @@ class Took:
             "validations": metrics.get("timing_s/testing", 0.0),
         }
         for stage, seconds in parts.items():
-            self._add(stage, seconds)
-        self._add("rest of the steps", now_s - self._lap_s - sum(parts.values()))
+            self.stages[stage] += seconds
+        self.stages["rest of the steps"] += now_s - self._lap_s - sum(parts.values())
         self._lap_s = now_s
 
     def in_words(self) -> str:
@@ -105,9 +106,6 @@ class Took:
         """`took/STAGE_s` of each stage and of their total."""
         stages = {**self.stages, "total": sum(self.stages.values())}
         return {f"took/{name.replace(' ', '_')}_s": seconds for name, seconds in stages.items()}
-
-    def _add(self, stage: str, seconds: float) -> None:
-        self.stages[stage] = self.stages.get(stage, 0.0) + seconds
 
 
 @functools.cache

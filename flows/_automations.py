@@ -38,9 +38,21 @@ _END = {f"prefect.flow-run.{state}" for state in ("Completed", "Failed", "TimedO
 
 def install(client: SyncPrefectClient, *, notify_url: str, limits: Mapping[str, timedelta] = LIMITS) -> list[str]:
     """Create or replace the automations; returns their names."""
-    automations = [*_of_crashes(), *(_cancel_overdue(tag, most) for tag, most in limits.items())]
+    automations = [
+        *_of_crashes(),
+        *(
+            AutomationCore(
+                name=f"tlt: cancel runs after their {tag}",
+                trigger=_absent(after={"prefect.flow-run.Running"}, expect=_END, within=most, tag=tag),
+                actions=[CancelFlowRun()],
+            )
+            for tag, most in limits.items()
+        ),
+    ]
     if notify_url:
-        automations += _messages(_webhook(notify_url))
+        said, name = {"text": "{{subject}}\n{{body}}"}, "tlt-webhook"
+        block = CustomWebhookNotificationBlock(name=name, url=notify_url, json_data=said, allow_private_urls=True)
+        automations += _messages(UUID(str(block.save(name, overwrite=True))))
     for automation in automations:
         for existing in client.read_automations_by_name(automation.name):
             client.delete_automation(existing.id)
@@ -99,21 +111,6 @@ def _of_crashes() -> list[AutomationCore]:
             actions=[ChangeFlowRunState.model_validate(resumed)],
         ),
     ]
-
-
-def _cancel_overdue(tag: str, most: timedelta) -> AutomationCore:
-    return AutomationCore(
-        name=f"tlt: cancel runs after their {tag}",
-        trigger=_absent(after={"prefect.flow-run.Running"}, expect=_END, within=most, tag=tag),
-        actions=[CancelFlowRun()],
-    )
-
-
-def _webhook(url: str) -> UUID:
-    block = CustomWebhookNotificationBlock(
-        name="tlt-webhook", url=url, json_data={"text": "{{subject}}\n{{body}}"}, allow_private_urls=True
-    )
-    return UUID(str(block.save("tlt-webhook", overwrite=True)))
 
 
 def _messages(block_id: UUID) -> list[AutomationCore]:

@@ -60,13 +60,6 @@ def _of_project(path: str) -> Path:
     return file
 
 
-def as_policy(folder: str) -> Path:
-    """Folder of a policy that the user named.  Raises ConfigError where there is none."""
-    if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(f"no policy at {folder}: name a Hugging Face folder, e.g. runs/NAME/policy")
-    return Path(folder)
-
-
 def run_name() -> str:
     config = flow_run.parameters["config"]
     if isinstance(config, dict):  # from the form in Prefect's pages

@@ -48,7 +48,9 @@ class PrivateServer:
         self._guard = threading.Thread(target=self._keep_alive, name="guard of Prefect's server", daemon=True)
 
     def __enter__(self) -> "PrivateServer":
-        if not self._is_configured():
+        profiles = self._home / "profiles.toml"  # an environment variable or a Prefect profile may name a server
+        named_there = profiles.is_file() and "PREFECT_API_URL" in profiles.read_text()
+        if "PREFECT_API_URL" not in os.environ and not named_there:
             self._home.mkdir(parents=True, exist_ok=True)
             self._start()
         return self
@@ -87,11 +89,6 @@ class PrivateServer:
                 )
             time.sleep(0.1)
         self._guard.start()
-
-    def _is_configured(self) -> bool:
-        """Whether the environment or a Prefect profile names a server."""
-        profiles = self._home / "profiles.toml"
-        return "PREFECT_API_URL" in os.environ or (profiles.is_file() and "PREFECT_API_URL" in profiles.read_text())
 
     def _start(self) -> None:
         with closing(socket.socket()) as probe:

@@ -56,9 +56,6 @@ class Stopping:
     def requested(self) -> bool:
         return self._number is not None
 
-    def end(self) -> None:
-        raise KeyboardInterrupt
-
     def __enter__(self) -> "Stopping":
         if threading.current_thread() is threading.main_thread():
             ours = [number for number in _SIGNALS if number != signal.SIGTERM or _WORKER not in os.environ]

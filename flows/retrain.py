@@ -121,7 +121,7 @@ def newest_policy(cfg: RunConfig, show: Terminal) -> tuple[Path, Ref] | None:
     if not is_newest:  # a run that is not finished, or has gone on since
         if cfg.coldstart.enabled:
             start, _ = cold_start(cfg, start, dataset, show.stage)
-        policy = export_checkpoint(cfg, start, dataset, show)
+        policy, _ = export_checkpoint(cfg, start, dataset, show)
     return policy, dataset
 
 

@@ -9,10 +9,10 @@ from prefect import flow
 
 from conf.load import ConfigError
 from conf.run import RunConfig
-from flows._config import as_policy, at_work, checked, run_name
+from flows._config import at_work, checked, run_name
 from flows._parser import Benchmark, benchmark_function
 from flows._terminal import Terminal
-from tasks.retrain import register_drafter
+from tasks.retrain import export_checkpoint, register_drafter
 from tasks.stages import (
     cold_start,
     export_drafter,
@@ -24,7 +24,6 @@ from tasks.stages import (
     warm_up_drafter,
 )
 from tasks.step import evaluate as validate
-from tasks.step import export_policy
 from tlt_core.cluster.placement import check_cluster
 from tlt_core.drafter.eagle3.model import default_taps
 from tlt_core.export.folder import DRAFTER, POLICY
@@ -96,7 +95,7 @@ def evaluate(
         start = prepare_model(cfg)
         dataset = prepare_data(cfg, start)
         if policy is not None:
-            start = as_policy(policy)
+            start = _named_policy(policy)
         elif cfg.coldstart.enabled:
             start, _ = cold_start(cfg, start, dataset, show.stage)
         with Session.resume_or_init(
@@ -140,7 +139,7 @@ def export(
         start = prepare_model(cfg)
         dataset = prepare_data(cfg, start)
         if policy is not None:
-            newest, run_dir = as_policy(policy), Path(policy).parent
+            newest, run_dir = _named_policy(policy), Path(policy).parent
             step = last_step(run_dir)
         else:
             if cfg.coldstart.enabled:
@@ -154,6 +153,12 @@ def export(
         return out_dir
 
 
+def _named_policy(folder: str) -> Path:
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"no policy at {folder}: name a Hugging Face folder, e.g. runs/NAME/policy")
+    return Path(folder)
+
+
 def _newest_policy(cfg: RunConfig, start: Path, dataset: Ref, show: Terminal) -> tuple[Path, int | None]:
     """Folder of the policy, and its RL steps if known.  A policy older than the newest checkpoint is exported again."""
     written = cfg.run_dir / POLICY
@@ -163,13 +168,7 @@ def _newest_policy(cfg: RunConfig, start: Path, dataset: Ref, show: Terminal) ->
         config, state = written / "config.json", found.folder / "state.json"
         if config.is_file() and config.stat().st_mtime >= state.stat().st_mtime:
             return written, found.state.step
-    first = cfg.run_dir / DRAFTER
-    resumed = cfg.with_drafter(first) if cfg.needs_first_drafter and first.is_dir() else cfg
-    with Session.resume_or_init(
-        resumed.for_reading(), data_dir=Path(dataset.path), start_model=start, on_progress=show
-    ) as session:
-        export_policy(session)
-        return written, session.completed_steps  # of a running training: perhaps a newer checkpoint's
+    return export_checkpoint(cfg, start, dataset, show)  # of a running training: perhaps a newer checkpoint's
 
 
 def _drafter_folder(cfg: RunConfig, given: str | None) -> Path | None:

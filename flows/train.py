@@ -120,7 +120,7 @@ def iterate(
         show.step_done(metrics)
         page.step_done(step, metrics)
         if stopping.requested and session.completed_steps == step:
-            stopping.end()
+            raise KeyboardInterrupt  # as the signal, had there been no step to finish
     at_step(None)
     page.end()
 

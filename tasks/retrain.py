@@ -43,14 +43,16 @@ class Champion(NamedTuple):
 
 
 @task(task_run_name="export-newest-checkpoint", cache_policy=NO_CACHE)
-def export_checkpoint(cfg: RunConfig, start_model: Path, dataset: Ref, on_progress: Callable[[Progress], None]) -> Path:
-    """Write the policy of the newest checkpoint to the run's `policy` folder."""
+def export_checkpoint(
+    cfg: RunConfig, start_model: Path, dataset: Ref, on_progress: Callable[[Progress], None]
+) -> tuple[Path, int]:
+    """Write the policy of the newest checkpoint to the run's `policy` folder; returns that, and the RL steps."""
     first = cfg.run_dir / "drafter-eagle3"
     resumed = cfg.with_drafter(first) if cfg.needs_first_drafter and first.is_dir() else cfg
     with Session.resume_or_init(
-        resumed, data_dir=Path(dataset.path), start_model=start_model, on_progress=on_progress
+        resumed.for_reading(), data_dir=Path(dataset.path), start_model=start_model, on_progress=on_progress
     ) as session:
-        return session.export_policy(cfg.run_dir / "policy")
+        return session.export_policy(cfg.run_dir / "policy"), session.completed_steps
 
 
 @task(task_run_name="fetch-champion", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=_RETRIES_S)
