@@ -14,11 +14,9 @@ import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-import click
 import pytest
 import yaml
 from dvc.cli import DvcParserError, parse_args
-from ray.scripts.scripts import cli as ray_cli
 
 from conf.data import FileData
 from conf.load import ConfigError, load
@@ -48,7 +46,6 @@ def check(command: Sequence[str]) -> None:
         if re.match(r"(conf|deploy|docs|flows|tasks|tests)/\S+$", path) and not Path(path).exists():
             raise Wrong(f"{path} does not exist")
     known = {"tlt": check_tlt, "make": check_make, "dvc": check_dvc, "prefect": check_prefect, "python": check_python}
-    known["ray"] = check_ray
     if program in known:
         known[program](arguments)
 
@@ -112,14 +109,6 @@ def check_prefect(arguments: Sequence[str]) -> None:
                 raise Wrong(f"{function} has no parameter {min(unknown)}")
     if "config" in parameters:
         check_config(parameters["config"], json.loads(parameters.get("overrides", "[]")))
-
-
-def check_ray(arguments: Sequence[str]) -> None:
-    try:
-        name, command, rest = ray_cli.resolve_command(click.Context(ray_cli), list(arguments))
-        command.make_context(name, rest)
-    except click.ClickException as error:
-        raise Wrong(error.format_message()) from None
 
 
 def check_python(arguments: Sequence[str]) -> None:
@@ -193,8 +182,7 @@ def test_settings_in_the_text_exist(page: str, monkeypatch: pytest.MonkeyPatch) 
     for match in named:
         key, value = match.groups()
         if key.partition(".")[0] in sections and not key.endswith((".py", ".json", ".md")):
-            refusal = refusal_of(f"{key}={value or '{}'}")
-            assert "unknown key" not in refusal, f"{page}: {refusal}"
+            assert "unknown key" not in refusal_of(f"{key}={value or '{}'}"), f"{page}: {key}"
 
 
 def refusal_of(override: str) -> str:

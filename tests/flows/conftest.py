@@ -9,7 +9,7 @@ from flows import cli
 
 
 @pytest.fixture(scope="module")
-def home(prefect_engine: None, embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def runs_home(prefect_engine: None, embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Folder of the module's runs: its `artifacts` are $TLT_HOME, with the embedded model.  Prefect's engine runs."""
     folder = tmp_path_factory.mktemp("home")
     (folder / "artifacts" / "models").mkdir(parents=True)

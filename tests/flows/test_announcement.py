@@ -9,7 +9,7 @@ import pytest
 
 from conf.load import load
 from flows import _announcement
-from flows._announcement import Took, kernels_in_words, plan_in_words
+from flows._announcement import Took, plan_in_words
 from tlt_core.items import checkpoint
 from tlt_core.items.checkpoint import DriverState
 from tlt_core.run import inputs
@@ -28,17 +28,6 @@ def test_the_plan_names_what_is_to_do_and_what_is_there(tmp_path: Path, monkeypa
     checkpoint.save(cfg.run_dir / "checkpoints", DriverState(5, 8, 1, "r", 0, "f", None), lambda _: None)
     said = "to do: model, cold start, steps 6 to 8, export (already there: data, first drafter)"
     assert plan_in_words(cfg) == said
-
-
-@pytest.mark.parametrize(
-    ("isa", "kernels"),
-    [("amx", "C kernels with matrix tiles (AMX)"), ("neon", "C kernels (neon)"), (None, "torch's kernels")],
-)
-def test_the_kernels_are_named(isa: str | None, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_announcement.precision, "kernels_isa", lambda: isa)
-    cfg = load("conf/demo.yaml", ["rollout.dtype=bfloat16", "update.dtype=float32"])
-    said = f"rollout in bfloat16 on {kernels}, update in float32 on torch's; 2 x 1 thread"
-    assert kernels_in_words(cfg) == said
 
 
 def test_it_is_said_before_prefect_is_imported_and_once(tmp_path: Path) -> None:

@@ -183,15 +183,9 @@ def test_doctor_prints_its_table_with_vllm_of_its_own_environment(
     monkeypatch.setenv("VLLM_PYTHON", str(tmp_path / "bin/python"))
     monkeypatch.setenv("COLUMNS", "400")
     assert cli.main(["doctor"]) == 0
-    said = capsys.readouterr().out
-    assert re.search(r"flash-attn\s+.*skipped", said)
-    assert re.search(r"ray\s+\d.*used", said)
+    assert re.search(r"ray\s+\d.*used", capsys.readouterr().out)
     assert cli.main(["doctor", "conf/gpu_32b.yaml"]) == 0
     assert re.search(r"vllm\s+not installed\s+missing", capsys.readouterr().out)
-    assert cli.main(["doctor", "conf/multi_gpu.yaml"]) == 0
-    said = re.sub(r"\s+", " ", capsys.readouterr().out)
-    assert re.search(r"vllm not installed skipped", said)
-    assert re.search(r"rollout engine builtin used \S+python does not exist: run 'make vllm-env'", said)
     vllm_environment(tmp_path, "vllm", "0.32.0")
     assert cli.main(["doctor", "conf/multi_gpu.yaml"]) == 0
     said = re.sub(r"\s+", " ", capsys.readouterr().out)

@@ -31,9 +31,9 @@ def _config(folder: Path) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def cfg(home: Path) -> RunConfig:
+def cfg(runs_home: Path) -> RunConfig:
     """A run of one step, with a drafter that knows nothing."""
-    cfg = _config(home)
+    cfg = _config(runs_home)
     policy = train(cfg)
     ids_J = torch.arange(0, 4096, 16)
     drafter = random_eagle3(Eagle3Config.for_target(load_config(policy), len(ids_J)), ids_J, seed=0)

@@ -72,11 +72,13 @@ def test_whatever_ends_a_command_is_a_record() -> None:
 
 @pytest.mark.slow
 @pytest.mark.prefect
-def test_a_whole_run_writes_nothing_else_and_no_secret(tmp_path: Path, home: Path) -> None:
+def test_a_whole_run_writes_nothing_else_and_no_secret(tmp_path: Path, embedded_model: Path) -> None:
+    (tmp_path / "home" / "models").mkdir(parents=True)
+    (tmp_path / "home" / "models" / embedded_model.name).symlink_to(embedded_model)
     settings = [f"output_dir={tmp_path}/runs", f"tracking.uri=sqlite:///{tmp_path}/mlflow.db", "cluster.num_workers=1"]
     unset = {k: v for k, v in ENVIRONMENT.items() if not k.startswith("PREFECT")}
     secrets = dict.fromkeys(("MLFLOW_TRACKING_PASSWORD", "HF_TOKEN", "JUDGE_API_KEY", "TLT_NOTIFY_URL"), "geheim-4711")
-    env = unset | {"PREFECT_HOME": str(tmp_path / "prefect")} | secrets
+    env = unset | {"TLT_HOME": str(tmp_path / "home"), "PREFECT_HOME": str(tmp_path / "prefect")} | secrets
     command = [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *settings]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

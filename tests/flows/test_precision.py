@@ -61,11 +61,11 @@ def _state(folder: Path) -> checkpoint.DriverState:
 
 
 @pytest.fixture(scope="module")
-def moved(home: Path) -> Path:
+def moved(runs_home: Path) -> Path:
     """A run of one step, all in bfloat16."""
-    written = _train(home, AVX512, "num_steps=1")
+    written = _train(runs_home, AVX512, "num_steps=1")
     assert (written.rollout.dtype, written.update.dtype, written.coldstart.dtype) == (HALF, HALF, HALF)
-    return home
+    return runs_home
 
 
 def test_a_run_moves_to_a_machine_that_would_emulate_its_update(moved: Path, caplog: pytest.LogCaptureFixture) -> None:

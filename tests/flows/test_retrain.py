@@ -36,11 +36,11 @@ MODEL = "tlt-retrained-drafter"
 
 
 @pytest.fixture(scope="module")
-def folder(home: Path) -> Path:
+def folder(runs_home: Path) -> Path:
     """A run that has a policy."""
-    cfg = config(home)
+    cfg = config(runs_home)
     shutil.copytree(inputs.start_model(cfg.model, seed=cfg.seed), cfg.run_dir / "policy")
-    return home
+    return runs_home
 
 
 def config(folder: Path, *more: str) -> RunConfig:

@@ -45,18 +45,18 @@ def _config(folder: Path, **changes: Any) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def folder(home: Path) -> Iterator[Path]:
+def folder(runs_home: Path) -> Iterator[Path]:
     """Folder in which two steps were trained and then, as a resumed run, a third."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setattr(logging.getLogger("tasks"), "level", logging.INFO)
         environment.setattr(_heartbeat, "QUIET_S", QUIET_S)
         shown = _Shown()
         logging.getLogger().addHandler(shown)
-        train(_config(home))
+        train(_config(runs_home))
         logging.getLogger().removeHandler(shown)
-        (home / "shown.json").write_text(json.dumps(shown.lines))
-        train(_config(home, num_steps=3))
-        yield home
+        (runs_home / "shown.json").write_text(json.dumps(shown.lines))
+        train(_config(runs_home, num_steps=3))
+        yield runs_home
 
 
 @pytest.fixture(scope="module")

@@ -97,10 +97,7 @@ def _aliases(registry: Registry, model: str) -> tuple[Version, Version]:
 
 
 @pytest.fixture
-def cfg(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded_model: Path) -> RunConfig:
-    monkeypatch.setenv("TLT_HOME", str(tmp_path / "home"))
-    (tmp_path / "home" / "models").mkdir(parents=True)
-    (tmp_path / "home" / "models" / embedded_model.name).symlink_to(embedded_model)
+def cfg(uri: str, tmp_path: Path, embedded_model: Path) -> RunConfig:
     settings = [f"output_dir={tmp_path}/runs", f"tracking.uri={uri}", f"name={tmp_path.name}"]
     return load("conf/smoke.yaml", settings)
 
