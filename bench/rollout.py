@@ -27,8 +27,7 @@ from conf.load import ConfigError
 from conf.rollout import SpeculationConfig, StrategyConfig
 from conf.run import RunConfig
 from flows._terminal import Terminal
-from tasks.coldstart import cold_start
-from tasks.prepare import prepare_data, prepare_model
+from tasks.stages import cold_start, prepare_data, prepare_model
 from tlt_core.data import dataset
 from tlt_core.data.prompt_order import PromptOrder
 from tlt_core.drafter.kinds import strategies_of
@@ -166,7 +165,7 @@ def bench_rollout(
         data = prepare_data(cfg, start)
         policy = cfg.run_dir / "policy"
         if not policy.is_dir():
-            policy = cold_start(cfg, start, data, show.stage).model_dir if cfg.coldstart.enabled else start
+            policy = cold_start(cfg, start, data, show.stage)[0] if cfg.coldstart.enabled else start
     rows, verdicts = [], []
     for work in _workloads(cfg, start, policy, Path(data.path)):
         if workload not in (None, work.name):

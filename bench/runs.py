@@ -17,9 +17,7 @@ from conf.run import RunConfig
 from conf.section import MOST_STEPS
 from flows._terminal import Terminal
 from flows.train import train
-from tasks.coldstart import cold_start
-from tasks.prepare import prepare_data, prepare_model
-from tasks.warmup import warm_up_drafter
+from tasks.stages import cold_start, prepare_data, prepare_model, warm_up_drafter
 from tlt_core.run.summary import rows_of
 
 _FIXED = StrategyConfig(drafter="eagle3", depth=4, width=1, tokens=4)  # a usual setting of serving engines
@@ -31,7 +29,7 @@ def first_drafter(cfg: RunConfig) -> tuple[Path, Path]:
         policy = prepare_model(cfg)
         dataset = prepare_data(cfg, policy)
         if cfg.coldstart.enabled:
-            policy = cold_start(cfg, policy, dataset, show.stage).model_dir
+            policy, _ = cold_start(cfg, policy, dataset, show.stage)
         given = cfg.rollout.speculation.drafter_path
         folder = cfg.run_dir.with_name(f"bench-{cfg.name}") / "drafter-eagle3" if given is None else Path(given)
         if not folder.is_dir():

@@ -7,6 +7,7 @@ Only the standard library, pydantic and PyYAML are imported.  Every problem rais
 key, the value and the remedy.
 """
 
+import contextlib
 import difflib
 import re
 import typing
@@ -28,9 +29,16 @@ class ConfigError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML has no types
-    """Says where a value stands that does not fit its type, such as a date of month 13.
+    """Says where a value stands that does not fit its type, such as a date of month 13.  Refuses 017 and 1:30, which
+    would be 15 and 90, and two equal keys, of which PyYAML would take the last."""
 
-    Refuses 017 and 1:30, which would be 15 and 90."""
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> Any:
+        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for i, key in enumerate(keys):
+            if key.value in [earlier.value for earlier in keys[:i]]:
+                problem = f"{key.value!r} stands twice, again in line {key.start_mark.line + 1}; remove one"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+        return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         if node.tag == "tag:yaml.org,2002:int" and re.match(r"[-+]?(0[0-9_]|[0-9_]+:)", str(node.value)):
@@ -85,7 +93,6 @@ def read_with_bases(path: Path, *, heirs: tuple[Path, ...] = ()) -> dict[str, An
 
 
 def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`below` with the values of `above`."""
     if "kind" in above and above["kind"] != below.get("kind"):
         return above  # the settings of another kind do not apply
     result = dict(below)
@@ -99,7 +106,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The file as a dictionary.  Raises ConfigError when it is missing, is not YAML, or is not a mapping."""
     try:
         text = path.read_text(encoding="utf-8")
-        _refuse_keys_twice(yaml.compose(text, Loader=yaml.SafeLoader), path)
         tree = yaml.load(text, Loader=_Loader)
     except FileNotFoundError:
         known = sorted(p.as_posix() for p in Path("conf").glob("*.yaml"))
@@ -131,24 +137,6 @@ def _without_content(error: yaml.YAMLError) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}: {words}"
 
 
-def _refuse_keys_twice(node: Any, path: Path) -> None:
-    """PyYAML silently takes the last of two equal keys."""
-    if isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                where = f"line {key.start_mark.line + 1}"
-                raise ConfigError(
-                    f"Configuration file {path}: {key.value!r} stands twice, again in {where}; remove one."
-                )
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
-            _refuse_keys_twice(value, path)
-    elif isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            _refuse_keys_twice(item, path)
-
-
 def apply_override(tree: dict[str, Any], override: str) -> None:
     """Set one `section.key=value` in the tree.  The value is read as YAML.  Raises ConfigError on bad syntax."""
     dotted, equals, text = override.partition("=")
@@ -166,17 +154,10 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         raise ConfigError(f"Override {override!r}: the value is not YAML: {_without_content(error)}.") from None
     except RecursionError:
         raise ConfigError(f"Override of {dotted}: the value is nested too deeply; give a plain value.") from None
-    if isinstance(value, str):
-        value = _scientific(value)
+    if isinstance(value, str) and value[:1] in "+-.0123456789":  # YAML 1.1 reads 1e-4 as a string
+        with contextlib.suppress(ValueError):
+            value = float(value)
     node[keys[-1]] = value
-
-
-def _scientific(text: str) -> str | float:
-    """YAML 1.1 reads 1e-4 as a string; people mean the number."""
-    try:
-        return float(text) if text[:1] in "+-.0123456789" else text
-    except ValueError:
-        return text
 
 
 def validate(tree: dict[str, Any], source: str) -> RunConfig:
@@ -190,20 +171,21 @@ def validate(tree: dict[str, Any], source: str) -> RunConfig:
 
 def _explain(error: Any) -> str:
     path = [str(p) for p in error["loc"]]
-    key, value = _public_path(path), error["input"]
+    key, value = _walked(path)[0], error["input"]
     if error["type"] == "extra_forbidden":
         if path == [_BASE]:
             return f"{key}: only a file can name its base, an override cannot (value {value!r})"
         if key in _GONE:
             return f"{key}: this key is gone: {_GONE[key]}"
-        known = _fields_at(path[:-1]) + ([_BASE] if len(path) == 1 else [])
+        section = _walked(path[:-1])[1]
+        known = (list(section.model_fields) if _is_model(section) else []) + ([_BASE] if len(path) == 1 else [])
         close = difflib.get_close_matches(path[-1], known, n=1, cutoff=0.5)
         meant = f"; did you mean {close[0]!r}?" if close else f"; known keys here: {', '.join(sorted(known))}"
         shown = f" (value {value!r})" if isinstance(value, int | float) else ""  # a text may be of a file of secrets
         return f"{key}: unknown key{shown}{meant}"
     if error["type"] in ("union_tag_not_found", "union_tag_invalid"):
         given = value.get("kind") if isinstance(value, dict) else value
-        known = sorted(_tags(_at(path)))
+        known = sorted(_tags(_walked(path)[1]))
         close = difflib.get_close_matches(str(given), known, n=1, cutoff=0.5)
         meant = f"did you mean {close[0]!r}?" if close else f"one of {', '.join(known)} is needed"
         return f"{key}.kind: {meant} (value {given!r})"
@@ -215,29 +197,17 @@ def _explain(error: Any) -> str:
     return f"{key}: {message} (value {value!r})"
 
 
-def _public_path(path: list[str]) -> str:
-    """Remove the union tags that pydantic puts into error locations: data.reasoning_gym.seed -> data.seed."""
-    shown, model = [], RunConfig
-    for part in path:
-        if part in _tags(model):
-            model = _tags(model)[part]
-            continue
-        shown.append(part)
-        model = _child(model, part)
-    return ".".join(shown)
-
-
-def _fields_at(path: list[str]) -> list[str]:
-    model = _at(path)
-    return list(model.model_fields) if _is_model(model) else []
-
-
-def _at(path: list[str]) -> Any:
-    """The section, or the union of sections, at an error's location."""
+def _walked(path: list[str]) -> tuple[str, Any]:
+    """An error's location as a key, without pydantic's union tags (data.reasoning_gym.seed -> data.seed), and the
+    section, or the union of sections, that is there."""
+    shown: list[str] = []
     model: Any = RunConfig
     for part in path:
-        model = _tags(model).get(part) or _child(model, part)
-    return model
+        option = _tags(model).get(part)
+        if option is None:
+            shown.append(part)
+        model = option or _child(model, part)
+    return ".".join(shown), model
 
 
 def _child(model: Any, part: str) -> Any:

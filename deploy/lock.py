@@ -6,8 +6,8 @@ each pinned version, for every platform and Python 3.11 to 3.13.  Run it after a
                                           requirements-dev.txt    what tests and linters need besides
     constraints-vllm.txt  ------------->  requirements-vllm-cuda.txt    vLLM's build for NVIDIA GPUs
 
-In the first three torch and the CUDA libraries of its wheel are left out: every index has builds of its own.  The last
-one has them, for Linux on x86-64: it is vLLM for CPUs (constraints-vllm.txt) but for what the two builds pin otherwise.
+Only the last one has torch and the CUDA libraries of its wheel (every index has builds of its own), for Linux on
+x86-64: it is vLLM for CPUs (constraints-vllm.txt) but for what the two builds pin otherwise.
 """
 
 import re
@@ -31,7 +31,6 @@ _ON_LINUX = ("--python-platform", "x86_64-manylinux_2_35", "--python-version", "
 
 
 def main() -> None:
-    """Write all files."""
     runs = _locked("pyproject.toml")
     tests = _locked("pyproject.toml", "--extra", "dev")
     _write("requirements-build.txt", _locked("-", wanted="uv\nsetuptools\n"))

@@ -3,8 +3,8 @@
 import functools
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from conf.model import RandomModel
 from conf.run import RunConfig
@@ -24,54 +24,35 @@ _KERNELS = {  # by `native.isa`; others are named by that word
 }
 
 
-class ToDo(NamedTuple):
-    """What is still to do after earlier attempts and runs."""
-
-    model: bool
-    data: bool
-    cold_start: bool
-    first_drafter: bool
-    done_steps: int
-
-
 def announce(cfg: RunConfig) -> None:
     """Log it once in a process.  `tlt train` calls this before it imports Prefect, a deployment's flow itself."""
     _began_s()
     cfg = cfg.with_dtypes(**precision.decide(cfg)._asdict())
-    _say(f"{cfg.name}: {plan_in_words(cfg, to_do(cfg))}")
+    _say(f"{cfg.name}: {plan_in_words(cfg)}")
     _say(kernels_in_words(cfg))
     if jump := resumable.rate_jumps(cfg):
         _say(jump, logging.WARNING)
 
 
-def to_do(cfg: RunConfig) -> ToDo:
-    """What is still to do."""
-    embedded = inputs.artifacts_dir() / "models" / EMBEDDED_NAME / "config.json"
-    with checkpoint.newest(cfg.run_dir / "checkpoints") as found:
-        done_steps = 0 if found is None else found.state.step
-    return ToDo(
-        model=not embedded.is_file() and (isinstance(cfg.model, RandomModel) or cfg.model.path == EMBEDDED_NAME),
-        data=not (inputs.data_dir(cfg) / "manifest.json").is_file(),
-        cold_start=cfg.coldstart.enabled and not (coldstart.output_dir(cfg) / "coldstart.json").is_file(),
-        first_drafter=cfg.needs_first_drafter and not (cfg.run_dir / "drafter-eagle3").is_dir(),
-        done_steps=done_steps,
-    )
-
-
-def plan_in_words(cfg: RunConfig, todo: ToDo) -> str:
+def plan_in_words(cfg: RunConfig) -> str:
     """ "to do: first drafter, 12 steps, export (already there: model, data, cold start)" """
-    wanted = {
-        "model": (True, todo.model),
-        "data": (True, todo.data),
-        "cold start": (cfg.coldstart.enabled, todo.cold_start),
-        "first drafter": (cfg.needs_first_drafter, todo.first_drafter),
+    embedded = inputs.artifacts_dir() / "models" / EMBEDDED_NAME / "config.json"
+    needs_embedded = isinstance(cfg.model, RandomModel) or cfg.model.path == EMBEDDED_NAME
+    is_there = {
+        "model": embedded.is_file() or not needs_embedded,
+        "data": (inputs.data_dir(cfg) / "manifest.json").is_file(),
     }
-    left = cfg.num_steps - todo.done_steps
-    steps = f"steps {todo.done_steps + 1} to {cfg.num_steps}" if todo.done_steps else f"{cfg.num_steps} steps"
-    open_ones = [name for name, (asked, is_open) in wanted.items() if asked and is_open]
-    there = [name for name, (asked, is_open) in wanted.items() if asked and not is_open]
-    text = f"to do: {', '.join([*open_ones, *([steps] if left > 0 else []), 'export'])}"
-    return f"{text} (already there: {', '.join(there)})" if there else text
+    if cfg.coldstart.enabled:
+        is_there["cold start"] = (coldstart.output_dir(cfg) / "coldstart.json").is_file()
+    if cfg.needs_first_drafter:
+        is_there["first drafter"] = (cfg.run_dir / "drafter-eagle3").is_dir()
+    with checkpoint.newest(cfg.run_dir / "checkpoints") as found:
+        done = 0 if found is None else found.state.step
+    steps = f"steps {done + 1} to {cfg.num_steps}" if done else f"{cfg.num_steps} steps"
+    todo = [name for name in is_there if not is_there[name]] + [steps] * (done < cfg.num_steps)
+    text = f"to do: {', '.join([*todo, 'export'])}"
+    there = ", ".join(name for name in is_there if is_there[name])
+    return f"{text} (already there: {there})" if there else text
 
 
 def kernels_in_words(cfg: RunConfig) -> str:
@@ -93,14 +74,14 @@ class Took:
 
     def __init__(self) -> None:
         """The first stage begins at the announcement, or here without one."""
-        self.stages: dict[str, float] = {}
+        self.stages: dict[str, float] = defaultdict(float)
         self._lap_s = _began_s()
         _began_s.cache_clear()  # for another run of this process
 
     def lap(self, stage: str) -> None:
         """End a stage, which began where the last one ended."""
         now_s = time.monotonic()
-        self._add(stage, now_s - self._lap_s)
+        self.stages[stage] += now_s - self._lap_s
         self._lap_s = now_s
 
     def step(self, metrics: Mapping[str, float]) -> None:
@@ -112,8 +93,8 @@ class Took:
             "validations": metrics.get("timing_s/testing", 0.0),
         }
         for stage, seconds in parts.items():
-            self._add(stage, seconds)
-        self._add("rest of the steps", now_s - self._lap_s - sum(parts.values()))
+            self.stages[stage] += seconds
+        self.stages["rest of the steps"] += now_s - self._lap_s - sum(parts.values())
         self._lap_s = now_s
 
     def in_words(self) -> str:
@@ -126,13 +107,9 @@ class Took:
         stages = {**self.stages, "total": sum(self.stages.values())}
         return {f"took/{name.replace(' ', '_')}_s": seconds for name, seconds in stages.items()}
 
-    def _add(self, stage: str, seconds: float) -> None:
-        self.stages[stage] = self.stages.get(stage, 0.0) + seconds
-
 
 @functools.cache
 def _began_s() -> float:
-    """The monotonic time of the first call."""
     return time.monotonic()
 
 

@@ -1,19 +1,16 @@
-"""What a flow run's page in Prefect shows: progress, the table of steps, the newest worker timeline, a link to MLflow.
+"""What a flow run's page in Prefect shows: progress, the table of steps, a link to MLflow.
 
 The run waits for none of it: see `tasks/outbox`.
 """
 
-import base64
 import contextvars
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 from uuid import UUID
 
 import httpx
 from prefect.artifacts import (
-    create_image_artifact,
     create_link_artifact,
     create_markdown_artifact,
     create_progress_artifact,
@@ -22,6 +19,7 @@ from prefect.artifacts import (
 )
 from prefect.exceptions import PrefectException
 
+from tasks.mlflow_run import MlflowRun
 from tasks.outbox import Outbox
 
 _END_S = 15.0  # for what is still to be sent
@@ -36,12 +34,9 @@ _COLUMNS = {
     "step s": "timing_s/step",
     "accuracy": "val-core/all/reward/greedy",
 }
-_PICTURES = {"timeline": "What each worker did", "speculation": "Strategy of each round"}
 
 
 class RunPage:
-    """Artifacts of one flow run."""
-
     def __init__(self, *, run_name: str, num_steps: int) -> None:
         self._key = re.sub(r"[^a-z0-9]+", "-", run_name.lower()).strip("-")
         self._num_steps = num_steps
@@ -50,50 +45,35 @@ class RunPage:
         errors = (httpx.HTTPError, PrefectException)
         self._outbox = Outbox("Prefect's server", errors=errors, refused=lambda _: True)  # later calls show more
 
-    def begin(self, *, done: int, mlflow_link: str, mlflow_run_id: str, tracking_uri: str) -> None:
+    def begin(self, *, done: int, mlflow_run: MlflowRun) -> None:
         """Show the progress bar, and where MLflow has the run."""
-        where = f"MLflow run `{mlflow_run_id}` in `{tracking_uri}`; `tlt ui` or `make ui` opens it."
 
         def send() -> None:
-            created = create_progress_artifact(
-                progress=self._percent(done), key=f"{self._key}-progress", description="RL steps"
-            )
+            percent = 100.0 * done / self._num_steps
+            created = create_progress_artifact(percent, key=f"{self._key}-progress", description="RL steps")
             assert isinstance(created, UUID), "a coroutine only inside an event loop"
             self._progress = created
-            if mlflow_link:
-                create_link_artifact(key=f"{self._key}-mlflow", link=mlflow_link, link_text="MLflow run")
+            if link := mlflow_run.link:
+                create_link_artifact(key=f"{self._key}-mlflow", link=link, link_text="MLflow run")
             else:
+                where = f"MLflow run `{mlflow_run.run_id}` in `{mlflow_run.uri}`; `tlt ui` or `make ui` opens it."
                 create_markdown_artifact(key=f"{self._key}-mlflow", markdown=where)
 
         self._send(send)
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the progress bar."""
         shown = {column: round(metrics[name], 3) for column, name in _COLUMNS.items() if name in metrics}
         self._rows.append({"step": step, **shown})
 
         def send() -> None:
             if self._progress is not None:
-                update_progress_artifact(self._progress, progress=self._percent(step))
+                update_progress_artifact(self._progress, progress=100.0 * step / self._num_steps)
 
         self._send(send)
 
-    def end(self, figures: Path) -> None:
-        """Show the table of steps and the newest picture of each kind."""
-
-        def send() -> None:
-            create_table_artifact(key=f"{self._key}-steps", table=self._rows, description="Steps of this run")
-            for kind, description in _PICTURES.items():
-                drawn = sorted(figures.glob(f"{kind}_*.png"))
-                if drawn:  # Prefect keeps no files, so the picture is part of the address
-                    encoded = base64.b64encode(drawn[-1].read_bytes()).decode()
-                    create_image_artifact(
-                        image_url=f"data:image/png;base64,{encoded}",
-                        key=f"{self._key}-{kind}",
-                        description=f"{description}, step {int(drawn[-1].stem.removeprefix(kind + '_'))}",
-                    )
-
-        self._send(send)
+    def end(self) -> None:
+        key, text = f"{self._key}-steps", "Steps of this run"
+        self._send(lambda: create_table_artifact(key=key, table=self._rows, description=text))
         self._outbox.settle(within_s=_END_S)
         self._outbox.close()
 
@@ -101,6 +81,3 @@ class RunPage:
         """In this flow's context, by which Prefect knows whose artifact it is."""
         context = contextvars.copy_context()
         self._outbox.put(lambda: context.run(call))
-
-    def _percent(self, done: int) -> float:
-        return 100.0 * done / self._num_steps

@@ -1,7 +1,6 @@
 """What each command of `tlt` does: `tlt check-drafter` is `check_drafter`.
 
 Those that take a configuration get it, and all get the command line's arguments; they return the exit code, or None.
-A command that runs a flow checks what can be checked first: a mistake is reported before Prefect is imported.
 """
 
 import argparse
@@ -12,35 +11,48 @@ import time
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from conf.load import ConfigError
 from conf.rollout import SpeculationConfig
 from conf.run import RunConfig
-from flows import _benchmarks
 from flows._heartbeat import Heartbeat
-from flows._parser import DEMO
+from flows._parser import DEMO, benchmark_function
+
+_PARAMS_HEAD = """\
+# Parameters of dvc.yaml, and a configuration like any other.  Written by: tlt params {source}
+# Change values here, or for one experiment: dvc exp run -S rollout.speculation.policy=off
+"""
+_BENCH_ONLY = {  # options that only these benchmarks take
+    "workload": ("rollout", "e2e"),
+    "peers": ("engines",),
+    "instructions": ("engines",),
+}
 
 
 def prepare(cfg: RunConfig, _: argparse.Namespace) -> None:
-    dataset = _run(cfg, "flows.prepare:prepare")
+    dataset = _run(cfg, "flows.stages:prepare")
     print(f"{dataset.count} training prompts in {dataset.path}, digest {dataset.sha256[:12]}")
 
 
 def params(cfg: RunConfig, args: argparse.Namespace) -> None:
-    from flows.params import write
+    """Every key is written, so that a stage can name those that it depends on and `dvc exp run -S` can set any."""
+    from tlt_core.items.store import write_atomically
 
-    write(cfg, args.out, source=" ".join([args.config, *args.overrides]))
+    head = _PARAMS_HEAD.format(source=" ".join([args.config, *args.overrides]))
+    text = head + yaml.safe_dump(cfg.model_dump(mode="json"), sort_keys=False)
+    write_atomically(args.out, lambda partial: partial.write_text(text))
     print(f"parameters of dvc.yaml: {args.out}    run what has changed: dvc repro")
 
 
 def coldstart(cfg: RunConfig, args: argparse.Namespace) -> None:
     if args.if_enabled and not cfg.coldstart.enabled:
         print("coldstart.enabled=false: nothing to do")
-        _write_metrics(args.metrics, {})
+        _show_metrics({}, args.metrics)
         return
-    done = _run(cfg, "flows.coldstart:coldstart")
-    print(f"model after the cold start: {done.model_dir}")
-    _print_metrics(done.metrics)
-    _write_metrics(args.metrics, done.metrics)
+    folder, metrics = _run(cfg, "flows.stages:coldstart")
+    print(f"model after the cold start: {folder}")
+    _show_metrics(metrics, args.metrics)
 
 
 def train(cfg: RunConfig, args: argparse.Namespace) -> None:
@@ -54,16 +66,15 @@ def train(cfg: RunConfig, args: argparse.Namespace) -> None:
 
 
 def warmup(cfg: RunConfig, args: argparse.Namespace) -> None:
-    folder, metrics = _run(cfg, "flows.warmup:warmup", out=args.out)
-    _print_metrics(metrics)
-    _write_metrics(args.metrics, metrics)
+    folder, metrics = _run(cfg, "flows.stages:warmup", out=args.out)
+    _show_metrics(metrics, args.metrics)
     print(f"drafter: {folder}    use it: rollout.speculation.drafter_path={folder}")
 
 
 def export(cfg: RunConfig, args: argparse.Namespace) -> None:
     folder = _run(
         cfg,
-        "flows.export:export",
+        "flows.stages:export",
         policy=args.policy,
         drafter=args.drafter,
         out=args.out,
@@ -91,26 +102,25 @@ def retrain(cfg: RunConfig, _: argparse.Namespace) -> None:
 
 
 def check_drafter(cfg: RunConfig, _: argparse.Namespace) -> int:
-    found = _run(cfg, "flows.check_drafter:check_drafter")
+    found = _run(cfg, "flows.retrain:check_drafter")
     print(f"{found.outcome}: {found.reason}")
     return 1 if found.outcome == "dropped" else 0
 
 
 def rollback(cfg: RunConfig, args: argparse.Namespace) -> None:
-    from flows.rollback import roll_back
+    from tasks.registry import roll_back
 
     left, now = roll_back(cfg, kind=args.kind, to=None if args.to is None else str(args.to))
     print(f"champion: {now}; it was version {left.number}.  Exports are as they were: tlt export makes a new one")
 
 
 def evaluate(cfg: RunConfig, args: argparse.Namespace) -> None:
-    metrics = _run(cfg, "flows.evaluate:evaluate", policy=args.policy)
-    _print_metrics(metrics)
-    _write_metrics(args.metrics, metrics)
+    metrics = _run(cfg, "flows.stages:evaluate", policy=args.policy)
+    _show_metrics(metrics, args.metrics)
 
 
 def bench(cfg: RunConfig, args: argparse.Namespace) -> None:
-    flow = _benchmarks.find(args.benchmark)
+    flow = benchmark_function(args.benchmark)
     command = f"tlt {' '.join(sys.argv[1:])}"
     part = f"-{args.workload}" if args.workload else ""  # one workload's report must not replace the whole report
     out = args.out or Path("reports") / f"{args.benchmark}{part}.json"
@@ -121,12 +131,14 @@ def bench(cfg: RunConfig, args: argparse.Namespace) -> None:
             raise ConfigError(f"--{option}={given[name]}: only {takers} take it; leave it out")
     from tlt_core.machine import precision
     from tlt_core.run import engine_choice
+    from tlt_core.run.summary import write_json
 
     settled = precision.settle(engine_choice.settle(cfg))
     report = _run(settled, flow, repeats=args.repeats, out=out, command=command, **given)
     for verdict in report["verdicts"]:
         print(f"{'holds' if verdict['holds'] else 'FAILS'}: {verdict['claim']}: {verdict['value']:.3f}")
-    _write_metrics(args.metrics, {v["claim"]: v["value"] for v in report["verdicts"]})
+    if args.metrics is not None:
+        write_json(args.metrics, {v["claim"]: v["value"] for v in report["verdicts"]})
     print(f"report: {out}")
 
 
@@ -154,7 +166,6 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def _speculation(choice: str) -> SpeculationConfig:
-    """The command-line option as configuration."""
     if choice in ("off", "auto", "ngram"):
         return SpeculationConfig(policy="off" if choice == "off" else "cost_model")
     if not Path(choice).is_dir():
@@ -163,7 +174,7 @@ def _speculation(choice: str) -> SpeculationConfig:
 
 
 def report(args: argparse.Namespace) -> None:
-    from flows.report import report
+    from flows.status import report
 
     path, verdict = report(args.run, out=args.out)
     print(f"{verdict}\nreport: {path}    open it in a browser")
@@ -205,15 +216,8 @@ def deploy(args: argparse.Namespace) -> None:
 def recover(args: argparse.Namespace) -> None:
     from flows import deploy
 
-    for run in deploy.recover_here(port=args.port, alone=args.alone):
-        print(f"{run.name} ({run.run_id}) was {run.state} without a process; it is scheduled again")
-
-
-_BENCH_ONLY = {  # options that only these benchmarks take
-    "workload": ("rollout", "e2e"),
-    "peers": ("engines",),
-    "instructions": ("engines",),
-}
+    for line in deploy.recover_here(port=args.port, alone=args.alone):
+        print(line)
 
 
 def _run(cfg: RunConfig, flow: str, *, before: str = "", **arguments: Any) -> Any:
@@ -238,12 +242,10 @@ def _run(cfg: RunConfig, flow: str, *, before: str = "", **arguments: Any) -> An
         return call(cfg, **arguments)
 
 
-def _print_metrics(metrics: dict[str, float]) -> None:
+def _show_metrics(metrics: dict[str, float], path: Path | None) -> None:
+    """Print them, and write them as JSON where that is wanted."""
     for name, value in sorted(metrics.items()):
         print(f"{name:45} {value:.4f}")
-
-
-def _write_metrics(path: Path | None, metrics: dict[str, float]) -> None:
     if path is not None:
         from tlt_core.run.summary import write_json
 

@@ -1,7 +1,4 @@
-"""How a flow begins: its configuration, signals, log and display.
-
-A deployment passes the path of a YAML file with overrides, `tlt` a `RunConfig`.
-"""
+"""How a flow begins: its configuration (a deployment passes a YAML file's path, `tlt` a `RunConfig`), log, display."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +12,7 @@ from flows._logging import run_log
 from flows._stopping import Stopping
 from flows._terminal import Terminal
 from tlt_core.machine import precision
-from tlt_core.run import engine_choice
+from tlt_core.run import engine_choice, preflight
 
 MOST_STARTS = 5  # of one flow run: the server starts a crashed one again, see `_automations.py`
 
@@ -27,7 +24,8 @@ class GaveUp(RuntimeError):
 def as_config(config: RunConfig | str, overrides: list[str] | None) -> RunConfig:
     """The configuration, with its rollout engine settled.
 
-    Raises ConfigError, CheckpointError, or GaveUp when this flow run has crashed too often."""
+    Raises ConfigError, CheckpointError, or GaveUp when this flow run has crashed too often.
+    """
     if flow_run.run_count > MOST_STARTS:
         raise GaveUp(
             f"flow run {flow_run.name} was started {flow_run.run_count} times, {MOST_STARTS} are allowed; its log says "
@@ -35,6 +33,13 @@ def as_config(config: RunConfig | str, overrides: list[str] | None) -> RunConfig
         )
     given = config if isinstance(config, RunConfig) else load(_of_project(config), overrides or ())
     return engine_choice.settle(given)
+
+
+def checked(config: RunConfig | str, overrides: list[str] | None) -> RunConfig:
+    """As `as_config`, and what can be checked before anything is computed is checked: `preflight.check_run`."""
+    cfg = as_config(config, overrides)
+    preflight.check_run(cfg)
+    return cfg
 
 
 @contextmanager
@@ -55,15 +60,7 @@ def _of_project(path: str) -> Path:
     return file
 
 
-def as_policy(folder: str) -> Path:
-    """Folder of a policy that the user named.  Raises ConfigError where there is none."""
-    if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(f"no policy at {folder}: name a Hugging Face folder, e.g. runs/NAME/policy")
-    return Path(folder)
-
-
 def run_name() -> str:
-    """Name of the flow run: that of the training run."""
     config = flow_run.parameters["config"]
     if isinstance(config, dict):  # from the form in Prefect's pages
         return str(config.get("name", "run"))

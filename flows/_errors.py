@@ -8,46 +8,38 @@ import errno
 import os
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
 
 from conf.load import ConfigError
 from flows import _logging, _stopping
 
 
-class Report(NamedTuple):
-    """What the command prints, and its exit code."""
-
-    text: str
-    exit_code: int
-
-
-def explain(error: BaseException, *, run_dir: Path | None) -> Report | None:
-    """The report of a failure; None for a bug."""
+def explain(error: BaseException, *, run_dir: Path | None) -> tuple[str, int] | None:
+    """What the command prints of a failure, and its exit code; None for a bug."""
     file = run_dir and _logging.log_file(run_dir)
     see_log = f"  The traceback is in {file}." if file else ""
     if isinstance(error, ConfigError):
-        return Report(str(error), 2)
+        return (str(error), 2)
     if isinstance(error, KeyboardInterrupt | SystemExit):
-        return Report("Interrupted.  The same command goes on from the newest checkpoint.", _stopping.exit_code())
+        return ("Interrupted.  The same command goes on from the newest checkpoint.", _stopping.exit_code())
     for problem, numbers, remedy in _OF_THE_SYSTEM:
         if _has(error, numbers):
             where = f" under {run_dir}" if run_dir else ""
             text = f"{problem} ({_last_line(error)}).  {remedy.format(where=where)} and start the same command again:"
-            return Report(f"{text} it goes on from the newest checkpoint.{see_log}", 1)
+            return (f"{text} it goes on from the newest checkpoint.{see_log}", 1)
     module = type(error).__module__
     if isinstance(error, ValueError) and module.startswith(("tlt_core.", "flows.")):
-        return Report(str(error), 2)
-    if module in ("flows._server", "tasks.registry", "tasks.version"):
-        return Report(str(error), 1)
+        return (str(error), 2)
+    if module in ("flows._server", "tasks.registry", "tasks.stages"):
+        return (str(error), 1)
     # WorkerDied with the worker's traceback, RayNotStarted, and failures of vLLM
     if module.startswith("tlt_core.cluster.") or module in (
         "tlt_core.rollout.vllm.client",
         "tlt_core.run.engine_agreement",
     ):
         on_gpu = _DEVICE_ASSERT if "device-side assert" in str(error) else ""
-        return Report(f"{error}{on_gpu}{see_log}", 1)
+        return (f"{error}{on_gpu}{see_log}", 1)
     if isinstance(error, PermissionError):
-        return Report(f"{error}.  Make the folder writable, or set output_dir or TLT_HOME to one that is.{see_log}", 1)
+        return (f"{error}.  Make the folder writable, or set output_dir or TLT_HOME to one that is.{see_log}", 1)
     return None
 
 
@@ -85,7 +77,6 @@ _IN_OTHER_WORDS = {errno.ENOMEM: "CUDA out of memory"}
 
 
 def _last_line(error: BaseException) -> str:
-    """Of a worker's traceback: the error."""
     return str(error).strip().rpartition("\n")[2]
 
 

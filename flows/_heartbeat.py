@@ -1,10 +1,4 @@
-"""A log line whenever nothing was shown for a while.
-
-    all log lines --> OutputClock (a handler of the root logger) <-- Heartbeat's thread: how long ago?
-                                                                      '-> logs the sentence that it is given
-
-The thread only reads and logs, and never delays a run.
-"""
+"""A log line whenever nothing was shown for a while.  The thread only reads and logs, and never delays a run."""
 
 import logging
 import threading
@@ -19,20 +13,19 @@ QUIET_S = 12.0  # promised is a line every 15 s; three seconds of reserve on a b
 _LOOKS = 12  # checks in that time
 
 
-class OutputClock(logging.Handler):
-    """Knows when the last line was shown.  There is one per process, so that a new heartbeat does not start at zero."""
+class _OutputClock(logging.Handler):
+    """Knows when the last line was shown."""
 
     def __init__(self) -> None:
         super().__init__()
         self.addFilter(shown_on_terminal)
-        self._last_s = time.monotonic()
+        self.last_s = time.monotonic()
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._last_s = time.monotonic()
+        self.last_s = time.monotonic()
 
-    def quiet_s(self) -> float:
-        """Seconds since the last line."""
-        return time.monotonic() - self._last_s
+
+clock = _OutputClock()  # one per process, so that a new heartbeat does not start at zero
 
 
 class Heartbeat:
@@ -45,7 +38,10 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
 
     def __enter__(self) -> "Heartbeat":
-        self._clock = _clock()
+        root = logging.getLogger()
+        if clock not in root.handlers:
+            clock.last_s = time.monotonic()
+            root.addHandler(clock)
         self._thread.start()
         return self
 
@@ -55,14 +51,5 @@ class Heartbeat:
 
     def _watch(self) -> None:
         while not self._ended.wait(self._quiet_s / _LOOKS):
-            if self._clock.quiet_s() >= self._quiet_s:
+            if time.monotonic() - clock.last_s >= self._quiet_s:
                 log.info("%s", self._sentence())
-
-
-def _clock() -> OutputClock:
-    root = logging.getLogger()
-    found = next((h for h in root.handlers if isinstance(h, OutputClock)), None)
-    if found is None:
-        found = OutputClock()
-        root.addHandler(found)
-    return found

@@ -1,8 +1,7 @@
 """Where log lines go: the terminal and the run's log.txt.
 
-terminal   INFO of this project, WARNING of everything else
-log.txt    INFO of this project and of Prefect, WARNING of the rest, tracebacks included
-Prefect    INFO of this project, as the log of the flow run (`_environment.py` names the loggers)
+The terminal shows INFO of this project and WARNING of everything else; log.txt has INFO of Prefect and tracebacks, too;
+Prefect has INFO of this project, as the log of the flow run (`_environment.py` names the loggers).
 
 With TLT_LOG_FORMAT=json each record is a JSON object on one line, and the file is log.jsonl.  Warnings, the error that
 ends a command and uncaught exceptions are records then, too, and there is no live display.

@@ -1,15 +1,29 @@
-"""The command line of `tlt`: commands, arguments, options."""
+"""The command line of `tlt`: commands, arguments, options.  A value out of range is refused before anything starts."""
 
 import argparse
-from collections.abc import Sequence
+import importlib.util
+import json
+import typing
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Literal
 
-from flows._benchmarks import BENCHMARKS
-from flows._options import json_object, number, output_file
+from conf.load import ConfigError
 
 DEMO = "conf/demo.yaml"
-_PORT = number(int, 0, 65535)
 _MANY = 1_000_000
+Benchmark = Literal["step", "e2e", "rollout", "tuner", "idle", "engines", "peers", "demo", "memory"]
+_IN_FOLDERS = ("tuner", "idle", "engines", "peers")
+
+
+def benchmark_function(benchmark: Benchmark) -> str:
+    """`module:function`, not imported: the package `bench` may be deleted.  Raises ConfigError where it is."""
+    if importlib.util.find_spec("bench") is None:
+        raise ConfigError(
+            f"benchmark {benchmark}: the package bench is missing; take the folder bench/ from the repository"
+        )
+    module = f"bench.{benchmark}.command" if benchmark in _IN_FOLDERS else f"bench.{benchmark}"
+    return f"{module}:bench_{benchmark}"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -62,10 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="what this machine has, and what memory a run would take")
     doctor.add_argument("config", nargs="?", metavar="CONFIG", help="of that run (default: conf/demo.yaml)")
     doctor.add_argument("--gpu", metavar="GB", help="would the run fit?  Memory of a GPU, or its name: 80, h100, l4")
+    port = _number(int, 0, 65535)
     ui = commands.add_parser("ui", help="look at the runs in MLflow")
     ui.add_argument("--uri", help="tracking store (default: the configuration's default)")
     ui.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
-    ui.add_argument("--port", type=_PORT, default=5000)
+    ui.add_argument("--port", type=port, default=5000)
     deploy = commands.add_parser("deploy", help="a Prefect server and worker on this machine, with all deployments")
     deploy.add_argument("--stop", action="store_true", help="end them; interrupted runs resume at the next deploy")
     deploy.add_argument("--no-worker", action="store_true", help="start none: the pool's workers are elsewhere")
@@ -73,13 +88,51 @@ def _parser() -> argparse.ArgumentParser:
     recover = commands.add_parser("recover", help="find runs whose process is gone, so that they are resumed")
     recover.add_argument("--alone", action="store_true", help="no worker is elsewhere, though the server may be")
     for command in (deploy, recover):
-        command.add_argument("--port", type=_PORT, default=4200, help="of the server, where PREFECT_API_URL is not set")
+        command.add_argument("--port", type=port, default=4200, help="of the server, where PREFECT_API_URL is not set")
     return parser
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", help="YAML file, e.g. conf/demo.yaml")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings in place of the file's")
+
+
+def _number(kind: type[int] | type[float], least: float, most: float, *, above: bool = False) -> Callable[[str], float]:
+    """Reads an int or a finite float from `least` (above: greater than it) to `most`."""
+
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = kind(least - 1)
+        if not least <= value <= most or (above and value <= least):
+            what = "whole number" if kind is int else "number"
+            bounds = f"above {least:g} up to {most:g}" if above else f"from {least:.16g} to {most:.16g}"
+            raise argparse.ArgumentTypeError(f"{text!r}: give a {what} {bounds}")
+        return value
+
+    return read
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a JSON object, such as '{{\"enable_thinking\": false}}'")
+    return value
+
+
+def _output_file(text: str) -> Path:
+    """Where a file can be written: not a folder, and its folder is one or can be made."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder: name a file, such as {path / 'responses.jsonl'}")
+    parent = next(p for p in path.absolute().parents if p.exists())
+    if not parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: {parent} is a file; name a file in a folder")
+    return path
 
 
 def _add_outputs(stages: dict[str, argparse.ArgumentParser]) -> None:
@@ -95,7 +148,7 @@ def _add_outputs(stages: dict[str, argparse.ArgumentParser]) -> None:
     stages["train"].add_argument("--summary", type=Path, metavar="DIR", help="with --out: figures of the run as files")
     stages["evaluate"].add_argument("--policy", metavar="FOLDER", help="validate this one in place of the run's own")
     stages["rollback"].add_argument(
-        "--to", type=number(int, 1, _MANY), metavar="NUMBER", help="this version, an earlier or a later one"
+        "--to", type=_number(int, 1, _MANY), metavar="NUMBER", help="this version, an earlier or a later one"
     )
     stages["rollback"].add_argument("--kind", choices=["drafter", "policy"], default="drafter", help="default: drafter")
     for name in ("coldstart", "warmup", "evaluate"):
@@ -110,7 +163,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--track", action="store_true", help="version it with DVC (DIR.dvc), and push it to the remote")
     parser.add_argument(
         "--prompts",
-        type=number(int, 0, _MANY),
+        type=_number(int, 0, _MANY),
         default=16,
         help="held-out prompts to measure the drafter on; 0: none",
     )
@@ -131,13 +184,13 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run's folder (runs/demo), or its configuration file")
-    parser.add_argument("--out", type=output_file, metavar="FILE", help="default: report.html in the run's folder")
+    parser.add_argument("--out", type=_output_file, metavar="FILE", help="default: report.html in the run's folder")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "benchmark",
-        choices=list(BENCHMARKS),
+        choices=typing.get_args(Benchmark),
         help="step: the phases of a training step; e2e: whole steps without speculation, with a fixed drafter, and "
         "with all of TLT; rollout: decoding under every speculation policy; tuner: those policies on planted "
         "workloads; idle: what the drafter gains by training in idle time, and what that costs; engines: "
@@ -147,7 +200,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("config", nargs="?", default=DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--repeats", type=number(int, 1, 1000), default=3, help="times that everything is measured")
+    parser.add_argument("--repeats", type=_number(int, 1, 1000), default=3, help="times that everything is measured")
     parser.add_argument("--out", type=Path, help="default: reports/BENCHMARK.json, or BENCHMARK-WORKLOAD.json")
     parser.add_argument(
         "--workload",
@@ -169,12 +222,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct", help="folder, hub name, or the embedded model")
     parser.add_argument("--prompts", type=Path, required=True, help="JSONL with 'prompt' or 'token_ids' on each line")
-    parser.add_argument("--out", type=output_file, required=True)
-    parser.add_argument("--temperature", type=number(float, 0, 100), default=1.0, help="0: greedy")
-    parser.add_argument("--top-p", type=number(float, 0, 1, above=True), default=1.0)
-    parser.add_argument("--top-k", type=number(int, 0, _MANY), default=0, help="0: all tokens")
-    parser.add_argument("--max-new-tokens", type=number(int, 1, _MANY), default=512)
-    parser.add_argument("--seed", type=number(int, 0, 2**31 - 1), default=0)
+    parser.add_argument("--out", type=_output_file, required=True)
+    parser.add_argument("--temperature", type=_number(float, 0, 100), default=1.0, help="0: greedy")
+    parser.add_argument("--top-p", type=_number(float, 0, 1, above=True), default=1.0)
+    parser.add_argument("--top-k", type=_number(int, 0, _MANY), default=0, help="0: all tokens")
+    parser.add_argument("--max-new-tokens", type=_number(int, 1, _MANY), default=512)
+    parser.add_argument("--seed", type=_number(int, 0, 2**31 - 1), default=0)
     parser.add_argument("--dtype", choices=["auto", "bfloat16", "float32"], default="auto", help="auto: by machine")
     parser.add_argument(
         "--speculation",
@@ -184,13 +237,13 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "drafter there, too.  The tokens are the same",
     )
     parser.add_argument(
-        "--batch-size", type=number(int, 1, 4096), default=16, help="responses decoded at once on a worker"
+        "--batch-size", type=_number(int, 1, 4096), default=16, help="responses decoded at once on a worker"
     )
-    parser.add_argument("--num-workers", type=number(int, 1, 1024), default=1)
+    parser.add_argument("--num-workers", type=_number(int, 1, 1024), default=1)
     parser.add_argument("--system-prompt", help="default: the chat template's own, as in serving")
     parser.add_argument(
         "--chat-template-kwargs",
-        type=json_object,
+        type=_json_object,
         default={},
         metavar="JSON",
         help="variables of the chat template, e.g. '{\"enable_thinking\": false}'; as data.chat_template_kwargs",

@@ -1,16 +1,9 @@
-"""A private Prefect server for one command, where none is configured.  It ends with the command, even after a kill.
+"""A private Prefect server for one command, where none is configured.
 
-    command ---- starts ----> python -m flows._server ---- becomes ----> uvicorn, prefect's server
-       |                                                                     ^
-       +---- waits until it answers, sets PREFECT_API_URL                    |
-       +---- starts it again at the same address when it ends before that ---+
-       +---- terminates it; when the command is killed, the kernel does -----+
-
-What the server that Prefect starts by itself (ephemeral mode), or `prefect server start --background`, does not do:
-
-- it ends when the command is killed, and Ctrl-C does not reach it, so a stopped run can still say how it ended;
-- it is started again when it dies, and the run goes on (tests/flows/test_server.py);
-- it starts while the flow's modules are imported, which hides most of its seconds.
+The command starts `python -m flows._server`, which becomes uvicorn with Prefect's server; it waits until that answers,
+and starts it again at the same address when it dies.  Unlike the server that Prefect starts by itself (ephemeral mode)
+it ends with the command, even after a kill; Ctrl-C does not reach it, so a stopped run can still say how it ended; and
+it starts while the flow's modules are imported, which hides most of its seconds.
 """
 
 import ctypes
@@ -55,7 +48,9 @@ class PrivateServer:
         self._guard = threading.Thread(target=self._keep_alive, name="guard of Prefect's server", daemon=True)
 
     def __enter__(self) -> "PrivateServer":
-        if not self._is_configured():
+        profiles = self._home / "profiles.toml"  # an environment variable or a Prefect profile may name a server
+        named_there = profiles.is_file() and "PREFECT_API_URL" in profiles.read_text()
+        if "PREFECT_API_URL" not in os.environ and not named_there:
             self._home.mkdir(parents=True, exist_ok=True)
             self._start()
         return self
@@ -94,11 +89,6 @@ class PrivateServer:
                 )
             time.sleep(0.1)
         self._guard.start()
-
-    def _is_configured(self) -> bool:
-        """Whether the environment or a Prefect profile names a server."""
-        profiles = self._home / "profiles.toml"
-        return "PREFECT_API_URL" in os.environ or (profiles.is_file() and "PREFECT_API_URL" in profiles.read_text())
 
     def _start(self) -> None:
         with closing(socket.socket()) as probe:

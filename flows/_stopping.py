@@ -4,8 +4,6 @@ Both raise KeyboardInterrupt, the one exception that Ray's calls pass on.  Prefe
 one, by which it knows a cancelled run; so it is called last, when Ray has ended (`Stopping.__exit__`).  A Prefect
 worker kills a flow at once whose handler is not Prefect's own: there it stays, and `stopped_by` finds its exception
 again, which Ray turns into a SystemError.
-
-A training run may finish and save its step first, if it is given the time: `checkpoint.must_save_by_s`.
 """
 
 import logging
@@ -56,12 +54,7 @@ class Stopping:
 
     @property
     def requested(self) -> bool:
-        """Shall the run end after this step?"""
         return self._number is not None
-
-    def end(self) -> None:
-        """The step is saved: end now."""
-        raise KeyboardInterrupt
 
     def __enter__(self) -> "Stopping":
         if threading.current_thread() is threading.main_thread():

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from flows._heartbeat import Heartbeat
 from flows._logging import is_json
-from flows._status import StatusFile
+from flows.status import StatusFile
 from tlt_core.items.types import WorkerState
 from tlt_core.run.progress import PhaseClock, Progress, in_words, minutes
 
@@ -66,7 +66,6 @@ class Terminal:
             self._heartbeat.__exit__(error_type, error, trace)
 
     def __call__(self, progress: Progress) -> None:
-        """Show the progress of the run."""
         self._clock.show(progress, time.monotonic())
         self._progress = progress
         if self._status is not None:
@@ -77,11 +76,9 @@ class Terminal:
         self(Progress(None, 0, phase, done, total, note="" if loss is None else f"loss {loss:.3f}"))
 
     def begin(self, phase: str) -> None:
-        """Show a phase that has nothing to count."""
         self(Progress(None, 0, phase, 0, 1))
 
     def step_done(self, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of the step that has just ended."""
         self._last_step = dict(metrics)
 
     def _render(self) -> Any:

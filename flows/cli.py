@@ -18,7 +18,6 @@ log = logging.getLogger("flows.cli")  # __name__ may be __main__, which is no lo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit code."""
     args = parse(argv)
     for number in (signal.SIGTERM, signal.SIGINT):  # `kill` ends a command like Ctrl-C, with everything closed
         signal.signal(number, _stopping.end_at_once)
@@ -35,15 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         run_dir = cfg.run_dir
         return command(cfg, args) or 0
     except BaseException as error:
-        report = _errors.explain(error, run_dir=run_dir)
-        if report is None:
+        known = _errors.explain(error, run_dir=run_dir)
+        if known is None:
             raise
-        text = f"tlt {args.command}: {report.text}"
+        text, exit_code = f"tlt {args.command}: {known[0]}", known[1]
         if as_json:
             log.error("%s", text)
         else:
             print(text, file=sys.stderr)
-        return report.exit_code
+        return exit_code
 
 
 if __name__ == "__main__":

@@ -1,10 +1,5 @@
 """`tlt deploy`: a Prefect server and a worker on this machine, and every deployment of prefect.yaml on them.
 
-    command -- starts --> server  .prefect/server.{pid,log}   unless PREFECT_API_URL names one already
-       |                    ^  automations, work pool, deployments
-       |                    |
-       +------ starts --> worker  .prefect/worker.{pid,log}   polls; one process per flow run
-
 It can be repeated: what is alive stays, what has died is started, and lost runs are recovered first.
 `tlt deploy --stop` ends worker, flow processes and server, each with a deadline.  Interrupted runs resume at the next
 deployment.
@@ -16,19 +11,19 @@ import subprocess
 import sys
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from flows import _environment as _environment_defaults
-from flows._daemon import Daemon, end
 from flows._server import answers
 from flows.ui import require_free
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
-
-    from flows.recover import Recovered
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +35,55 @@ _STOP_WORKER_S, _STOP_FLOWS_S, _STOP_SERVER_S = 5.0, 20.0, 10.0
 
 class DeployError(ValueError):
     """The deployment failed.  The text says what to do."""
+
+
+class Daemon:
+    """A background process that outlives the command that started it: Prefect has this for its server alone.
+
+    FOLDER/NAME.pid has pid and start time, so that another process with the same pid is not taken for ours;
+    FOLDER/NAME.log has its output.
+    """
+
+    def __init__(self, name: str, *, folder: Path) -> None:
+        self.name = name
+        self.log = folder / f"{name}.log"
+        self._pid_file = folder / f"{name}.pid"
+
+    def process(self) -> psutil.Process | None:
+        """The process, if it is alive."""
+        try:
+            pid, started = self._pid_file.read_text().split()
+            process = psutil.Process(int(pid))
+            alive = process.create_time() == float(started) and process.status() != psutil.STATUS_ZOMBIE
+        except (FileNotFoundError, ValueError, psutil.NoSuchProcess):  # ValueError: a half-written file
+            return None
+        return process if alive else None
+
+    def start(self, arguments: Sequence[str], *, env: Mapping[str, str]) -> psutil.Process:
+        """Start `python ARGUMENTS` in a session of its own, out of reach of the terminal's Ctrl-C."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("a") as log:
+            started = subprocess.Popen(
+                [sys.executable, *arguments], env=dict(env), stdout=log, stderr=log, start_new_session=True
+            )
+        process = psutil.Process(started.pid)
+        self._pid_file.write_text(f"{process.pid} {process.create_time()}\n")
+        return process
+
+    def stop(self, *, patience_s: float) -> list[psutil.Process]:
+        """Terminate the process, and kill it after `patience_s`; returns its descendants, which are left alone."""
+        process = self.process()
+        if process is None:
+            self._pid_file.unlink(missing_ok=True)
+            return []
+        children = process.children(recursive=True)
+        end([process], patience_s=patience_s)
+        self._pid_file.unlink(missing_ok=True)
+        return children
+
+    def last_lines(self) -> str:
+        """The end of its output, for an error message."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-8:])
 
 
 def deploy(*, port: int, file: Path, notify_url: str = "", with_worker: bool = True) -> str:
@@ -61,7 +105,6 @@ def deploy(*, port: int, file: Path, notify_url: str = "", with_worker: bool = T
     from prefect.client.orchestration import get_client
 
     from flows import _automations
-    from flows.recover import recover
 
     worker = Daemon("worker", folder=_folder())
     start_worker = with_worker and worker.process() is None
@@ -70,13 +113,14 @@ def deploy(*, port: int, file: Path, notify_url: str = "", with_worker: bool = T
         log.info("automations: %s", ", ".join(_automations.install(client, notify_url=notify_url)))
         _deploy_all(file, env=env)
         if start_worker and _is_local(url):  # elsewhere, other machines' workers may share the pool
-            recover(client, pool=POOL)
+            for line in _automations.recover(client, pool=POOL):
+                log.warning("run %s", line)
     if start_worker:
         worker.start(["-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"], env=env)
     return url
 
 
-def recover_here(*, port: int, alone: bool = False) -> "list[Recovered]":
+def recover_here(*, port: int, alone: bool = False) -> list[str]:
     """`recover` for the runs of this machine.  Raises DeployError where no server answers, or the worker is alive.
 
     alone: no other machine has a worker of the pool.  Where the server is elsewhere, it would take theirs for lost.
@@ -94,7 +138,7 @@ def recover_here(*, port: int, alone: bool = False) -> "list[Recovered]":
 
     from prefect.client.orchestration import get_client
 
-    from flows.recover import recover
+    from flows._automations import recover
 
     with get_client(sync_client=True) as client:
         return recover(client, pool=POOL)
@@ -109,6 +153,18 @@ def stop() -> list[str]:
     end(flows, patience_s=_STOP_FLOWS_S)
     end(server.stop(patience_s=_STOP_SERVER_S), patience_s=1.0)
     return stopped
+
+
+def end(processes: Sequence[psutil.Process], *, patience_s: float) -> None:
+    """SIGTERM, and SIGKILL for processes that are alive after `patience_s`."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, alive = psutil.wait_procs(processes, timeout=patience_s)
+    for process in alive:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(alive, timeout=10)
 
 
 def _folder() -> Path:
@@ -151,14 +207,12 @@ def _start_server(*, port: int, url: str, env: Mapping[str, str]) -> None:
 
 
 def _make_pool(client: "SyncPrefectClient") -> None:
-    """One run at a time: a run takes the whole machine."""
+    """One run at a time: a run takes the whole machine.  A limit that somebody has set stays."""
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.exceptions import ObjectAlreadyExists
 
-    try:
+    with suppress(ObjectAlreadyExists):
         client.create_work_pool(WorkPoolCreate(name=POOL, type="process", concurrency_limit=1))
-    except ObjectAlreadyExists:
-        return  # a limit that somebody has set stays
 
 
 def _deploy_all(file: Path, *, env: Mapping[str, str]) -> None:

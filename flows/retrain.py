@@ -1,9 +1,11 @@
-"""Flow: train a new drafter for the newest policy; it becomes the champion if it is better.
+"""Flows of the champion drafter: `retrain` trains a candidate, `check_drafter` looks whether acceptance has dropped.
 
-    newest policy -> rollouts, candidate drafter -> candidate and champion on held-out prompts -> decision -> registry
+    retrain   newest policy -> candidate drafter -> candidate and champion on held-out prompts -> decision -> registry
+    check     newest policy -> champion on held-out prompts -> acceptance length -- far below --> event, log, exit 1
+                         webhook (`_automations.py`), deployment `retrain` (prefect.yaml) <---------'
 
-It is meant to run on a schedule: it does nothing when policy, data and settings are those of the last decision, or when
-another process is at work.  Every decision is a line in `runs/NAME/retrain.jsonl` and a run in MLflow.
+Both are meant to run on a schedule.  `retrain` does nothing when policy, data and settings are those of the last
+decision.  Every decision is a line in `runs/NAME/retrain.jsonl` and a run in MLflow.
 """
 
 import hashlib
@@ -12,37 +14,34 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import httpx
 from prefect import flow
-from prefect.artifacts import create_markdown_artifact
-from prefect.exceptions import PrefectException
+from prefect.events import emit_event
 
 from conf.run import RunConfig
-from flows._config import as_config, at_work, run_name
+from flows._automations import DROPPED
+from flows._config import at_work, checked, run_name
 from flows._terminal import Terminal
-from tasks.coldstart import cold_start
-from tasks.journal import Journal
-from tasks.prepare import prepare_data, prepare_model
-from tasks.registry import ROLLED_BACK, Registry
+from tasks.registry import ROLLED_BACK, Registry, last_decided, model_name, write_down
 from tasks.retrain import (
+    check_champion,
     export_checkpoint,
     fetch_champion,
     find_version,
     record_decision,
     try_drafters,
 )
-from tasks.warmup import warm_up_drafter
+from tasks.stages import cold_start, prepare_data, prepare_model, warm_up_drafter
 from tlt_core.export import lineage
-from tlt_core.export.drafter_trial import Trial
-from tlt_core.export.promotion import Decision, decide
+from tlt_core.export.promotion import Check, Decision, decide
 from tlt_core.export.record import weights_digest
 from tlt_core.items import checkpoint
 from tlt_core.items.store import Ref
 from tlt_core.machine import provenance
 from tlt_core.machine.file_lock import Locked, exclusive
-from tlt_core.run import preflight
 
 log = logging.getLogger(__name__)
+
+_NO_POLICY = "{} has neither a policy nor a checkpoint: 'tlt train' makes them"
 
 
 @flow(name="retrain", flow_run_name=run_name)
@@ -51,32 +50,56 @@ def retrain(config: RunConfig | str, overrides: list[str] | None = None) -> Deci
 
     Raises RegistryError when MLflow's registry, which knows the champion, does not answer.
     """
-    cfg = as_config(config, overrides)
-    preflight.check_run(cfg)
-    journal = Journal(cfg.run_dir / "retrain.jsonl")
+    cfg = checked(config, overrides)
+    journal = cfg.run_dir / "retrain.jsonl"
     try:
         with exclusive(cfg.run_dir / "retrain" / "lock"), at_work(cfg) as (settled, show):
             try:
                 decision = attempt(settled, journal, show)
             except Exception as error:
-                journal.append({"outcome": "failed", "reason": f"{type(error).__name__}: {error}"})
+                write_down(journal, {"outcome": "failed", "reason": f"{type(error).__name__}: {error}"})
                 raise
     except Locked as other:
         decision = Decision("busy", str(other))
     log.info("retrain %s: %s: %s", cfg.name, decision.outcome, decision.reason)
-    _show(cfg, decision, journal.last_decided())
     return decision
 
 
-def attempt(cfg: RunConfig, journal: Journal, show: Terminal) -> Decision:
-    """From the policy to the decision."""
-    Registry(cfg.tracking).require()
+@flow(name="check-drafter", flow_run_name=run_name)
+def check_drafter(config: RunConfig | str, overrides: list[str] | None = None) -> Check:
+    """Does the champion still draft as well as at its promotion?  ok, dropped, nothing (to check) or busy, and why.
+
+    A policy that has been trained on, other data, or a bad drafter that was promoted are causes of a drop, of which an
+    event tells.  Raises RegistryError.
+    """
+    cfg = checked(config, overrides)
+    try:
+        with exclusive(cfg.run_dir / "retrain" / "lock"), at_work(cfg) as (settled, show):
+            made = newest_policy(settled, show)
+            found = check_champion(settled, *made) if made else Check("nothing", _NO_POLICY.format(cfg.run_dir))
+            write_down(cfg.run_dir / "acceptance.jsonl", found._asdict())
+    except Locked as other:
+        found = Check("busy", str(other))
+    level = logging.WARNING if found.outcome == "dropped" else logging.INFO
+    log.log(level, "check-drafter %s: %s: %s", cfg.name, *found)
+    if found.outcome == "dropped":
+        whole = config.model_dump(mode="json") if isinstance(config, RunConfig) else config
+        model = model_name(cfg, "drafter")
+        emit_event(
+            event=DROPPED,
+            resource={"prefect.resource.id": f"tlt.drafter.{model}", "prefect.resource.name": model},
+            payload={"message": found.reason, "config": whole, "overrides": overrides or []},
+        )
+    return found
+
+
+def attempt(cfg: RunConfig, journal: Path, show: Terminal) -> Decision:
     made = newest_policy(cfg, show)
     if made is None:
-        return Decision("nothing", f"{cfg.run_dir} has neither a policy nor a checkpoint: 'tlt train' makes them")
+        return Decision("nothing", _NO_POLICY.format(cfg.run_dir))
     policy, dataset = made
     inputs = inputs_of(cfg, policy, dataset)
-    last = journal.last_decided()
+    last = last_decided(journal)
     if last is not None and last["inputs"] == inputs:
         return Decision("unchanged", f"policy, data and settings are those of {last['time']}: {last['outcome']} then")
     candidate = cfg.run_dir / "retrain" / "candidate-eagle3"
@@ -85,7 +108,11 @@ def attempt(cfg: RunConfig, journal: Journal, show: Terminal) -> Decision:
 
 
 def newest_policy(cfg: RunConfig, show: Terminal) -> tuple[Path, Ref] | None:
-    """Folder of the run's newest policy, and the data set; None: the run has neither a policy nor a checkpoint."""
+    """Folder of the run's newest policy, and the data set; None: the run has neither a policy nor a checkpoint.
+
+    Raises RegistryError.
+    """
+    Registry(cfg.tracking).require()
     policy, is_newest = cfg.run_dir / "policy", lineage.newest_is_exported(cfg)
     if not is_newest and checkpoint.newest_valid(cfg.run_dir / "checkpoints") is None:
         return None
@@ -93,14 +120,14 @@ def newest_policy(cfg: RunConfig, show: Terminal) -> tuple[Path, Ref] | None:
     dataset = prepare_data(cfg, start)
     if not is_newest:  # a run that is not finished, or has gone on since
         if cfg.coldstart.enabled:
-            start = cold_start(cfg, start, dataset, show.stage).model_dir
-        policy = export_checkpoint(cfg, start, dataset, show)
+            start, _ = cold_start(cfg, start, dataset, show.stage)
+        policy, _ = export_checkpoint(cfg, start, dataset, show)
     return policy, dataset
 
 
 def conclude(
     cfg: RunConfig,
-    journal: Journal,
+    journal: Path,
     *,
     policy: Path,
     dataset: Ref,
@@ -122,7 +149,8 @@ def conclude(
         name = "plain decoding (there is no champion for this policy)" if champion is None else str(champion.version)
         decision = decide(trials["candidate"], trials[rival], rival_name=name, cfg=cfg.retrain)
     version = record_decision(cfg, policy, dataset, candidate, decision, trials, _digest(inputs))
-    journal.append(
+    write_down(
+        journal,
         {
             "outcome": decision.outcome,
             "reason": decision.reason,
@@ -132,7 +160,7 @@ def conclude(
             "trials": {name: trial._asdict() for name, trial in trials.items()},
             "training": metrics,
             "commit": provenance.commit(),
-        }
+        },
     )
     return decision
 
@@ -154,18 +182,3 @@ def inputs_of(cfg: RunConfig, policy: Path, dataset: Ref) -> dict[str, str]:
 
 def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _show(cfg: RunConfig, decision: Decision, last: dict[str, Any] | None) -> None:
-    """Show the decision on the flow run's page."""
-    lines = [f"## {cfg.name}: {decision.outcome}", "", decision.reason, ""]
-    if last is not None:
-        lines += [f"Last decision ({last['time']}): {last['outcome']}, {last['version']}", ""]
-        lines += ["| | acceptance length | tokens/s | changed responses |", "|---|---|---|---|"]
-        for name, fields in last["trials"].items():
-            trial = Trial(**fields)
-            lines.append(f"| {name} | {trial.accept_length:.3f} | {trial.tokens_per_s:.0f} | {trial.changed} |")
-    try:
-        create_markdown_artifact(key="retrain-decision", markdown="\n".join(lines))
-    except (httpx.HTTPError, PrefectException) as error:
-        log.warning("Prefect did not take an artifact: %s", error)

@@ -14,13 +14,12 @@ from prefect import flow
 from conf.run import RunConfig
 from flows._announcement import Took, announce
 from flows._artifacts import RunPage
-from flows._config import as_config, run_name
+from flows._config import checked, run_name
 from flows._logging import at_step, run_log
 from flows._stopping import Stopping
 from flows._terminal import Terminal
-from tasks.coldstart import cold_start
-from tasks.prepare import prepare_data, prepare_model, probe_rewards
-from tasks.register import register_drafter, register_policy
+from tasks.retrain import register_drafter, register_policy
+from tasks.stages import cold_start, prepare_data, prepare_model, probe_rewards, warm_up_drafter
 from tasks.step import (
     checkpoint,
     evaluate,
@@ -33,13 +32,11 @@ from tasks.step import (
     update_policy,
 )
 from tasks.track import Tracker, track
-from tasks.warmup import warm_up_drafter
 from tlt_core.cluster.placement import check_cluster
 from tlt_core.items.store import Ref
 from tlt_core.items.types import ScoredBatch
 from tlt_core.machine import precision, provenance
 from tlt_core.machine.file_lock import exclusive
-from tlt_core.run import preflight
 from tlt_core.run.session import Session
 
 log = logging.getLogger(__name__)
@@ -49,8 +46,7 @@ log = logging.getLogger(__name__)
 def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
     """Train the policy; returns its Hugging Face folder."""
     took = Took()
-    cfg = as_config(config, overrides)
-    preflight.check_run(cfg)
+    cfg = checked(config, overrides)
     check_cluster(cfg.cluster, workers_per_engine=cfg.rollout.workers_per_engine)
     with (
         Stopping() as stopping,
@@ -86,7 +82,7 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
             iterate(session, tracker, warm_up, show, took, stopping)
             trained = export_policy(session)
             show.begin("registry")
-            register(session, trained, dataset, tracker_run_id=tracker.run_id)
+            register(session, trained, dataset, tracker_run_id=tracker.mlflow.run_id)
             took.lap("end")
             tracker.outcome(took.metrics())
             provenance.end_attempt(cfg.run_dir, took_s=took.stages)
@@ -100,12 +96,7 @@ def iterate(
 ) -> None:
     """Validate the start policy of a fresh run; then the remaining RL steps."""
     page = RunPage(run_name=session.cfg.name, num_steps=session.cfg.num_steps)
-    page.begin(
-        done=session.completed_steps,
-        mlflow_link=tracker.link,
-        mlflow_run_id=tracker.run_id,
-        tracking_uri=session.cfg.tracking.uri,
-    )
+    page.begin(done=session.completed_steps, mlflow_run=tracker.mlflow)
     if session.completed_steps == 0:
         session.begin_step(0)
         if session.validation.is_due(0):
@@ -129,9 +120,9 @@ def iterate(
         show.step_done(metrics)
         page.step_done(step, metrics)
         if stopping.requested and session.completed_steps == step:
-            stopping.end()
+            raise KeyboardInterrupt  # as the signal, had there been no step to finish
     at_step(None)
-    page.end(session.cfg.run_dir / "figures")
+    page.end()
 
 
 def register(session: Session, policy: Path, dataset: Ref, *, tracker_run_id: str) -> None:

@@ -3,9 +3,8 @@
     OUT/        policy, drafter-eagle3, metrics.jsonl, run.json, config.yaml, samples
     SUMMARY/    train.json, curves.csv, lengths.csv: what `dvc metrics` and `dvc plots` show
 
-DVC caches the results of a finished stage; checkpoints keep the progress of an unfinished one.  The run's folder is
-named by a digest of all its inputs: after a kill it resumes, after a change of a setting or an input it starts again.
-The folder is removed when the stage is done.
+The run's folder is named by a digest of all its inputs: after a kill it resumes, after a change of a setting or an
+input it starts again.  It is removed when the stage is done.
 """
 
 import hashlib
@@ -44,7 +43,7 @@ def train_stage(cfg: RunConfig, *, out: Path, summary: Path) -> Path:
         if first is not None and not (work.run_dir / "drafter-eagle3").is_dir():  # plain decoding trains none
             shutil.copytree(first, work.run_dir / "drafter-eagle3")
         _summarise(work, summary)
-        _copy_results(work.run_dir, out)
+        write_folder_atomically(out, lambda partial: _copy_results(work.run_dir, partial))
         shutil.rmtree(work.output_dir)
     return out / "policy"
 
@@ -75,14 +74,8 @@ def _summarise(cfg: RunConfig, folder: Path) -> None:
 
 
 def _copy_results(run_dir: Path, out: Path) -> None:
-    """Copy the results to OUT, which appears complete or not at all."""
-
-    def write(partial: Path) -> None:
-        for name in _KEPT:
-            source = run_dir / name
-            if source.is_dir():
-                shutil.copytree(source, partial / name)
-            elif source.is_file():
-                shutil.copy2(source, partial / name)
-
-    write_folder_atomically(out, write)
+    for source in (run_dir / name for name in _KEPT):
+        if source.is_dir():
+            shutil.copytree(source, out / source.name)
+        elif source.is_file():
+            shutil.copy2(source, out / source.name)

@@ -1,15 +1,18 @@
-"""Figures of a run: worker timeline, response lengths, speculation, reward curve.
+"""Figures of a run.  PNG files of a step: worker timeline, response lengths, speculation.  SVG text of curves over the
+steps, for the report: reward, step time, acceptance, idle time, response lengths.
 
 They use matplotlib's figure objects without pyplot: no global state and no window.
 """
 
+import io
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import matplotlib
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -17,18 +20,20 @@ from torch import Tensor
 
 from tlt_core.items.types import ScoredBatch, WorkerSpan, WorkerState
 from tlt_core.rollout.engine import RoundTrace
+from tlt_core.run.savings import Row
 from tlt_core.tuner.ledger import live_bucket
 
+_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _GREY = "#3b75af", "#ee8636", "#529e3f", "#c23b3b", "#8d69b8", "#d9d9d9"
+_STREAMED = "#f5b971"
 _STATES = {
-    WorkerState.BUSY: ("generating", "#3b75af"),
-    WorkerState.IDLE: ("idle", "#d9d9d9"),
-    WorkerState.TRAINING: ("training drafter", "#529e3f"),
-    WorkerState.UPDATING: ("updating policy", "#ee8636"),
-    WorkerState.STREAMING: ("updating policy in idle time", "#f5b971"),
+    WorkerState.BUSY: ("generating", _BLUE),
+    WorkerState.IDLE: ("idle", _GREY),
+    WorkerState.TRAINING: ("training drafter", _GREEN),
+    WorkerState.UPDATING: ("updating policy", _ORANGE),
+    WorkerState.STREAMING: ("updating policy in idle time", _STREAMED),
 }
-_SCORING = "#8d69b8"
-_OFF = "#d9d9d9"
-_ARMS = ("#529e3f", "#3b75af", "#ee8636", "#c23b3b", "#8d69b8", "#84584e", "#d57dbe", "#b3bb3a")
+_ARMS = (_GREEN, _BLUE, _ORANGE, _RED, _PURPLE, "#84584e", "#d57dbe", "#b3bb3a")
+_MARKED = 40  # steps up to which points have a marker
 
 
 def timeline(spans: Sequence[WorkerSpan], scored: ScoredBatch, *, step: int, path: Path) -> None:
@@ -40,7 +45,7 @@ def timeline(spans: Sequence[WorkerSpan], scored: ScoredBatch, *, step: int, pat
         (end - origin_s, max(seconds, 0.02))
         for end, seconds in zip(scored.rollouts.finished_s_R.tolist(), scored.reward_s_R.tolist(), strict=True)
     ]
-    axes.broken_barh(scoring_s, (-0.35, 0.7), color=_SCORING, label="scoring")
+    axes.broken_barh(scoring_s, (-0.35, 0.7), color=_PURPLE, label="scoring")
     for state, (label, color) in _STATES.items():
         for lane, worker in enumerate(workers, start=1):
             bars = [
@@ -62,11 +67,11 @@ def lengths(response_lens_R: Tensor, *, step: int, max_new_tokens: int, path: Pa
     """Histogram of response lengths, with quantiles."""
     values = response_lens_R.double()
     figure, axes = _figure(height=3.0)
-    axes.hist(values.tolist(), bins=min(40, max(10, len(values) // 4)), color=_STATES[WorkerState.BUSY][1])
+    axes.hist(values.tolist(), bins=min(40, max(10, len(values) // 4)), color=_BLUE)
     for q, style in ((0.5, "-"), (0.9, "--"), (0.99, ":")):
         at = torch.quantile(values, q).item()
         axes.axvline(at, linestyle=style, color="black", label=f"p{q * 100:.0f} = {at:.0f}")
-    axes.axvline(max_new_tokens, color="#c23b3b", linewidth=1, label=f"limit = {max_new_tokens}")
+    axes.axvline(max_new_tokens, color=_RED, linewidth=1, label=f"limit = {max_new_tokens}")
     axes.set_xlabel("tokens")
     axes.set_ylabel("responses")
     axes.set_title(f"step {step}: response lengths")
@@ -79,16 +84,16 @@ def speculation(rounds_by_worker: Sequence[Sequence[RoundTrace]], *, step: int, 
     strategy's share of the rounds, by live requests."""
     origin_s = min((r[0].end_s - r[0].seconds for r in rounds_by_worker if r), default=0.0)
     arms = sorted({str(t.report.strategy) for rounds in rounds_by_worker for t in rounds})
-    colors = {arm: _OFF if arm == "off" else _ARMS[index % len(_ARMS)] for index, arm in enumerate(arms)}
+    colors = {arm: _GREY if arm == "off" else _ARMS[index % len(_ARMS)] for index, arm in enumerate(arms)}
     count = len(rounds_by_worker)
     figure = Figure(figsize=(8.0, 3.0 + 1.8 * count), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(count + 1, 1, squeeze=False)[:, 0]
     for worker, (axes, rounds) in enumerate(zip(panels, rounds_by_worker, strict=False)):
         axes.sharex(panels[0])
         for arm in arms:
             own = [t for t in rounds if str(t.report.strategy) == arm]
-            bars = [_rectangle(t.end_s - t.seconds - origin_s, t.end_s - origin_s, t.report.live) for t in own]
+            ends = [(t.end_s - t.seconds - origin_s, t.end_s - origin_s, t.report.live) for t in own]
+            bars = [[(left, 0), (left, live), (right, live), (right, 0)] for left, right, live in ends]
             axes.add_collection(PolyCollection(bars, facecolors=colors[arm], label=arm))  # one artist, not thousands
         axes.autoscale_view()
         axes.set_ylim(bottom=0)
@@ -113,7 +118,6 @@ def speculation(rounds_by_worker: Sequence[Sequence[RoundTrace]], *, step: int, 
 
 
 def _strategy_shares(axes: Axes, rounds: Sequence[RoundTrace], colors: Mapping[str, str]) -> None:
-    """One bar of height 1 for each range of live requests."""
     by_live: dict[str, Counter[str]] = defaultdict(Counter)
     for report in sorted((t.report for t in rounds), key=lambda report: report.live):
         by_live[live_bucket(report.live)][str(report.strategy)] += 1
@@ -128,40 +132,118 @@ def _strategy_shares(axes: Axes, rounds: Sequence[RoundTrace], colors: Mapping[s
     axes.set_xlabel("live requests of a worker")
 
 
-def _rectangle(left: float, right: float, height: float) -> list[tuple[float, float]]:
-    return [(left, 0.0), (left, height), (right, height), (right, 0.0)]
+_UNITS = {"reward": "reward", "acceptance": "tokens a request and round", "lengths": "tokens"}
+_CURVES = {  # label, metric, color and style of each line
+    "reward": [
+        ("mean reward, training", "critic/rewards/mean", _BLUE, "-"),
+        ("greedy reward, validation", "val-core/all/reward/greedy", _ORANGE, "--"),
+    ],
+    "acceptance": [
+        ("in rollouts", "rollout/spec_accept_length", _BLUE, "-"),
+        ("new drafter, held-back responses", "drafter/heldout_accept_length", _GREEN, "--"),
+        ("drafter before it, same responses", "drafter/heldout_accept_length_before", _GREY, "--"),
+    ],
+    "lengths": [
+        ("longest", "response_length/max", _RED, ":"),
+        ("p99", "response_length/p99", _RED, "-"),
+        ("p90", "response_length/p90", _ORANGE, "-"),
+        ("median", "response_length/p50", _BLUE, "-"),
+    ],
+}
 
 
-def reward_curve(points: Sequence[tuple[int, float]], accuracy: Sequence[tuple[int, float]], *, path: Path) -> None:
-    """Mean reward of the rollouts, and greedy validation reward, over the steps."""
-    figure, axes = _figure(height=3.0)
-    axes.plot(
-        [s for s, _ in points], [r for _, r in points], marker="o", color="#3b75af", label="mean reward, training"
-    )
-    if accuracy:
-        axes.plot(
-            [s for s, _ in accuracy],
-            [a for _, a in accuracy],
-            marker="s",
-            linestyle="--",
-            color="#ee8636",
-            label="greedy reward, validation",
-        )
-    axes.set_xlabel("step")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_title("reward")
-    axes.legend(frameon=False)
-    _save(figure, path)
+def reward_curve(rows: Sequence[Row], *, path: Path) -> None:
+    """Mean reward in training, and greedy reward in validation, over the steps."""
+    _save(_lines("reward", rows), path)
+
+
+def curve(name: str, rows: Sequence[Row]) -> str:
+    """reward, acceptance or lengths as SVG.  Like `step_time` and `idle_use`, empty where there is nothing to draw."""
+    return _svg(_lines(name, rows))
+
+
+def step_time(rows: Sequence[Row]) -> str:
+    """Seconds of each step by phase, stacked up to the whole step."""
+    phases = {
+        "rollout": ("timing_s/gen", _BLUE),
+        "update": ("timing_s/update_actor", _ORANGE),
+        "validation": ("timing_s/testing", _PURPLE),
+        "checkpoint": ("timing_s/save_checkpoint", _GREEN),
+    }
+    steps = [row for row in rows if "timing_s/step" in row]
+    parts = {label: ([row.get(name, 0.0) for row in steps], color) for label, (name, color) in phases.items()}
+    known = [sum(values) for values in zip(*(seconds for seconds, _ in parts.values()), strict=True)]
+    rest = [max(row["timing_s/step"] - value, 0.0) for row, value in zip(steps, known, strict=True)]
+    return _svg(_stacked(steps, {**parts, "everything else": (rest, _GREY)}, "seconds of a step"))
+
+
+def idle_use(rows: Sequence[Row]) -> str:
+    """Idle worker seconds of each step: used for the update, for the drafter, not used."""
+    steps = [row for row in rows if "idle/idle_s" in row]
+    streamed = [row.get("idle/streamed_s", 0.0) for row in steps]
+    harvested = [max(row.get("idle/harvested_s", 0.0), s) for row, s in zip(steps, streamed, strict=True)]
+    parts = {
+        "for the update": (streamed, _STREAMED),
+        "for the drafter": ([h - s for h, s in zip(harvested, streamed, strict=True)], _GREEN),
+        "not used": ([max(row["idle/idle_s"] - h, 0.0) for row, h in zip(steps, harvested, strict=True)], _GREY),
+    }
+    return _svg(_stacked(steps, parts, "idle worker seconds"))
+
+
+def _lines(name: str, rows: Sequence[Row]) -> Figure:
+    figure, axes = _over_steps(_UNITS[name])
+    for label, metric, color, style in _CURVES[name]:
+        points = [(row["step"], row[metric]) for row in rows if metric in row and math.isfinite(row[metric])]
+        if points:
+            marker = "o" if len(points) <= _MARKED else None
+            axes.plot(
+                *zip(*points, strict=True), linestyle=style, marker=marker, markersize=4, color=color, label=label
+            )
+    return _with_legend(figure, axes)
+
+
+def _stacked(rows: Sequence[Row], parts: Mapping[str, tuple[list[float], str]], unit: str) -> Figure:
+    """Bars of the parts on each other; a part without seconds is left out."""
+    figure, axes = _over_steps(unit)
+    bottoms = [0.0] * len(rows)
+    for label, (seconds, color) in parts.items():
+        if any(seconds):
+            axes.bar([row["step"] for row in rows], seconds, bottom=bottoms, width=0.8, color=color, label=label)
+            bottoms = [bottom + value for bottom, value in zip(bottoms, seconds, strict=True)]
+    return _with_legend(figure, axes)
 
 
 def _figure(*, height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(8.0, height), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
 
 
+def _over_steps(unit: str) -> tuple[Figure, Axes]:
+    figure, axes = _figure(height=2.8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("step")
+    axes.set_ylabel(unit)
+    return figure, axes
+
+
+def _with_legend(figure: Figure, axes: Axes) -> Figure:
+    if axes.has_data():
+        axes.set_ylim(bottom=min(axes.get_ylim()[0], 0.0))
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return figure
+
+
 def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=90)
+
+
+def _svg(figure: Figure) -> str:
+    if not figure.axes[0].has_data():
+        return ""
+    text = io.StringIO()
+    with matplotlib.rc_context({"svg.hashsalt": "tlt"}):  # the same run gives the same page
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()

@@ -1,18 +1,18 @@
 """One MLflow run; it neither stops nor delays training.
 
-Calls go through an `Outbox`.  When the tracking server does not answer, they stay there, and are made in order once it
-answers again.  The run's own files (`track.py`) are complete in any case, and the next attempt at the run sends the
-steps that MLflow lacks.
+Calls go through an `Outbox`: a tracking server that does not answer gets them once it answers again.  The run's own
+files (`track.py`) are complete in any case, and the next attempt at the run sends the steps that MLflow lacks.
 """
 
 import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import mlflow
 from mlflow import MlflowClient
-from mlflow.entities import LifecycleStage, Metric, Param
+from mlflow.entities import LifecycleStage, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.utils.time import get_current_time_millis
 from sqlalchemy.exc import SQLAlchemyError
@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 # Failures of a tracking store: MLflow's, the database's, network and disk (requests' errors are OSErrors).
 TRACKER_ERRORS = (MlflowException, SQLAlchemyError, OSError)
 _LONGEST_PARAM = 500  # characters; older stores accept no more
-_PARAMS_PER_CALL = 100
 _LONGEST_DIGEST = 36
 _STEP_METRIC = "training/global_step"  # in every row
 # A new sqlite store takes some seconds on a busy machine.  A server that is slower is reported later, by its run id.
@@ -34,25 +33,15 @@ _START_S = 20.0
 _END_S, _END_INTERRUPTED_S = 60.0, 5.0
 
 
-class DatasetInput(NamedTuple):
-    """The data set as MLflow records it."""
-
-    name: str
-    digest: str
-    tags: Mapping[str, str]
-
-
 class MlflowRun:
     """Starts a run, or goes on with the run of an earlier attempt."""
 
     def __init__(self, cfg: TrackingConfig, *, run_name: str, resume_id: str, on_start: Callable[[str], None]) -> None:
-        # A server that is down costs seconds a call; with MLflow's defaults it costs minutes.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+        set_patience()
         os.environ.pop("MLFLOW_RUN_ID", None)  # `start_run` would go on with that run, which is somebody else's
         self.run_id = ""
         self.experiment_id = ""
+        self.uri = cfg.uri
         self._cfg = cfg
         self._is_new = False
         self._logged_steps: set[int] = set()
@@ -62,10 +51,10 @@ class MlflowRun:
 
     @property
     def link(self) -> str:
-        """Address of the run's page; empty if the store is no server."""
-        if not self._cfg.uri.startswith(("http://", "https://")) or not self.run_id:
+        """Address of the run's page; empty if the store is no server, or has not answered yet."""
+        if not self.uri.startswith(("http://", "https://")) or not self.run_id:
             return ""
-        return f"{self._cfg.uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
+        return f"{self.uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{self.run_id}"
 
     def metrics(self, values: Mapping[str, float], *, step: int) -> None:
         """Log the metrics of a step, unless an earlier attempt has logged them."""
@@ -73,25 +62,23 @@ class MlflowRun:
         batch = [Metric(name, value, now, step) for name, value in values.items()]
         self._outbox.put(lambda: self._metrics(batch, step))
 
-    def describe(self, params: Mapping[str, Any], *, tags: Mapping[str, str], dataset: DatasetInput) -> None:
+    def describe(
+        self, params: Mapping[str, Any], *, tags: Mapping[str, str], data: Mapping[str, str], digest: str
+    ) -> None:
         """Parameters (nested ones flattened: `rollout/num_samples`), tags and data set of a new run.
 
         Does nothing if an earlier attempt began the run: MLflow's parameters cannot change.
         """
-        self._outbox.put(lambda: self._describe(params, tags, dataset) if self._is_new else None)
+        self._outbox.put(lambda: self._describe(params, tags, data, digest) if self._is_new else None)
 
     def tag(self, name: str, value: str) -> None:
-        """Set a tag; a later value replaces an earlier one."""
         self._outbox.put(lambda: self._client.set_tag(self.run_id, name, value))
 
     def artifact(self, path: Path, *, folder: str = "") -> None:
-        """Upload a file."""
         self._outbox.put(lambda: self._client.log_artifact(self.run_id, str(path), artifact_path=folder or None))
 
     def end(self, status: str) -> None:
         """Close the run: FINISHED, FAILED or KILLED."""
-        import mlflow
-
         self._outbox.put(lambda: mlflow.end_run(status))
         self.settle(within_s=_END_INTERRUPTED_S if status == "KILLED" else _END_S)
         self._outbox.close()
@@ -103,8 +90,6 @@ class MlflowRun:
             log.warning("MLflow lacks the last %d calls of this run; its folder has all of them", left)
 
     def _start(self, run_name: str, resume_id: str, on_start: Callable[[str], None]) -> None:
-        import mlflow
-
         mlflow.set_tracking_uri(self._cfg.uri)
         mlflow.set_system_metrics_sampling_interval(5)
         self._client = MlflowClient(self._cfg.uri)
@@ -127,21 +112,17 @@ class MlflowRun:
         if step not in self._logged_steps:
             self._client.log_batch(self.run_id, metrics=batch)
 
-    def _describe(self, params: Mapping[str, Any], tags: Mapping[str, str], dataset: DatasetInput) -> None:
-        import mlflow
+    def _describe(
+        self, params: Mapping[str, Any], tags: Mapping[str, str], data: Mapping[str, str], digest: str
+    ) -> None:
         from mlflow.data.code_dataset_source import CodeDatasetSource
         from mlflow.data.meta_dataset import MetaDataset
 
         flat = [Param(name, str(value)[:_LONGEST_PARAM]) for name, value in flatten(params).items()]
-        for start in range(0, len(flat), _PARAMS_PER_CALL):
-            self._client.log_batch(self.run_id, params=flat[start : start + _PARAMS_PER_CALL])
-        for key, value in tags.items():
-            self._client.set_tag(self.run_id, key, value)
+        self._client.log_batch(self.run_id, params=flat, tags=[RunTag(*tag) for tag in tags.items()])
         meta_dataset: Any = MetaDataset  # concrete, but its base class declares an abstract method more
-        source = CodeDatasetSource(tags=dict(dataset.tags))
-        mlflow.log_input(
-            meta_dataset(source, name=dataset.name, digest=dataset.digest[:_LONGEST_DIGEST]), context="training"
-        )
+        found = meta_dataset(CodeDatasetSource(tags=dict(data)), name=data["kind"], digest=digest[:_LONGEST_DIGEST])
+        mlflow.log_input(found, context="training")
 
     def _exists(self, run_id: str) -> bool:
         try:
@@ -159,6 +140,13 @@ class MlflowRun:
         if isinstance(error, MlflowException):
             return 400 <= error.get_http_status_code() < 500
         return isinstance(error, FileNotFoundError)
+
+
+def set_patience() -> None:
+    """A server that is down costs seconds a call; with MLflow's defaults it costs minutes."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
 
 
 def experiment_id(client: MlflowClient, cfg: TrackingConfig) -> str:

@@ -66,7 +66,6 @@ class Outbox:
             return len(self._calls) + self._dropped
 
     def close(self) -> None:
-        """Make no further call."""
         with self._changed:
             self._is_closed = True
             self._hurry.set()

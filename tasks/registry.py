@@ -4,18 +4,17 @@
     tlt-demo-drafter    one version per trained drafter      champion: the one to serve (`retrain` decides)
 
 The newest version of each is the challenger.  A champion's tag `champion_before` names the version that it replaced:
-a roll-back puts the alias there, and the tag `rolled_back` on the version that it leaves.
-
-A version's files are artifacts of the MLflow run that made it (`runs:/ID/drafter-eagle3-<digest>`).  Its tags record
-data set, run and checkpoint.  Registering the same weights again returns the existing version, so every call may be
-repeated.
+a roll-back puts the alias there, and the tag `rolled_back` on the version that it leaves.  A version's files are
+artifacts of the MLflow run that made it (`runs:/ID/drafter-eagle3-<digest>`).  Every call may be repeated.
 """
 
+import json
 import logging
 import os
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mlflow import MlflowClient
 from mlflow.entities.model_registry import ModelVersion
@@ -23,7 +22,9 @@ from mlflow.exceptions import MlflowException
 
 from conf.run import RunConfig
 from conf.system import TrackingConfig
-from tasks.mlflow_run import TRACKER_ERRORS, artifact_location, experiment_id
+from tasks.mlflow_run import TRACKER_ERRORS, artifact_location, experiment_id, set_patience
+from tlt_core.items.store import read_json_lines, write_atomically
+from tlt_core.machine.file_lock import Locked, exclusive
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,6 @@ DIGEST = "weights_digest"  # of the version's own files
 BEFORE, ROLLED_BACK = "champion_before", "rolled_back"
 _ARTIFACT = "artifact"  # where they are in the version's run
 _LONGEST_TAG = 5000  # characters
-_DIGEST_SHOWN = 12
 
 
 class RegistryError(RuntimeError):
@@ -60,7 +60,6 @@ class Version(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Digest of its weights."""
         return self.tags.get(DIGEST, "")
 
     def __str__(self) -> str:
@@ -76,9 +75,7 @@ class Registry:
     """MLflow's registry in the run's tracking store.  All methods raise `TRACKER_ERRORS`."""
 
     def __init__(self, cfg: TrackingConfig) -> None:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # seconds, not MLflow's default of minutes
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
-        os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")
+        set_patience()
         artifact_location(cfg)  # the folder of a sqlite store
         self._cfg = cfg
         self._client = MlflowClient(cfg.uri)
@@ -110,13 +107,17 @@ class Registry:
 
     def register(self, entry: Entry, *, run_id: str) -> Version:
         """A new version, or the existing one with these weights and new tags."""
-        self._make_model(entry.model)
+        try:
+            self._client.create_registered_model(entry.model, tags={"made_by": "tlt"})
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
         existing = self.find(entry.model, entry.digest)
         if existing is not None:
             for key, value in entry.tags.items():
                 self.tag(existing, key, value)
             return existing._replace(tags={**existing.tags, **entry.tags})
-        artifact = f"{entry.folder.name}-{entry.digest[:_DIGEST_SHOWN]}"
+        artifact = f"{entry.folder.name}-{entry.digest[:12]}"
         self._client.log_artifacts(run_id, str(entry.folder), artifact)
         tags = {**entry.tags, DIGEST: entry.digest, _ARTIFACT: artifact}
         created = self._client.create_model_version(
@@ -158,11 +159,9 @@ class Registry:
         self.set_alias(version, CHAMPION)
 
     def tag(self, version: Version, key: str, value: str) -> None:
-        """Set a tag; a later value replaces an earlier one."""
         self._client.set_model_version_tag(version.model, version.number, key, value[:_LONGEST_TAG])
 
     def set_alias(self, version: Version, alias: str) -> None:
-        """Point the alias to the version."""
         self._client.set_registered_model_alias(version.model, alias, version.number)
 
     def download(self, version: Version, folder: Path) -> Path:
@@ -170,14 +169,62 @@ class Registry:
         folder.mkdir(parents=True, exist_ok=True)
         return Path(self._client.download_artifacts(version.run_id, version.artifact, str(folder)))
 
-    def _make_model(self, name: str) -> None:
-        try:
-            self._client.create_registered_model(name, tags={"made_by": "tlt"})
-        except MlflowException as error:
-            if error.error_code != "RESOURCE_ALREADY_EXISTS":
-                raise
-
 
 def _version(found: ModelVersion) -> Version:
     tags = dict(found.tags)
     return Version(found.name, str(found.version), found.run_id or "", tags.get(_ARTIFACT, ""), tags)
+
+
+def last_decided(journal: Path) -> dict[str, Any] | None:
+    """The newest line of `runs/NAME/retrain.jsonl` that says promoted or refused.  Raises StoreError."""
+    rows = reversed(read_json_lines(journal))
+    return next((row for row in rows if row["outcome"] in ("promoted", "refused")), None)
+
+
+def write_down(journal: Path, row: dict[str, Any]) -> None:
+    """Add a line to `retrain.jsonl` (one per decision) or `acceptance.jsonl` (per check); then it is on the disk."""
+    kept = [*read_json_lines(journal), {"time": _now(), "pid": os.getpid(), **row}]
+    text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in kept)
+    write_atomically(journal, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def roll_back(cfg: RunConfig, *, kind: str, to: str | None) -> tuple[Version, Version]:
+    """The champion before, and the champion now.  Raises RegistryError.
+
+    kind: drafter or policy.  to: number of the version; None: the one that the champion has replaced.  Retraining does
+    not promote again what was rolled back; a roll-back to it does.
+    """
+    try:
+        with exclusive(cfg.run_dir / "retrain" / "lock"):  # a retraining at work could promote against the old champion
+            return _roll_back(cfg, model_name(cfg, kind), to)
+    except Locked as other:
+        raise RegistryError(f"{other}; end it first, or wait for its decision") from None
+
+
+def _roll_back(cfg: RunConfig, model: str, to: str | None) -> tuple[Version, Version]:
+    registry = Registry(cfg.tracking)
+    registry.require()
+    left = registry.by_alias(model, CHAMPION)
+    if left is None:
+        raise RegistryError(f"{model} has no champion at {cfg.tracking.uri}; check tracking.uri and the run's name")
+    number = to or left.tags.get(BEFORE)
+    if number is None:
+        raise RegistryError(f"{left} has replaced no champion; name the version that shall be it: --to NUMBER")
+    version = registry.by_number(model, number)
+    if version is None:
+        raise RegistryError(f"{model} has no version {number}; MLflow's pages list its versions (make ui)")
+    if version.number == left.number:
+        raise RegistryError(f"{left} is the champion already")
+    if int(version.number) > int(left.number):  # forward again
+        registry.promote(version)
+        registry.tag(version, ROLLED_BACK, "")
+    else:
+        registry.tag(left, ROLLED_BACK, _now())
+        registry.set_alias(version, CHAMPION)
+    reason = f"from version {left.number} to version {version.number} by hand"
+    write_down(cfg.run_dir / "retrain.jsonl", {"outcome": "rolled back", "reason": f"{model}: {reason}"})
+    return left, version
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

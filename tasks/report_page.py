@@ -4,7 +4,7 @@ In: a run's folder.  Out: HTML text with all pictures inside.
 """
 
 import base64
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from conf.run import RunConfig
-from tasks import report_curves as curves
+from tasks import figures
 from tlt_core.machine import provenance
 from tlt_core.run.savings import Part, Row, Savings, savings
 
@@ -59,12 +59,15 @@ def page(run_dir: Path, cfg: RunConfig, rows: Sequence[Row]) -> str:
         "<h2>Where idle time went</h2>",
         _idle(found),
         "<h2>Curves</h2>",
-        *_curves(rows),
+        _drawn("Reward", figures.curve("reward", rows)),
+        _drawn("Step time by phase", figures.step_time(rows)),
+        _drawn("Acceptance length (1: no gain)", figures.curve("acceptance", rows)),
+        _drawn("Use of idle time", figures.idle_use(rows)),
         "<h2>Newest timelines</h2>",
         *_pictures(run_dir, "timeline_*.png", most=_NEWEST, empty="No timeline was kept."),
         *_pictures(run_dir, "speculation_*.png", most=1),
         "<h2>Response lengths</h2>",
-        _drawn("over the steps", curves.lengths(rows)),
+        _drawn("over the steps", figures.curve("lengths", rows)),
         *_pictures(run_dir, "lengths_*.png", most=1),
         "<h2>Configuration and machine</h2>",
         _machine(record),
@@ -89,10 +92,10 @@ def _verdict(found: Savings) -> str:
 
 
 def _saved(found: Savings) -> str:
-    rows = [_saved_row(part) for part in found.parts]
+    head = _tr("part", "outcome", "seconds", "share", "what happened", "setting to change", cell="th", numbers=(2, 3))
+    rows = [_tr(*_saved_cells(part), numbers=(2, 3)) for part in found.parts]
     share = f"{found.saved_s / found.plain_s:.0%}" if found.plain_s > 0 else "-"
-    rows.append(_tr("<strong>together</strong>", "", _Number(f"{found.saved_s:+.1f}"), _Number(share), "", ""))
-    head = _tr("part", "outcome", _Number("seconds"), _Number("share"), "what happened", "setting to change", cell="th")
+    rows.append(_tr("<strong>together</strong>", "", f"{found.saved_s:+.1f}", share, "", "", numbers=(2, 3)))
     how = "".join(f"<li>{_escaped(part.name)}: {_escaped(part.how)}</li>" for part in found.parts if part.how)
     note = (
         f'<div class="note"><p>Seconds are estimates, against what plain work costs in this run. Shares are of '
@@ -102,13 +105,13 @@ def _saved(found: Savings) -> str:
     return f'<div class="wide"><table>{head}{"".join(rows)}</table></div>{note if how else ""}'
 
 
-def _saved_row(part: Part) -> str:
+def _saved_cells(part: Part) -> tuple[str, ...]:
     color = {"helped": "helped", "did not help": "not"}.get(part.outcome, "off")
-    return _tr(
+    return (
         _escaped(part.name),
         f'<span class="{color}">{part.outcome}</span>',
-        _Number("-" if part.saved_s is None else f"{part.saved_s:+.1f}"),
-        _Number("-" if part.share is None else f"{part.share:.0%}"),
+        "-" if part.saved_s is None else f"{part.saved_s:+.1f}",
+        "-" if part.share is None else f"{part.share:.0%}",
         _escaped(part.finding),
         f"<code>{_escaped(part.change)}</code>" if part.change else "-",
     )
@@ -118,20 +121,12 @@ def _idle(found: Savings) -> str:
     total_s = sum(item.worker_s for item in found.idle)
     if not total_s:
         return "<p>No worker was idle during the rollouts.</p>"
-    rows = []
+    rows = [_tr("idle time of the rollouts", "worker seconds", "share", "setting", cell="th", numbers=(1, 2))]
     for use, worker_s in found.idle:
         words, setting = _IDLE.get(use, (use, ""))
         code = f"<code>{escape(setting)}</code>" if setting else "-"
-        rows.append(_tr(_escaped(words), _Number(f"{worker_s:.1f}"), _Number(f"{worker_s / total_s:.0%}"), code))
-    head = _tr("idle time of the rollouts", _Number("worker seconds"), _Number("share"), "setting", cell="th")
-    return f'<div class="wide"><table>{head}{"".join(rows)}</table></div>'
-
-
-def _curves(rows: Sequence[Row]) -> Iterable[str]:
-    yield _drawn("Reward", curves.reward(rows))
-    yield _drawn("Step time by phase", curves.step_time(rows))
-    yield _drawn("Acceptance length (1: no gain)", curves.acceptance(rows))
-    yield _drawn("Use of idle time", curves.idle_use(rows))
+        rows.append(_tr(_escaped(words), f"{worker_s:.1f}", f"{worker_s / total_s:.0%}", code, numbers=(1, 2)))
+    return f'<div class="wide"><table>{"".join(rows)}</table></div>'
 
 
 def _drawn(caption: str, svg: str) -> str:
@@ -157,7 +152,6 @@ def _figure(caption: str, kind: str, content: bytes) -> str:
 
 
 def _machine(record: dict[str, Any]) -> str:
-    """The newest attempt, as `run.json` has it."""
     machine, versions = record.get("machine", {}), record.get("machine", {}).get("versions", {})
     facts = {
         "processor": machine.get("cpu"),
@@ -169,7 +163,7 @@ def _machine(record: dict[str, Any]) -> str:
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         "commit": record.get("commit"),
         "took": ", ".join(f"{stage} {seconds} s" for stage, seconds in record.get("took_s", {}).items()),
-        "settings given": " ".join(word for word in record.get("argv", [])[1:]),
+        "settings given": " ".join(record.get("argv", [])[1:]),
     }
     rows = "".join(_tr(escape(name), _escaped(str(value))) for name, value in facts.items() if value)
     return (
@@ -182,15 +176,9 @@ def _settings(cfg: RunConfig) -> str:
     return f"<details><summary>Every setting</summary><pre>{escape(text)}</pre></details>"
 
 
-class _Number(str):
-    """Text of a cell that is a number."""
-
-    __slots__ = ()
-
-
-def _tr(*cells: str, cell: str = "td") -> str:
-    """A row of a table; the cells are HTML."""
-    made = (f"<{cell}{' class=n' if isinstance(c, _Number) else ''}>{c}</{cell}>" for c in cells)
+def _tr(*cells: str, cell: str = "td", numbers: Collection[int] = ()) -> str:
+    """A row of a table; the cells are HTML.  numbers: which of them are numbers."""
+    made = (f"<{cell}{' class=n' if i in numbers else ''}>{text}</{cell}>" for i, text in enumerate(cells))
     return f"<tr>{''.join(made)}</tr>"
 
 

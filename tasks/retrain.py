@@ -1,11 +1,14 @@
-"""Tasks of scheduled retraining: export the newest policy, fetch the champion, try the drafters, record the decision;
-and the check whether the champion still drafts as well as at its promotion.
+"""Tasks of the registry's models.  After training: register policy and drafter; a registry that fails, and weights that
+are not finite, do not fail the run.  In scheduled retraining: export the newest policy, fetch the champion, try the
+drafters, record the decision.  Check whether the champion still drafts as well as at its promotion.
 
-Only the registry tasks are retried: they may be repeated without doing anything twice.
+Only registry calls of retraining are retried: they may be repeated without doing anything twice.
 """
 
+import logging
+import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,6 +16,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from conf.run import RunConfig
+from tasks.mlflow_run import TRACKER_ERRORS
 from tasks.registry import CHALLENGER, CHAMPION, Entry, Registry, RegistryError, Version, model_name
 from tlt_core.drafter.eagle3.files import load_eagle3
 from tlt_core.export import drafter_trial, lineage, promotion
@@ -24,6 +28,8 @@ from tlt_core.model.config import ModelError
 from tlt_core.model.load import check_finite, load_config
 from tlt_core.run.progress import Progress
 from tlt_core.run.session import Session
+
+log = logging.getLogger(__name__)
 
 _RETRIES_S = [2.0, 10.0]
 _ACCEPTANCE = "acceptance_length"  # tag of a version: what it had in its trial
@@ -37,14 +43,16 @@ class Champion(NamedTuple):
 
 
 @task(task_run_name="export-newest-checkpoint", cache_policy=NO_CACHE)
-def export_checkpoint(cfg: RunConfig, start_model: Path, dataset: Ref, on_progress: Callable[[Progress], None]) -> Path:
-    """Write the policy of the newest checkpoint to the run's `policy` folder."""
+def export_checkpoint(
+    cfg: RunConfig, start_model: Path, dataset: Ref, on_progress: Callable[[Progress], None]
+) -> tuple[Path, int]:
+    """Write the policy of the newest checkpoint to the run's `policy` folder; returns that, and the RL steps."""
     first = cfg.run_dir / "drafter-eagle3"
     resumed = cfg.with_drafter(first) if cfg.needs_first_drafter and first.is_dir() else cfg
     with Session.resume_or_init(
-        resumed, data_dir=Path(dataset.path), start_model=start_model, on_progress=on_progress
+        resumed.for_reading(), data_dir=Path(dataset.path), start_model=start_model, on_progress=on_progress
     ) as session:
-        return session.export_policy(cfg.run_dir / "policy")
+        return session.export_policy(cfg.run_dir / "policy"), session.completed_steps
 
 
 @task(task_run_name="fetch-champion", cache_policy=NO_CACHE, retries=2, retry_delay_seconds=_RETRIES_S)
@@ -152,3 +160,79 @@ def check_champion(cfg: RunConfig, policy: Path, dataset: Ref) -> Check:
     run_id = registry.run(name=f"check-{cfg.name}", key=f"check-{cfg.name}", tags={"run_name": cfg.name})
     registry.finish(run_id, {"champion/accept_length": found, "champion/accept_length_at_promotion": before})
     return promotion.check(found, before, name=str(version), cfg=cfg.retrain)
+
+
+@task(task_run_name="register-policy", cache_policy=NO_CACHE)
+def register_policy(
+    cfg: RunConfig, folder: Path, dataset: Ref, metrics: Mapping[str, float], tracker_run_id: str
+) -> str:
+    """Register a version of the policy as challenger; it becomes the champion unless the present one validated better.
+    Without a figure of its own it does not.
+
+    Returns "NAME version N", or the empty string if it is not registered.
+    """
+    tags = lineage.policy_tags(cfg, folder, dataset=dataset)
+    score = metrics.get(cfg.checkpoint.best_metric)
+    if score is not None and math.isfinite(score):
+        tags["validation"] = f"{score:.6g}"
+    else:
+        found, remedy = "missing" if score is None else score, ""
+        if score is None:
+            never = cfg.evaluation.every_steps == 0
+            remedy = "; set evaluation.every_steps above 0" if never else "; no prompt of that task was validated"
+        log.warning(
+            "%s is %s, so the policy cannot become the %s%s", cfg.checkpoint.best_metric, found, CHAMPION, remedy
+        )
+        score = None
+    entry = Entry(model_name(cfg, "policy"), folder, tags["policy_digest"], tags, lineage.policy_card(cfg, tags))
+    return _leniently(cfg, lambda registry: _enter(registry, entry, tracker_run_id, score=score))
+
+
+@task(task_run_name="register-drafter", cache_policy=NO_CACHE)
+def register_drafter(
+    cfg: RunConfig, folder: Path, policy: Path, dataset: Ref, metrics: Mapping[str, float], tracker_run_id: str
+) -> str:
+    """Register a version of the drafter as challenger; `retrain` measures whether it is better than the champion.
+
+    Returns "NAME version N", or the empty string if it is not registered.
+    """
+    own = {name: value for name, value in metrics.items() if name.startswith("drafter/")}
+    if unsound := [name for name, value in own.items() if not math.isfinite(value)]:
+        log.warning("not finite, so the drafter's version does not have them as tags: %s", ", ".join(unsound))
+    tags = lineage.drafter_tags(cfg, policy, dataset=dataset) | {
+        name.removeprefix("drafter/"): f"{value:.6g}" for name, value in own.items() if name not in unsound
+    }
+    digest = weights_digest(folder)
+    entry = Entry(model_name(cfg, "drafter"), folder, digest, tags, lineage.drafter_card(cfg, tags))
+    return _leniently(cfg, lambda registry: _enter(registry, entry, tracker_run_id, score=None))
+
+
+def _enter(registry: Registry, entry: Entry, run_id: str, *, score: float | None) -> Version:
+    """Register as challenger, and as champion unless it has no score or the champion validated better.
+
+    Raises ModelError.
+    """
+    check_finite(entry.folder)
+    known = registry.find(entry.model, entry.digest)
+    if known is not None:
+        return known  # the same weights again; aliases stay, as they may have been moved by hand
+    owner = run_id or registry.run(name=entry.model, key=f"{entry.model}-{entry.digest}", tags={})
+    version = registry.register(entry, run_id=owner)
+    if not run_id:
+        registry.finish(owner, {})  # this MLflow run only holds the files
+    registry.set_alias(version, CHALLENGER)
+    champion = registry.by_alias(entry.model, CHAMPION)
+    best = math.nan if champion is None else float(champion.tags.get("validation", "nan"))  # which is above nothing
+    if score is not None and not best > score:
+        registry.promote(version)
+    return version
+
+
+def _leniently(cfg: RunConfig, call: Callable[[Registry], Version]) -> str:
+    try:
+        return str(call(Registry(cfg.tracking)))
+    except TRACKER_ERRORS as error:
+        log.warning("MLflow's registry at %s failed (the files are in the run's folder): %s", cfg.tracking.uri, error)
+    except ModelError as error:
+        log.warning("not registered: %s", error)
+    return ""

@@ -11,7 +11,8 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,8 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from tasks import figures
-from tasks.mlflow_run import DatasetInput, MlflowRun
+from tasks.mlflow_run import MlflowRun
 from tlt_core.data import dataset as datasets
-from tlt_core.items.metrics import undeclared
 from tlt_core.items.store import Ref, write_atomically
 from tlt_core.items.types import ScoredBatch
 from tlt_core.machine import provenance
@@ -50,65 +50,50 @@ class Tracker:
         self._rows = _rows_up_to(self._run_dir, session.completed_steps)
         self._attempt = session.resume_attempt
         self._began_s = time.perf_counter()
-        self._warned: set[str] = set()
         earlier = session.tracker_run_id or provenance.tracker_run_id(self._run_dir)
 
         def on_start(run_id: str) -> None:
             session.tracker_run_id = run_id
             provenance.keep_tracker_run_id(self._run_dir, run_id)
 
-        self._mlflow = MlflowRun(cfg.tracking, run_name=cfg.name, resume_id=earlier, on_start=on_start)
+        self.mlflow = MlflowRun(cfg.tracking, run_name=cfg.name, resume_id=earlier, on_start=on_start)
         with ExitStack() as started:
             started.push(self)  # MLflow's run ends when the rest fails
             self._describe(dataset)
-            self._mlflow.artifact(self._run_dir / "config.yaml")
-            self._mlflow.artifact(self._run_dir / "run.json")
+            self.mlflow.artifact(self._run_dir / "config.yaml")
+            self.mlflow.artifact(self._run_dir / "run.json")
             self._catch_up(session)
             started.pop_all()
-
-    @property
-    def link(self) -> str:
-        """Address of the MLflow run's page; empty without a tracking server."""
-        return self._mlflow.link
-
-    @property
-    def run_id(self) -> str:
-        """MLflow's id of the run; empty until the store has answered."""
-        return self._mlflow.run_id
 
     def __enter__(self) -> "Tracker":
         return self
 
     def __exit__(self, error_type: type | None, *_: object) -> None:
         interrupted = error_type in (KeyboardInterrupt, SystemExit)
-        self._mlflow.end("FINISHED" if error_type is None else "KILLED" if interrupted else "FAILED")
+        self.mlflow.end("FINISHED" if error_type is None else "KILLED" if interrupted else "FAILED")
 
     def begin_step(self) -> None:
-        """Start the step's clock."""
         self._began_s = time.perf_counter()
 
     def record(self, values: Mapping[str, float], *, step: int) -> None:
         """Log the numbers of a step; step 0 has the cold start and the first validation."""
-        self._warn_of_undeclared(values)
         self._append({"step": step, **values})
         text = prometheus({"step": step, **values}, run=self._cfg.name)
         write_atomically(self._run_dir / "metrics.prom", lambda partial: partial.write_text(text))
-        self._mlflow.metrics(values, step=step)
+        self.mlflow.metrics(values, step=step)
 
     def outcome(self, values: Mapping[str, float]) -> None:
         """Log numbers of the whole run at its last step, in MLflow alone."""
-        self._warn_of_undeclared(values)
-        self._mlflow.metrics(values, step=self._cfg.num_steps)
+        self.mlflow.metrics(values, step=self._cfg.num_steps)
 
     def verdict(self) -> str:
         """What the run has saved, in one line; also MLflow's tag `verdict` and metrics `saved/*`."""
         found = savings(self._rows, self._cfg)
-        self._mlflow.tag("verdict", found.verdict)
+        self.mlflow.tag("verdict", found.verdict)
         self.outcome(found.metrics())
         return found.verdict
 
     def step(self, session: Session, step: int, scored: ScoredBatch) -> dict[str, float]:
-        """See `track`.  Returns the step's metrics."""
         started_s = time.perf_counter()
         self._write_samples(session, step, scored)
         if step % self._cfg.tracking.figure_every_steps == 0 or step == self._cfg.num_steps:
@@ -121,34 +106,29 @@ class Tracker:
         log.info("%s", step_line(values, step=step, num_steps=self._cfg.num_steps))
         return values
 
-    def _warn_of_undeclared(self, names: Iterable[str]) -> None:
-        """Once each."""
-        new = set(undeclared(names)) - self._warned
-        if new:
-            self._warned |= new
-            log.warning("tracked, but not declared in tlt_core/items/metrics.py: %s", ", ".join(sorted(new)))
-
     def _catch_up(self, session: Session) -> None:
         """Record what a killed attempt has done without recording it, and send earlier rows to MLflow."""
         last = session.completed_steps
         if last > 0 and session.resumed_metrics and all(row["step"] != last for row in self._rows):
             self._append({"step": last, **session.resumed_metrics})
         for row in self._rows:
-            self._mlflow.metrics({k: v for k, v in row.items() if k != "step"}, step=row["step"])
+            self.mlflow.metrics({k: v for k, v in row.items() if k != "step"}, step=row["step"])
 
     def _describe(self, dataset: Ref) -> None:
         folder = Path(dataset.path)
-        tags = {
-            "generator": datasets.read_manifest(folder).generator,
-            "path": dataset.path,
-            "num_train": str(dataset.count),
-        }
-        self._mlflow.describe(
+        generator = datasets.read_manifest(folder).generator
+        self.mlflow.describe(
             self._cfg.model_dump(mode="json"),
             tags={"commit": provenance.commit(), "run_dir": str(self._run_dir.absolute())},
-            dataset=DatasetInput(self._cfg.data.kind, dataset.sha256, tags),
+            data={
+                "kind": self._cfg.data.kind,
+                "generator": generator,
+                "path": dataset.path,
+                "num_train": str(dataset.count),
+            },
+            digest=dataset.sha256,
         )
-        self._mlflow.artifact(folder / "manifest.json", folder="data")
+        self.mlflow.artifact(folder / "manifest.json", folder="data")
 
     def _write_samples(self, session: Session, step: int, scored: ScoredBatch) -> None:
         rows = session.scoring.sample_texts(scored, self._cfg.tracking.num_sample_rollouts)
@@ -157,7 +137,7 @@ class Tracker:
         path = self._run_dir / "samples" / f"step_{step:06d}.jsonl"
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         write_atomically(path, lambda partial: partial.write_text(text, encoding="utf-8"))
-        self._mlflow.artifact(path, folder="samples")
+        self.mlflow.artifact(path, folder="samples")
 
     def _draw(self, session: Session, step: int, scored: ScoredBatch) -> None:
         folder = self._run_dir / "figures"
@@ -170,13 +150,10 @@ class Tracker:
         if any(session.rollout.rounds):
             drawn.append(folder / f"speculation_{step:06d}.png")
             figures.speculation(session.rollout.rounds, step=step, path=drawn[-1])
-        rows = [*self._rows, {"step": step, **session.metrics.values()}]
-        curve = folder / "reward.png"
-        figures.reward_curve(
-            _column(rows, "critic/rewards/mean"), _column(rows, "val-core/all/reward/greedy"), path=curve
-        )
-        for path in (*drawn, curve):
-            self._mlflow.artifact(path, folder="figures")
+        drawn.append(folder / "reward.png")
+        figures.reward_curve([*self._rows, {"step": step, **session.metrics.values()}], path=drawn[-1])
+        for path in drawn:
+            self.mlflow.artifact(path, folder="figures")
 
     def _append(self, row: dict[str, Any]) -> None:
         self._rows.append(row)
@@ -186,31 +163,18 @@ class Tracker:
 
 def prometheus(values: Mapping[str, float], *, run: str) -> str:
     """Prometheus' text format: critic/rewards/mean of run demo becomes `tlt_critic_rewards_mean{run="demo"} 0.5`."""
-    names = {name: re.sub("[^a-zA-Z0-9]", "_", name) for name in values}
-    return "".join(f'tlt_{names[name]}{{run="{run}"}} {value}\n' for name, value in values.items())
+    return "".join(f'tlt_{re.sub("[^a-zA-Z0-9]", "_", n)}{{run="{run}"}} {value}\n' for n, value in values.items())
 
 
 def step_line(values: Mapping[str, float], *, step: int, num_steps: int) -> str:
     """The line that each step logs; its columns are fixed."""
-    v = dict.fromkeys(_COLUMNS, 0.0) | dict(values)
+    v = defaultdict(float, values)
     return (
         f"step {step:>4}/{num_steps:<4} reward {v['critic/rewards/mean']:6.3f}"
         f"  length p50 {v['response_length/p50']:5.0f} p99 {v['response_length/p99']:5.0f}"
         f"  {v['perf/rollout_tokens_per_s']:6.0f} tok/s  idle {v['idle/idle_ratio']:4.0%}"
         f"  rollout {v['timing_s/gen']:5.1f} update {v['timing_s/update_actor']:5.1f} step {v['timing_s/step']:5.1f} s"
     )
-
-
-_COLUMNS = (
-    "critic/rewards/mean",
-    "response_length/p50",
-    "response_length/p99",
-    "perf/rollout_tokens_per_s",
-    "idle/idle_ratio",
-    "timing_s/gen",
-    "timing_s/update_actor",
-    "timing_s/step",
-)
 
 
 def _rows_up_to(run_dir: Path, completed_steps: int) -> list[dict[str, Any]]:
@@ -221,7 +185,3 @@ def _rows_up_to(run_dir: Path, completed_steps: int) -> list[dict[str, Any]]:
     text = "".join(json.dumps(row) + "\n" for row in kept)
     write_atomically(run_dir / "metrics.jsonl", lambda partial: partial.write_text(text))
     return kept
-
-
-def _column(rows: list[dict[str, Any]], name: str) -> list[tuple[int, float]]:
-    return [(row["step"], row[name]) for row in rows if name in row]

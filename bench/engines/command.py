@@ -31,8 +31,7 @@ from conf.load import ConfigError
 from conf.rollout import SpeculationConfig
 from conf.run import RunConfig
 from flows._terminal import Terminal
-from tasks.coldstart import cold_start
-from tasks.prepare import prepare_data, prepare_model
+from tasks.stages import cold_start, prepare_data, prepare_model
 from tlt_core.data import dataset
 from tlt_core.data.prompt_order import PromptOrder
 from tlt_core.model.config import ModelError
@@ -87,7 +86,7 @@ def bench_engines(
         prepared = prepare_data(cfg, model)
         if cfg.rollout.speculation.drafter_path is not None:
             policy = cfg.run_dir / "policy"
-            model = policy if policy.is_dir() else cold_start(cfg, model, prepared, show.stage).model_dir
+            model = policy if policy.is_dir() else cold_start(cfg, model, prepared, show.stage)[0]
     train = dataset.load(Path(prepared.path), "train", load_tokenizer(model))
     prompts = [p.tokens.tolist() for p in PromptOrder(train, seed=cfg.seed).take(max(lives))]
     specs, missing = engines(

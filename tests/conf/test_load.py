@@ -7,7 +7,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from conf import coldstart, data, drafter, model, optimizer, reward, rollout, run, system, update
+from conf import data, drafter, model, optimizer, reward, rollout, run, system, update
 from conf.load import ConfigError, load, validate
 from conf.section import Section
 
@@ -18,27 +18,20 @@ SMOKE = "conf/smoke.yaml"
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)
 def test_every_file_loads(path: Path) -> None:
     cfg = load(path)
-    assert cfg.run_dir == Path(cfg.output_dir) / cfg.name
     assert validate(yaml.safe_load(yaml.safe_dump(cfg.model_dump(mode="json"))), source="resolved") == cfg
-
-
-def test_every_run_has_a_folder_of_its_own() -> None:
-    names = [load(p).name for p in FILES]
-    assert len(set(names)) == len(names)
+    assert [other for other in FILES if load(other).name == cfg.name] == [path], "every run has a folder of its own"
 
 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
         ("rollout.nun_samples=4", ("rollout.nun_samples", "did you mean 'num_samples'", "4")),
-        ("data.tsaks=[]", ("data.tsaks", "did you mean 'tasks'")),
         ("rolout={}", ("rolout", "did you mean 'rollout'")),
         ("data.tasks=[{name: chain_sum, wieght: 2}]", ("data.tasks.0.wieght", "did you mean 'weight'")),
         ("update.optimizer.zzz=1", ("update.optimizer.zzz", "known keys here", "learning_rate")),
         ("model.kind=pretraned", ("model.kind", "did you mean 'pretrained'")),
         ("update.backend={zero_stage: 2}", ("update.backend.kind", "deepspeed, torch")),
         ("rollout.num_samples=0", ("rollout.num_samples", "greater than or equal to 1", "value 0")),
-        ("rollout.top_p=1.5", ("rollout.top_p", "1.5")),
         ("data.tasks=[]", ("data.tasks", "at least 1")),
         ("name=a/b", ("name", "'a/b'")),
         ("seed=017", ("seed=017", "octal", "decimals")),
@@ -46,18 +39,16 @@ def test_every_run_has_a_folder_of_its_own() -> None:
         ("base=demo.yaml", ("base",)),
         ("data.tasks.0.weight=2", ("data.tasks", "lists are replaced as a whole")),
         ("num_steps=true", ("num_steps", "true")),
-        ("num_steps=10000000000000000000000000000", ("num_steps", "10000000")),
         ("rollout.num_prompts=1000000000", ("rollout.num_prompts", "1000000")),
-        ("reward.functions=[{kind: format, weight: .nan}]", ("weight", "finite")),
         ("reward.timeout_s=.inf", ("reward.timeout_s", "finite")),
         ("update.optimizer.betas=[5, -3]", ("betas.0", "less than 1")),
         ("tracking.experiment=../../../esc", ("tracking.experiment",)),
-        (f"name={'x' * 300}", ("name", "100 characters")),
         ("tracking.uri=foo://bar", ("tracking.uri", "foo", "SQLite")),
         ("tracking.uri=sqlite:/x.db", ("tracking.uri", "sqlite:///")),
-        ("tracking.uri=http://", ("tracking.uri", "http://")),
         ("seed=2024-13-45", ("seed", "timestamp")),
         (f"seed={'[' * 3000}", ("nested too deeply",)),
+        ("rollout.num_samples", ("not of the form section.key=value",)),
+        ("rollout..x=1", ("not of the form section.key=value",)),
     ],
 )
 def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> None:
@@ -71,10 +62,6 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
     ("overrides", "remedy"),
     [
         (["rollout.num_samples=1"], "set rollout.num_samples to 2 or more"),
-        (
-            ["rollout.num_samples=1", "algorithm.advantage=reinforce_pp_baseline"],
-            "set rollout.num_samples to 2 or more",
-        ),
         (["algorithm.kl={kind: k1, coef: 0.1}"], "set kind to k2 or k3, or place to reward"),
         (["rollout.engine=vllm", "rollout.temperature=0.005"], "set rollout.temperature to 0.01 or more"),
         (["rollout.temperature=0"], "set rollout.temperature above 0"),
@@ -93,25 +80,12 @@ def test_a_wrong_key_or_value_is_named(override: str, said: tuple[str, ...]) -> 
         (["drafter.idle_training.max_slowdown=0.1"], r"update\.streamed says"),
         (["rollout.speculation.policy=threshold"], r"rollout\.speculation\.policy: .* set cost_model"),
         (["rollout.speculation.max_live=4"], r"rollout\.speculation\.max_live: .* leave it out"),
-        (["drafter.spot.enabled=false"], r"drafter\.spot: .*it is drafter\.idle_training now"),
+        (["drafter.spot.enabled=false"], r"drafter\.spot: .* it is drafter\.idle_training now"),
         (["rollout.speculation.menu=[{depth: 2, tokens: 2}]"], r"it is rollout\.speculation\.strategies now"),
         (["rollout.engine=own"], r"rollout\.engine: .*own is called builtin now"),
         (["drafter.idle_training.loss=mixed"], "drafter.idle_training.loss: .*'soft_ce' or 'tv'"),
-        (
-            [
-                "rollout.engine=vllm",
-                "rollout.speculation.policy=off",
-                "drafter.idle_training.enabled=false",
-                "cluster.release_rollout_memory=true",
-            ],
-            "set cluster.release_rollout_memory to false",
-        ),
+        (["rollout.engine=vllm", "cluster.release_rollout_memory=true"], "set cluster.release_rollout_memory to false"),
         (["cluster.gpus_per_worker=1.5"], "set it to 1, or to a part from 0.01 on"),
-        (["cluster.gpus_per_worker=0.001"], "set it to 1, or to a part from 0.01 on"),
-        (
-            ["cluster.gpus_per_worker=0.4", "rollout.engine=vllm"],
-            "a vLLM engine wants one for itself",
-        ),
         (
             ["cluster.gpus_per_worker=0.5", "rollout.engine=vllm", "rollout.vllm.tensor_parallel=2"],
             "set gpus_per_worker to 1, or rollout.engine to builtin",
@@ -141,40 +115,18 @@ def test_overrides_are_read_as_yaml_and_win() -> None:
     assert (cfg.seed, cfg.coldstart.enabled, cfg.name) == (7, False, "other")
 
 
-@pytest.mark.parametrize("override", ["rollout.num_samples", "=3", "rollout..x=1"])
-def test_an_override_of_another_form_is_refused(override: str) -> None:
-    with pytest.raises(ConfigError, match=r"not of the form section\.key=value"):
-        load(SMOKE, [override])
-
-
 def test_a_missing_file_lists_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"does not exist.*conf/smoke\.yaml"):
         load("conf/smok.yaml")
 
 
-def _differences(left: dict[str, object], right: dict[str, object], at: str = "") -> dict[str, object]:
-    """Dotted keys whose values differ, with the right one's."""
-    found: dict[str, object] = {}
-    for key in left.keys() | right.keys():
-        a, b = left.get(key), right.get(key)
-        if isinstance(a, dict) and isinstance(b, dict):
-            found |= _differences(a, b, f"{at}{key}.")
-        elif a != b:
-            found[f"{at}{key}"] = b
-    return found
-
-
-@pytest.mark.parametrize(
-    ("stem", "changed"),
-    [
-        ("ablation_no_spec", {"rollout.speculation.policy": "off"}),
-        ("ablation_static_spec", {"rollout.speculation.policy": "fixed", "drafter.idle_training.enabled": False}),
-        ("ablation_no_idle_training", {"drafter.idle_training.enabled": False}),
-    ],
-)
-def test_an_ablation_is_the_demo_with_one_thing_taken_away(stem: str, changed: dict[str, object]) -> None:
-    demo, ablation = (load(f"conf/{name}.yaml").model_dump(mode="json") for name in ("demo", stem))
-    assert _differences(demo, ablation) == {"name": stem} | changed
+def test_an_ablation_is_the_demo_with_one_thing_taken_away() -> None:
+    for stem, changed in (
+        ("ablation_no_spec", ["rollout.speculation.policy=off"]),
+        ("ablation_static_spec", ["rollout.speculation.policy=fixed", "drafter.idle_training.enabled=false"]),
+        ("ablation_no_idle_training", ["drafter.idle_training.enabled=false"]),
+    ):
+        assert load(f"conf/{stem}.yaml") == load("conf/demo.yaml", [f"name={stem}", *changed])
 
 
 def test_a_file_changes_its_base_key_by_key(tmp_path: Path) -> None:
@@ -222,7 +174,6 @@ def test_a_base_that_cannot_be_is_refused(tmp_path: Path, text: str, said: str) 
         ("postgresql://me:geheim@host/db", "~/.pgpass"),
         ("mysql+pymysql://me:ge/he@geheim@host/db", "~/.my.cnf"),
         ("postgresql://host/db?user=me&password=geheim", "~/.pgpass"),
-        ("foo://me:geheim@host", "leave it out"),
     ],
 )
 def test_a_password_of_the_tracking_store_is_refused_and_not_repeated(uri: str, remedy: str) -> None:
@@ -239,14 +190,12 @@ def test_a_password_of_the_tracking_store_is_refused_and_not_repeated(uri: str, 
     ("text", "said"),
     [
         (b"a: *geheim", "line 1, column 4"),
-        (b"b: 1\na: !geheim b", "line 2, column 4"),
         (b"a: &geheim 1\nb: &geheim 2", "line 2, column 4"),
         (b"geheim: x y: z", "line 1, column 12"),
         (b"a: !!int geheim", "not a valid int"),
         (b"a: %s # geheim" % (b"1" * 5000), "line 1, column 4"),
         (b"geheim: \x00", "x.yaml"),
         (b"geheim\n", "mapping of sections"),
-        (b"- geheim\n", "mapping of sections"),
         (b"key: geheim\n", "key: unknown key"),
         (b"geheim: \xff", "UTF-8"),
         (b"a: " + b"[" * 5000, "nested too deeply"),
@@ -267,25 +216,16 @@ def test_a_file_that_cannot_be_read_is_refused_and_not_repeated(tmp_path: Path, 
 
 
 def _sections() -> list[type[BaseModel]]:
-    files = (coldstart, data, drafter, model, optimizer, reward, rollout, run, system, update)
+    files = (data, drafter, model, optimizer, reward, rollout, run, system, update)
     found = {v for f in files for v in vars(f).values() if isinstance(v, type) and issubclass(v, Section)}
     return sorted(found, key=lambda section: section.__name__)
 
 
-@pytest.mark.parametrize("section", _sections(), ids=lambda s: s.__name__)
-def test_every_field_is_documented_and_no_section_is_open(section: type[BaseModel]) -> None:
-    assert section.__doc__
-    assert section.model_config["extra"] == "forbid"
-    undocumented = [n for n, f in section.model_fields.items() if not f.description and n not in ("kind", "dtype")]
-    assert not undocumented
-
-
-def test_every_count_has_an_upper_bound_and_every_number_some_bound() -> None:
+def test_every_field_is_documented_and_every_number_has_bounds() -> None:
     """A slip of the keyboard must not keep a machine busy for hours.  A reward may have any weight."""
     fields = {f"{s.__name__}.{name}": field for s in _sections() for name, field in s.model_fields.items()}
+    assert [n for n, f in fields.items() if not f.description and not n.endswith((".kind", ".dtype"))] == []
     counts = {name: f.metadata for name, f in fields.items() if f.annotation in (int, int | None)}
-    assert not [
-        name for name, bounds in counts.items() if not any(hasattr(b, "le") or hasattr(b, "lt") for b in bounds)
-    ]
+    assert [n for n, bounds in counts.items() if not any(hasattr(b, "le") or hasattr(b, "lt") for b in bounds)] == []
     unbounded = [name for name, f in fields.items() if f.annotation in (int, float) and not f.metadata]
     assert unbounded == ["RewardFunction.weight"]

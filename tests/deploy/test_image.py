@@ -4,7 +4,6 @@ import fnmatch
 import json
 import re
 import shlex
-import subprocess
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -91,8 +90,6 @@ def test_an_image_ends_as_a_user_without_rights_and_keeps_a_compiler(target: str
     setup = " ".join(rest_of(target, "RUN"))
     assert f"useradd --uid {UID} --gid {UID} --create-home" in setup
     assert re.search(r"apt-get install [^&]*\bgcc libc6-dev\b", setup)  # kernels.native looks for it at run time
-    assert variables(target)["HOME"] == "/home/tlt"
-    assert "purge" not in setup
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -101,39 +98,22 @@ def test_what_is_copied_exists_and_is_sent(target: str) -> None:
     locked = [f"deploy/requirements{part}.txt" for part in ("", "-build")]
     vllm = ["deploy/requirements-vllm-cuda.txt"] if target == "cuda" else []
     assert sources == ["pyproject.toml", "constraints.txt", *locked, *vllm, "."]
-    for source in sources[:-1]:
-        assert (ROOT / source).is_file()
-        assert is_sent(source)
     packages = [name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
-    for name in (PROJECT["project"]["readme"], "prefect.yaml", *(f"{package}/__init__.py" for package in packages)):
+    others = ("conf/demo.yaml", "kernels/native/layers.c", "kernels/native/lanes.h", "prefect.yaml", "README.md")
+    for name in (*sources[:-1], *others, *(f"{package}/__init__.py" for package in packages)):
         assert (ROOT / name).is_file()
         assert is_sent(name), name
-    for name in ("conf/demo.yaml", "kernels/native/layers.c", "kernels/native/lanes.h"):
-        assert is_sent(name), name
 
 
-def test_the_cuda_target_has_vllm_as_make_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an environment of its own, where the code looks for it, with the plug-in; `auto` is vLLM there."""
+def test_the_cuda_target_has_vllm_where_the_code_looks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     python = variables("cuda")["VLLM_PYTHON"]
     monkeypatch.setenv("VLLM_PYTHON", python)
     assert vllm_python() == Path(python)
     assert "VLLM_PYTHON" not in variables("cpu")
-    run = [rest for rest in rest_of("cuda", "RUN") if "VLLM_PYTHON" in rest]
-    packages, plug_in = [shlex.split(rest.split("&&")[-1].replace("$VLLM_PYTHON", python)) for rest in run]
-    assert f"python -m venv {Path(python).parents[1]} " in run[0]
-    made = subprocess.run(
-        ["make", "--dry-run", "vllm-env", "VLLM=cuda", f"VLLM_VENV={Path(python).parents[1]}"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    for command in (packages, plug_in):
-        assert command[:5] == ["uv", "pip", "install", "--python", python]
-        words = {{"-r": "--requirement", "-e": "--editable"}.get(word, word) for word in made.split()}
-        assert set(command[5:]) <= words
+    packages, plug_in = [rest for rest in rest_of("cuda", "RUN") if "VLLM_PYTHON" in rest]
+    assert "--require-hashes --no-deps --requirement deploy/requirements-vllm-cuda.txt" in packages
     instructions = stages()["cuda"]
-    assert instructions.index(("COPY", ". .")) < instructions.index(("RUN", run[1])), "the plug-in is in the checkout"
+    assert instructions.index(("COPY", ". .")) < instructions.index(("RUN", plug_in)), "it is in the checkout"
 
 
 def test_the_image_sets_what_the_command_sets() -> None:
@@ -144,8 +124,6 @@ def test_the_image_sets_what_the_command_sets() -> None:
     assert image["PREFECT_HOME"] == "/tlt/.prefect"
     assert image["TLT_PROJECT"] == rest_of("cpu", "WORKDIR")[0] == job_container()["workingDir"]
     assert Path(image["HF_HOME"]).parent == Path("/tlt/artifacts"), "models would be fetched again by each container"
-    assert Path(image["PREFECT_UI_STATIC_DIRECTORY"]).parent == Path(image["PREFECT_HOME"])
-    assert image["TLT_COMMIT"] == "$COMMIT"
 
 
 def commands(service: str) -> list[list[str]]:
@@ -159,31 +137,18 @@ def commands(service: str) -> list[list[str]]:
     return found
 
 
-def parsed_by_prefect(arguments: list[str]) -> dict[str, Any]:
-    from prefect.cli import _app, app  # noqa: F401 - the second registers the commands
-
-    command, bound, _ = _app._app.parse_args(arguments, print_error=False, exit_on_error=False)
-    assert callable(command)
-    return dict(bound.arguments)
-
-
-@pytest.mark.parametrize("name", SERVICES)
-def test_a_service_s_command_is_one(name: str) -> None:
-    for program, *arguments in commands(name):
+def test_services_run_commands_that_there_are() -> None:
+    for program, *arguments in (command for name in SERVICES for command in commands(name)):
+        assert program in ("tlt", "prefect")
         if program == "tlt":
             cli.parse(arguments)
-        else:
-            assert program == "prefect"
-            parsed_by_prefect(arguments)
 
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_service_has_no_rights_and_no_secrets(name: str) -> None:
     service = SERVICES[name]
     assert (service["image"], service["build"]["target"]) == (f"tlt:{PROJECT['project']['version']}-cpu", "cpu")
-    assert (ROOT / "deploy" / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
-    assert service["read_only"] is True
-    assert service["cap_drop"] == ["ALL"]
+    assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"user", "privileged", "cap_add", "network_mode", "env_file", "secrets"} & service.keys()
     for variable in service.get("environment", {}):
@@ -198,16 +163,13 @@ def test_the_worker_is_the_one_that_tlt_deploy_would_start(monkeypatch: pytest.M
 
     for variable in [*_environment._DEFAULTS, "PREFECT_WORKER_QUERY_SECONDS", "TLT_PROJECT"]:
         monkeypatch.delenv(variable, raising=False)
-    wanted = deploy._environment("http://prefect:4200/api")
-    ours = SERVICES["worker"]["environment"]
+    wanted, ours = deploy._environment("http://prefect:4200/api"), SERVICES["worker"]["environment"]
     for variable in ("PREFECT_API_URL", "PREFECT_WORKER_QUERY_SECONDS", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"):
         assert ours[variable] == wanted[variable], variable
     before, worker = commands("worker")
     assert before == ["tlt", "recover", "--alone"], "runs of an earlier container would stay Running"
-    bound = parsed_by_prefect(worker[1:])
-    assert (bound["work_pool_name"], bound["worker_type"], bound["with_healthcheck"]) == (deploy.POOL, "process", True)
-    health = f"http://{ours['PREFECT_WORKER_WEBSERVER_HOST']}:{ours['PREFECT_WORKER_WEBSERVER_PORT']}/health"
-    assert health in SERVICES["worker"]["healthcheck"]["test"][-1]
+    for words in (["worker", "start"], ["--pool", deploy.POOL], ["--type", "process"], ["--with-healthcheck"]):
+        assert " ".join(words) in " ".join(worker)
 
 
 def job_container() -> dict[str, Any]:
@@ -218,14 +180,9 @@ def job_container() -> dict[str, Any]:
 def test_a_pod_is_the_image_s_user_without_rights() -> None:
     pod, container = job()["spec"]["template"]["spec"], job_container()
     assert pod["automountServiceAccountToken"] is False
-    assert pod["securityContext"] == {
-        "runAsNonRoot": True,
-        "runAsUser": UID,
-        "runAsGroup": UID,
-        "fsGroup": UID,
-        "fsGroupChangePolicy": "OnRootMismatch",
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
+    user = {"runAsNonRoot": True, "runAsUser": UID, "runAsGroup": UID, "fsGroup": UID}
+    assert user.items() <= pod["securityContext"].items()
+    assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -234,12 +191,10 @@ def test_a_pod_is_the_image_s_user_without_rights() -> None:
     assert "command" not in container, "the image's entry point hands signals on"
     mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     assert {"/home/tlt", "/tmp", *writable()} - {"/tlt/reports"} <= mounted.keys()
-    assert set(mounted.values()) == {volume["name"] for volume in pod["volumes"]}
 
 
-@pytest.mark.parametrize("number", range(len(CLUSTER["deployments"])))
-def test_a_deployment_of_the_cluster_runs_in_the_image(number: int) -> None:
-    deployment = CLUSTER["deployments"][number]
-    assert deployment["work_pool"]["job_variables"]["image"] == f"tlt:{PROJECT['project']['version']}-cuda"
-    cfg = load(ROOT / deployment["parameters"]["config"], deployment["parameters"]["overrides"])
-    assert cfg.rollout.engine == "auto", "vLLM is in the image"
+def test_the_deployments_of_the_cluster_run_in_the_image() -> None:
+    for deployment in CLUSTER["deployments"]:
+        assert deployment["work_pool"]["job_variables"]["image"] == f"tlt:{PROJECT['project']['version']}-cuda"
+        cfg = load(ROOT / deployment["parameters"]["config"], deployment["parameters"]["overrides"])
+        assert cfg.rollout.engine == "auto", "vLLM is in the image"

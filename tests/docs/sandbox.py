@@ -1,24 +1,19 @@
 """A copy of the project in which the documents' commands run as they stand: what they read there is small.
 
-    conf/demo.yaml, and the files built on it: their own settings, with a tiny model, two steps and few prompts
-    runs, artifacts, exports, tracker: its own; nothing of the checkout is written, and none of its runs is read
-
-A command of `tlt` runs in a process that is forked from one with all modules loaded, with `forked_ray` in Ray's place.
+conf/demo.yaml, and the files built on it: their own settings, with a tiny model, two steps and few prompts
+runs, artifacts, exports, tracker: its own; nothing of the checkout is written, and none of its runs is read
 """
 
-import multiprocessing
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
-from tests import forked_ray
 from tests.docs.commands import ROOT, VARIABLE
 
 _OWN = {"runs", "artifacts", "exports", "pipeline", "conf", "docs", "reports", "README.md", "params.yaml"}
@@ -34,15 +29,7 @@ _SMALL: dict[str, Any] = {
     "evaluation": {"num_prompts": 4, "num_samples": 1, "max_new_tokens": 12},
     "tracking": {"system_metrics": False},
 }
-_MODULES = ["flows.train", "flows.evaluate", "flows.warmup", "flows.export", "flows.retrain", "mlflow", "deepspeed"]
 _LIMIT_S = 600.0
-
-
-class Done(NamedTuple):
-    """A command that has ended."""
-
-    code: int | None  # None: it took too long
-    output: str
 
 
 class Sandbox:
@@ -66,47 +53,14 @@ class Sandbox:
         (folder / "artifacts" / "models" / embedded_model.name).symlink_to(embedded_model)
         (folder / "in.jsonl").write_text('{"prompt": "What is 2 + 3?"}\n')
 
-    def run(self, words: Sequence[str]) -> Done:
-        """words: variables, program, arguments."""
+    def run(self, words: Sequence[str]) -> tuple[int, str]:
+        """Exit code and output.  words: variables, program, arguments."""
         variables, words = dict(self._variables), list(words)
         while VARIABLE.match(words[0]):
             name, _, value = words.pop(0).partition("=")
             variables[name] = value
-        if words[0] == "tlt":
-            return self._tlt(words[1:], variables)
-        words[0] = sys.executable if words[0] == "python" else words[0]
+        if words[0] in ("tlt", "python"):
+            words[:1] = [sys.executable, *(["-m", "flows.cli"] if words[0] == "tlt" else [])]
         options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": _LIMIT_S, "check": False}
         done = subprocess.run(words, cwd=self.folder, env=os.environ | variables, **options)
-        return Done(done.returncode, done.stdout + done.stderr)
-
-    def _tlt(self, arguments: Sequence[str], variables: Mapping[str, str]) -> Done:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*forked_ray.MODULES, *_MODULES, __name__])
-        log = self.folder / "command.log"
-        process = context.Process(target=_call, args=(self.folder, list(arguments), dict(variables), log))
-        process.start()
-        process.join(_LIMIT_S)
-        code = process.exitcode
-        if code is None:
-            os.killpg(process.pid or 0, signal.SIGKILL)
-        return Done(code, log.read_text(errors="replace"))
-
-
-def _call(folder: Path, arguments: list[str], variables: dict[str, str], log: Path) -> None:
-    os.setsid()
-    os.chdir(folder)
-    os.environ.update(variables)
-    sys.path.insert(0, str(folder))
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    from prefect.context import refresh_global_settings_context
-
-    from flows import cli
-
-    refresh_global_settings_context()  # it was imported under another environment
-    sys.argv = ["tlt", *arguments]
-    with forked_ray.in_place_of_ray():
-        code = cli.main(arguments)
-    sys.stdout.flush()
-    sys.exit(code)
+        return done.returncode, done.stdout + done.stderr

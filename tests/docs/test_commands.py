@@ -9,16 +9,14 @@ import itertools
 import json
 import re
 import shlex
-import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
-import click
 import pytest
 import yaml
 from dvc.cli import DvcParserError, parse_args
-from ray.scripts.scripts import cli as ray_cli
 
 from conf.data import FileData
 from conf.load import ConfigError, load
@@ -27,9 +25,11 @@ from tests.docs.commands import BLOCK, PAGES, ROOT, commands_of, files_of, text_
 from tlt_core.data import file_questions
 from tlt_core.export.card import model_card
 from tlt_core.grpo import verifiers
+from tlt_core.items.metrics import undeclared
 
 GENERATED = {"docs/faults.md", "docs/results.md", "docs/metrics.md"}  # of older commits
 OURS = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+NAMED = re.compile(r"`((?:bench|conf|docs|flows|kernels|tasks|tests|tlt_core|tlt_vllm)/[\w./-]*)`")
 SETTING = re.compile(r"(\w+(?:\.\w+)+)(?:=(\S+))?")
 COMMANDS = [(page, command) for page in PAGES for command in commands_of(text_of(page))]
 
@@ -46,7 +46,6 @@ def check(command: Sequence[str]) -> None:
         if re.match(r"(conf|deploy|docs|flows|tasks|tests)/\S+$", path) and not Path(path).exists():
             raise Wrong(f"{path} does not exist")
     known = {"tlt": check_tlt, "make": check_make, "dvc": check_dvc, "prefect": check_prefect, "python": check_python}
-    known["ray"] = check_ray
     if program in known:
         known[program](arguments)
 
@@ -102,22 +101,14 @@ def check_prefect(arguments: Sequence[str]) -> None:
                 raise Wrong(f"prefect.yaml has no deployment {name}")
             module, _, function = deployments[name]["entrypoint"].rpartition(".")
             source = (ROOT / module.replace(".", "/")).with_suffix(".py").read_text()
-            declared = source[source.index("@flow(") :]
-            if f'@flow(name="{flow}"' not in declared or f"def {function}(" not in declared:
+            declared = source.partition(f'@flow(name="{flow}"')[2]
+            if not re.match(rf".*\ndef {function}\(", declared):
                 raise Wrong(f"{deployments[name]['entrypoint']} is not the flow {flow}")
             unknown = parameters.keys() - set(re.findall(r"(\w+): ", declared.partition(") ->")[0]))
             if unknown:
                 raise Wrong(f"{function} has no parameter {min(unknown)}")
     if "config" in parameters:
         check_config(parameters["config"], json.loads(parameters.get("overrides", "[]")))
-
-
-def check_ray(arguments: Sequence[str]) -> None:
-    try:
-        name, command, rest = ray_cli.resolve_command(click.Context(ray_cli), list(arguments))
-        command.make_context(name, rest)
-    except click.ClickException as error:
-        raise Wrong(error.format_message()) from None
 
 
 def check_python(arguments: Sequence[str]) -> None:
@@ -167,19 +158,31 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_named_files_exist(page: str) -> None:
+    for name in NAMED.findall(text_of(page)):
+        assert (ROOT / name).exists() or any(ROOT.glob(name)), name
+
+
+def test_the_readme_is_short_and_the_rooms_are_those_of_the_contract() -> None:
+    assert len(text_of("README.md").splitlines()) <= 130
+    contracts = tomllib.loads(text_of("pyproject.toml"))["tool"]["importlinter"]["contracts"]
+    (layers,) = [c["layers"] for c in contracts if c.get("containers") == ["tlt_core"]]
+    laid_out = text_of("CONTRIBUTING.md").split("## How the code is laid out\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`[\w`, ]+`) \| ", laid_out, re.MULTILINE)
+    assert [set(re.findall(r"\w+", row)) for row in rows] == [{*layer.replace("|", " ").split()} for layer in layers]
+
+
 @pytest.mark.parametrize("page", sorted(set(PAGES) - GENERATED))
 def test_settings_in_the_text_exist(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prose = BLOCK.sub("", text_of(page))
-    named = {
-        match for code in re.findall(r"`([^`]+)`", prose) for match in map(SETTING.fullmatch, code.split()) if match
-    }
+    code = " ".join(re.findall(r"`([^`]+)`", BLOCK.sub("", text_of(page))))
+    named = {match for word in code.split() if (match := SETTING.fullmatch(word))}
     sections = yaml.safe_load((ROOT / "params.yaml").read_text()).keys()
     monkeypatch.chdir(ROOT)
     for match in named:
         key, value = match.groups()
         if key.partition(".")[0] in sections and not key.endswith((".py", ".json", ".md")):
-            refusal = refusal_of(f"{key}={value or '{}'}")
-            assert "unknown key" not in refusal, f"{page}: {refusal}"
+            assert "unknown key" not in refusal_of(f"{key}={value or '{}'}"), f"{page}: {key}"
 
 
 def refusal_of(override: str) -> str:
@@ -191,24 +194,20 @@ def refusal_of(override: str) -> str:
 
 
 def test_metrics_in_the_text_are_measured() -> None:
-    sources = "".join(p.read_text() for folder in ("tlt_core", "tasks", "conf") for p in (ROOT / folder).rglob("*.py"))
     rows = re.findall(r"^\| .*\? \| (.*) \|$", text_of("docs/research.md"), re.MULTILINE)
     names = {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
     assert len(names) > 20
-    for name in names:
-        phase = name.startswith("timing_s/") and f'"{name.partition("/")[2]}"' in sources
-        assert name in sources or phase, f"{name} is measured nowhere"
+    assert not undeclared(names)
 
 
 @pytest.mark.parametrize("page", ["docs/research.md"])
 def test_the_example_of_own_data_and_reward_works(page: str, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = load("mine.yaml")
     assert isinstance(cfg.data, FileData)
-    train, held_back = file_questions.splits(cfg.data)
-    assert (len(train), len(held_back)) == (1, 1)
+    (question,), held_back = file_questions.splits(cfg.data)
+    assert len(held_back) == 1
     monkeypatch.syspath_prepend(str(project))
     monkeypatch.delitem(sys.modules, "my_reward", raising=False)
-    question = train[0]
     response = f"<think>so</think><answer>{question.answer}</answer>"
     item = verifiers.Item(question.question, response, question.answer, question.task, question.metadata)
     outcome = verifiers.score_response([(f.kind, f.path) for f in cfg.reward.functions], item)
@@ -221,51 +220,15 @@ def test_the_serving_page_serves_as_the_card_does() -> None:
     (config,) = [c[c.index("--speculative-config") + 1] for c in commands_of(text) if "--speculative-config" in c]
     serving = {key: value for key, value in json.loads(config).items() if key.startswith("num_")}
     record = {
-        "created": "",
-        "commit": "",
-        "command": [],
+        **{"created": "", "commit": "", "command": [], "serving": serving},
         "run": {"name": "x", "step": 1, "mlflow_run_id": ""},
         "target": {"name": "policy", "vocab_size": 64},
         "drafter": {"taps": [0, 1, 2], "draft_vocab_size": 8},
-        "serving": serving,
     }
     engines = ("vllm", "python")
     on_page = [c for c in commands_of(text) if c[0] in engines]
-    assert len(on_page) == 2
     normal = [[json.dumps(json.loads(w)) if w.startswith("{") else w for w in c] for c in on_page]
     assert normal == [c for c in commands_of(model_card(record)) if c[0] in engines]
     table = serving["num_speculative_tokens_per_batch_size"]
     assert f"`{json.dumps(table)}`" in text
-    assert [first for first, _, _ in table] == [1, *(last + 1 for _, last, _ in table[:-1])]
     assert serving["num_speculative_tokens"] == max(depth for *_, depth in table)
-
-
-@pytest.mark.slow
-def test_the_platform_page_rolls_a_drafter_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own commands, run on a registry whose champion is version 4, after 3."""
-    from conf.system import TrackingConfig
-    from tasks.registry import Entry, Registry
-
-    (tmp_path / "conf").symlink_to(ROOT / "conf")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", TrackingConfig().uri)
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    registry, drafter = Registry(TrackingConfig()), tmp_path / "drafter-eagle3"
-    drafter.mkdir()
-    run_id = registry.run(name="x", key="x", tags={})
-    for digest in ("1" * 64, "2" * 64, "3" * 64, "4" * 64):
-        (drafter / "config.json").write_text(digest)
-        registry.promote(registry.register(Entry("tlt-demo-drafter", drafter, digest, {}, ""), run_id=run_id))
-    commands = [c for c in commands_of(text_of("docs/platform.md")) if c[0] == "mlflow" or "rollback" in c]
-    commands = list(dict.fromkeys(map(tuple, commands)))  # the run book repeats the first
-    said = []
-    for command in commands:
-        prefix = ["flows.cli"] if command[0] == "tlt" else ["mlflow"]
-        done = subprocess.run(
-            [sys.executable, "-m", *prefix, *command[1:]], check=False, capture_output=True, text=True
-        )
-        said.append(done.stdout + done.stderr)
-    back, third, _ = said
-    assert "champion: tlt-demo-drafter version 3; it was version 4" in back
-    assert "version 3 is the champion already" in third
-    assert (tmp_path / commands[-1][-1] / "config.json").read_text() == "3" * 64

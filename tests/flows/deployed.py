@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import psutil
 import yaml
 
-from flows._daemon import Daemon
+from flows.deploy import Daemon
 
 FILE = Path("prefect.yaml")
 TIMEOUT_S = 1200.0

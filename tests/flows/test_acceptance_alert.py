@@ -71,14 +71,6 @@ def test_a_drop_is_reported_and_retrained_and_the_new_champion_is_rolled_back(
             assert started.parameters == {"config": "conf/smoke.yaml", "overrides": overrides}
             assert started.created_by.type == "AUTOMATION"
             assert champion().version == 2
-            lengths = client.get_metric_history(
-                client.search_runs(
-                    [client.get_experiment_by_name("tlt").experiment_id], "tags.`tlt.key` = 'check-served'"
-                )[0].info.run_id,
-                "champion/accept_length",
-            )
-            assert lengths[0].value > 1.5 > lengths[1].value
-
             said = there.tlt("rollback", "conf/smoke.yaml", *overrides)
             assert f"champion: {MODEL} version 1; it was version 2" in said
             assert champion().version == 1

@@ -22,19 +22,9 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_a_file_of_the_project_is_read(project: Path) -> None:
+def test_a_file_of_the_project_is_read_and_no_other(project: Path) -> None:
     assert as_config("conf/x.yaml", ["seed=3"]) == load("conf/x.yaml", ["seed=3"])
     assert as_config(str(project / "conf" / "x.yaml"), None).name == "x"
-
-
-@pytest.mark.parametrize(
-    "path", ["/etc/hostname", "../outside.yaml", "link.yaml", "conf/../../outside.yaml", "conf/x.json"]
-)
-def test_another_file_is_refused(project: Path, path: str) -> None:
-    with pytest.raises(ConfigError, match=r"takes a \.yaml or \.yml file inside its working folder .*copy the file"):
-        as_config(path, None)
-
-
-def test_a_missing_file_is_named(project: Path) -> None:
-    with pytest.raises(ConfigError, match=r"conf/y\.yaml does not exist"):
-        as_config("conf/y.yaml", None)
+    for path in ("/etc/hostname", "../outside.yaml", "link.yaml", "conf/../../outside.yaml", "conf/x.json"):
+        with pytest.raises(ConfigError, match=r"takes a \.yaml or \.yml file inside its working folder"):
+            as_config(path, None)

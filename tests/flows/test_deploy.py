@@ -1,10 +1,8 @@
 """Deployments: what prefect.yaml says, background processes, and (slow) a real server and worker that are killed."""
 
-import http.server
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,7 +14,9 @@ import pytest
 import yaml
 from mlflow import MlflowClient
 
-from flows._daemon import Daemon, end
+from flows import deploy as deploying
+from flows._automations import LIMITS
+from flows.deploy import Daemon
 from tests.flows.deployed import FILE, Deployed, deploy, settings, wait_for, webhook
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(99)"
@@ -26,31 +26,14 @@ def deployments() -> dict[str, dict[str, Any]]:
     return {d["name"]: d for d in yaml.safe_load(FILE.read_text())["deployments"]}
 
 
-def test_every_flow_is_deployed_for_one_run_at_a_time_with_a_time_limit() -> None:
-    from flows._automations import LIMITS
-
-    found = deployments()
-    assert set(found) == {
-        "train",
-        "warmup-drafter",
-        "evaluate",
-        "export-drafter",
-        "retrain",
-        "check-drafter",
-        "benchmark",
-    }
-    for name, deployment in found.items():
-        assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}, name
-        assert "tlt" in deployment["tags"], name
-        assert len(LIMITS.keys() & set(deployment["tags"])) == 1, name
-    assert [s["cron"] for s in found["retrain"]["schedules"]] == ["0 2 * * *"]
-
-
 @pytest.mark.parametrize("name", deployments())
-def test_a_deployment_s_parameters_are_typed_and_its_own_are_accepted(name: str) -> None:
+def test_a_deployment_has_limits_typed_parameters_and_accepts_its_own(name: str) -> None:
     from prefect.flows import load_flow_from_entrypoint
 
     deployment = deployments()[name]
+    assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
+    assert "tlt" in deployment["tags"]
+    assert len(LIMITS.keys() & set(deployment["tags"])) == 1
     flow = load_flow_from_entrypoint(deployment["entrypoint"])
     schema = flow.parameters.model_dump()
     options = schema["properties"]["config"]["anyOf"]
@@ -66,108 +49,39 @@ def test_a_stubborn_process_is_stopped_in_time_and_a_stranger_with_its_pid_is_no
     while "up" not in daemon.last_lines():
         time.sleep(0.05)
     assert daemon.process() == process
-    same_pid = Daemon("stranger", folder=tmp_path)
     (tmp_path / "stranger.pid").write_text(f"{process.pid} {process.create_time() - 5}\n")
-    assert same_pid.process() is None
-    assert same_pid.stop(patience_s=0.1) == []
+    assert Daemon("stranger", folder=tmp_path).stop(patience_s=0.1) == []
     assert process.is_running()
     daemon.stop(patience_s=0.5)
     assert not process.is_running()
     assert daemon.process() is None
-    end([process], patience_s=0.1)  # gone already: no error
+    deploying.end([process], patience_s=0.1)  # gone already: no error
 
 
 def test_runs_of_other_machines_are_not_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Health(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"true")
-
-    from flows import deploy
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Health) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("PREFECT_API_URL", f"http://127.1:{server.server_port}/api")  # as if it were elsewhere
-        with pytest.raises(deploy.DeployError, match="another machine's server"):
-            deploy.recover_here(port=4200)
-        server.shutdown()
-    with pytest.raises(deploy.DeployError, match="no Prefect server answers"):
-        deploy.recover_here(port=4200, alone=True)
+    monkeypatch.setenv("PREFECT_API_URL", "http://host:4200/api")
+    with pytest.raises(deploying.DeployError, match="no Prefect server answers"):
+        deploying.recover_here(port=4200, alone=True)
+    monkeypatch.setattr(deploying, "answers", lambda url: True)
+    with pytest.raises(deploying.DeployError, match="another machine's server"):
+        deploying.recover_here(port=4200)
 
 
 @pytest.fixture(scope="module")
 def deployed(tmp_path_factory: pytest.TempPathFactory, embedded_model: Path) -> Iterator[Deployed]:
-    """The project's own deployments; the retraining's clock strikes every minute."""
-    root = tmp_path_factory.mktemp("deploy")
-    more = ("coldstart.enabled=false", "rollout.temperature=0.02", "retrain.min_speed=0", "retrain.repeats=1")
-    every_minute = {
-        "schedules": [{"slug": "nightly", "cron": "* * * * *", "timezone": "UTC", "active": True}],
-        "parameters": {"config": "conf/smoke.yaml", "overrides": settings(root, "scheduled", *more)},
-    }
-    with deploy(root, embedded_model, {"retrain": every_minute}) as deployed:
+    with deploy(tmp_path_factory.mktemp("deploy"), embedded_model, {"retrain": {"schedules": []}}) as deployed:
         yield deployed
 
 
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.prefect
-def test_the_clock_retrains_once_and_then_finds_nothing_changed(deployed: Deployed) -> None:
-    from conf.load import load
-    from tlt_core.run import inputs
-
-    cfg = load("conf/smoke.yaml", settings(deployed.root, "scheduled"))
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TLT_HOME", deployed.env["TLT_HOME"])
-        start = inputs.start_model(cfg.model, seed=cfg.seed)
-    partial = cfg.run_dir / "partial"  # the clock may strike while it is copied
-    partial.mkdir(parents=True)
-    for file in start.iterdir():
-        (partial / file.name).write_bytes(file.read_bytes())
-    partial.rename(cfg.run_dir / "policy")
-
-    journal = cfg.run_dir / "retrain.jsonl"
-    wait_for(journal.is_file, "a decision by the clock")
-    done = sum(run.state_name == "Completed" for run in deployed.flow_runs("retrain"))
-    wait_for(
-        lambda: sum(r.state_name == "Completed" for r in deployed.flow_runs("retrain")) >= done + 2, "two more runs"
-    )
-    file = deployed.root / "prefect.yaml"
-    file.write_text(file.read_text().replace("* * * * *", "0 0 1 1 *"))
-    deployed.up()
-    (line,) = journal.read_text().splitlines()
-    assert json.loads(line)["outcome"] == "promoted", line
-    assert all(run.auto_scheduled for run in deployed.flow_runs("retrain"))
-    client = MlflowClient(cfg.tracking.uri)
-    assert str(client.get_model_version_by_alias("tlt-scheduled-drafter", "champion").version) == "1"
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.prefect
-def test_kubernetes_deployments_make_the_job_that_is_meant(deployed: Deployed) -> None:
-    """A dry run: the server takes pool and deployments, and their variables fill the job's template."""
-    from prefect.client.orchestration import get_client
-    from prefect.settings import PREFECT_API_URL, temporary_settings
-    from prefect.utilities.templating import apply_values
-
+def test_prefect_takes_the_pool_and_the_deployments_for_kubernetes(deployed: Deployed) -> None:
+    """tests/deploy/test_image.py fills the job's template."""
     pool = ["--type", "kubernetes", "--base-job-template", "deploy/kubernetes/pool.json"]
     deployed.prefect("work-pool", "create", "tlt-kubernetes", *pool)
     deployed.prefect("deploy", "--all", "--prefect-file", "deploy/kubernetes/prefect.yaml")
-    with temporary_settings({PREFECT_API_URL: deployed.url}), get_client(sync_client=True) as client:
-        deployment = client.read_deployment_by_name("train/train-kubernetes")
-        template = client.read_work_pool("tlt-kubernetes").base_job_template
-    variables = template["variables"]["properties"]
-    assert deployment.job_variables.keys() <= variables.keys()
-    defaults = {name: v["default"] for name, v in variables.items() if "default" in v}
-    job = apply_values(template["job_configuration"], defaults | deployment.job_variables)["job_manifest"]
-    pod = job["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    assert (container["image"], job["metadata"]["namespace"]) == ("tlt:0.1.0-cuda", "ml")
-    assert container["resources"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": 1}
-    assert container["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
-    assert pod["volumes"][0] == {"name": "state", "persistentVolumeClaim": {"claimName": "tlt-state"}}
-    assert deployment.entrypoint == "flows.train.train"
+    assert "train/train-kubernetes" in deployed.prefect("deployment", "ls")
 
 
 @pytest.mark.slow
@@ -234,12 +148,9 @@ def test_a_run_whose_processes_are_killed_ends_completed_with_every_step_once(de
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(steps + 1))
     assert rows[-1]["training/resume_attempt"] == 1.0
-    client = MlflowClient(f"sqlite:///{deployed.root}/mlflow.db")
     run_id = json.loads((run_dir / "run.json").read_text())["tracker_run_id"]
-    history = client.get_metric_history(run_id, "training/global_step")
+    history = MlflowClient(f"sqlite:///{deployed.root}/mlflow.db").get_metric_history(run_id, "training/global_step")
     assert sorted(point.step for point in history) == list(range(steps + 1))
-    version = client.get_model_version_by_alias(f"tlt-{name}-policy", "champion")
-    assert (version.run_id, version.tags["policy_version"]) == (run_id, str(steps))
 
 
 @pytest.mark.slow

@@ -24,32 +24,23 @@ _DEPEND = {  # a changed value, and the stages that name it; others follow where
     "data.num_train=31": {"prepare"},
     "coldstart.num_examples=15": {"coldstart"},
     "drafter.num_steps=3": {"warmup"},
-    "drafter.idle_training.interval=2": {"train"},
     "algorithm.clip_low=0.1": {"train"},
-    "update.optimizer.learning_rate=0.001": {"train"},
     "reward.timeout_s=4.0": {"train", "evaluate"},
-    "evaluation.num_samples=1": {"train", "evaluate"},
     "update.dtype=float32": {"coldstart", "warmup", "train"},
     "rollout.speculation.policy=fixed": {"train", "benchmark"},
     "rollout.temperature=0.9": {"warmup", "train", "evaluate", "export", "benchmark"},
     "name=other": {"export"},
     "retrain.repeats=2": set(),
-    "checkpoint.keep_last=1": set(),
-    "tracking.experiment=other": set(),
 }
 
 
-def test_params_yaml_is_the_demo() -> None:
-    """And its stages know of changed defaults."""
-    same = load(_REPO / "params.yaml") == load(_REPO / "conf/demo.yaml")
-    assert same, "conf/demo.yaml or a default has changed: tlt params conf/demo.yaml"
-
-
-def test_params_are_whole_and_readable_again(tmp_path: Path) -> None:
+def test_params_are_whole_and_readable_again_and_those_here_are_the_demo_s(tmp_path: Path, quiet_command: None) -> None:
     out = tmp_path / "params.yaml"
     assert cli.main(["params", "conf/smoke.yaml", "rollout.speculation.policy=off", "--out", str(out)]) == 0
     assert load(out) == load("conf/smoke.yaml", ["rollout.speculation.policy=off"])
     assert set(yaml.safe_load(out.read_text())["checkpoint"]) == {*CheckpointConfig.model_fields}
+    same = load(_REPO / "params.yaml") == load(_REPO / "conf/demo.yaml")
+    assert same, "conf/demo.yaml or a default has changed: tlt params conf/demo.yaml"
 
 
 def test_the_stages_commands_exist_and_their_params_too() -> None:
@@ -161,12 +152,8 @@ def test_figures(project: Clone) -> None:
     metrics = project.dvc("metrics", "show", "--md")
     for name in ("coldstart/loss_last", "drafter/accept_len_sim", "last.accept_length", "val-core/all/reward/greedy"):
         assert name in metrics
-    shown = project.folder / "dvc_plots"
-    project.dvc("plots", "show", "--out", str(shown))
-    page = (shown / "index.html").read_text()
-    assert "accept_length" in page
-    assert "Responses of the last step by length" in page
-    assert sum(int(row.split(",")[2]) for row in _csv(project.folder, "lengths")) == 4  # responses of a step
+    project.dvc("plots", "show", "--out", "dvc_plots")
+    assert "Responses of the last step by length" in (project.folder / "dvc_plots" / "index.html").read_text()
     assert [row.split(",")[0] for row in _csv(project.folder, "curves")] == ["1", "2"]
 
 
@@ -179,37 +166,17 @@ def test_another_clone_pulls_the_same_drafter(project: Clone, embedded_model: Pa
     assert not pulled.exists()
     _run([sys.executable, "-m", "dvc", "pull", "--quiet", "exports/pipeline"], cwd=other)
     assert weights_digest(pulled) == weights_digest(project.folder / "exports" / "pipeline" / "drafter-eagle3")
-    record = json.loads((pulled / "provenance.json").read_text())
-    assert record["run"]["step"] == 2
-    assert record["run"]["mlflow_run_id"]
 
 
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.prefect
-def test_an_experiment_runs_other_settings(project: Clone) -> None:
-    rows = _csv(project.folder, "curves")
-    assert all(row.split(",")[1] for row in rows), "speculation is measured"
+def test_an_experiment_runs_other_settings_and_the_old_results_come_back(project: Clone) -> None:
     output = project.dvc("exp", "run", "--name", "plain", "--set-param", "rollout.speculation.policy=off", "train")
-    ran = re.findall(r"^Running stage '(\w+)'", output, flags=re.MULTILINE)
-    assert ran == ["train"]
+    assert re.findall(r"^Running stage '(\w+)'", output, flags=re.MULTILINE) == ["train"]
     config = yaml.safe_load((project.folder / "pipeline" / "train" / "config.yaml").read_text())
     assert config["rollout"]["speculation"]["policy"] == "off"
     assert not any(row.split(",")[1] for row in _csv(project.folder, "curves")), "plain decoding speculates"
-    assert "plain" in project.dvc("exp", "show", "--csv")
-    project("git", "checkout", "--quiet", "HEAD", "--", ".")
-    project.dvc("checkout", "--quiet")
-    assert project.changed() == set()
-
-
-@pytest.mark.slow
-@pytest.mark.prefect
-def test_a_changed_section_runs_its_stages(project: Clone) -> None:
-    project.put("name=other")
-    assert project.repro() == ["export"]
-    project.put("coldstart.enabled=false")
-    assert project.repro("warmup") == ["coldstart", "warmup"]
-    assert not any((project.folder / "pipeline" / "coldstart").iterdir())
     project("git", "checkout", "--quiet", "HEAD", "--", ".")
     shutil.rmtree(project.folder / "pipeline" / "train")
     project.dvc("checkout", "--quiet")

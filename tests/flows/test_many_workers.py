@@ -3,19 +3,12 @@
     one process  =  two processes (torch, ZeRO-3)                 up to the rounding of sums in another order
     two processes here  =  two nodes of Ray's fake cluster        bit for bit, and after a node was killed, too
 
-Speculation is off and groups are dealt up front, as its choices and who is free first follow the clock (they change no
-token, but the last bits of log-probabilities).  With eps = 1e-3 AdamW does not turn the rounding of a gradient near
-zero into a visible part of the learning rate.
+With eps = 1e-3 AdamW does not turn the rounding of a gradient near zero into a visible part of the learning rate.
 """
 
-import hashlib
-import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -23,100 +16,46 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.fake_cluster import add_node, fake_cluster
+from tests.flows.runs import TIMEOUT_S, Run
 from tlt_core.items.store import load_scored
 
 pytestmark = [pytest.mark.slow, pytest.mark.prefect]
 
 STEPS = 3
-TIMEOUT_S = 600
 TOLERANCE = 1e-6
 HEAD, FIRST, SECOND, SPARE = (f"127.0.0.{n}" for n in (2, 3, 4, 5))
 _ACTORS = ("ray::Worker", "ray::Dispatcher")
 OF_THE_POLICY = ("critic/", "actor/", "response_length/", "val-core/", "training/rollout_probs_diff")
+WITHOUT_TIMES = ("tokens_T", "logprobs_T", "offsets_R1", "prompt_ids_R", "finish_R", "worker_R")
 
 
-class Run:
-    """One `tlt train`, in a folder of its own, with data set and cold start of its own."""
+def run(root: Path, name: str, model: Path, *settings: str) -> Run:
+    """With a data set and a cold start of its own."""
+    home = root / f"{name}-home"
+    (home / "models").mkdir(parents=True)
+    (home / "models" / model.name).symlink_to(model)
+    return Run(root, name, "update.optimizer.eps=1e-3", *settings, steps=STEPS, home=home)
 
-    def __init__(self, root: Path, name: str, model: Path, *settings: str) -> None:
-        self.folder, self.log = root / "runs" / name, root / f"{name}.log"
-        self._home = root / f"{name}-home"
-        (self._home / "models").mkdir(parents=True)
-        (self._home / "models" / model.name).symlink_to(model)
-        self._prefect = root / "prefect"
-        self._settings = [
-            f"name={name}",
-            f"output_dir={root / 'runs'}",
-            f"tracking.uri=sqlite:///{root / name}.db",
-            f"num_steps={STEPS}",
-            "rollout.dispatch=static",
-            "rollout.speculation.policy=off",
-            "rollout.max_new_tokens=48",
-            "update.optimizer.learning_rate=1e-3",
-            "update.optimizer.eps=1e-3",
-            'reward.functions=[{kind: python, path: "tests.flows.length_reward:length_reward"}]',
-            *settings,
-        ]
 
-    def start(self) -> subprocess.Popen:
-        environment = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "PREFECT_HOME": str(self._prefect),
-            "TLT_HOME": str(self._home),
-        }
-        command = [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *self._settings]
-        log = self.log.open("a")
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+def rows_of(run: Run) -> list[dict[str, float]]:
+    """What each step measured of the policy."""
+    return [{k: v for k, v in row.items() if k.startswith(OF_THE_POLICY)} for row in run.rows]
 
-    def finish(self) -> "Run":
-        process = self.start()
-        try:
-            assert process.wait(TIMEOUT_S) == 0, self.log.read_text()[-3000:]
-        finally:
-            process.kill()
-        return self
 
-    @property
-    def rows(self) -> list[dict[str, float]]:
-        """What each step measured of the policy."""
-        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
-        assert [row["step"] for row in rows] == list(range(STEPS + 1))
-        return [{k: v for k, v in row.items() if k.startswith(OF_THE_POLICY)} for row in rows]
+def rollouts_of(run: Run, *fields: str) -> list[list[bytes]]:
+    """Of each step: tokens, log-probs, who decoded them."""
+    batches = [load_scored(run.folder / f"steps/{n:06d}/scored.safetensors").rollouts for n in range(1, STEPS + 1)]
+    return [[getattr(batch, field).numpy().tobytes() for field in fields or WITHOUT_TIMES] for batch in batches]
 
-    @property
-    def rollouts(self) -> list[str]:
-        """A checksum of each step's rollouts: tokens, log-probs, who decoded them; without the times."""
-        return [
-            hashlib.sha256(
-                b"".join(
-                    getattr(batch, field).numpy().tobytes()
-                    for field in ("tokens_T", "logprobs_T", "offsets_R1", "prompt_ids_R", "finish_R", "worker_R")
-                )
-            ).hexdigest()
-            for batch in self._batches()
-        ]
 
-    @property
-    def tokens(self) -> list[list[int]]:
-        """Of each step."""
-        return [batch.tokens_T.tolist() for batch in self._batches()]
-
-    @property
-    def weights(self) -> dict:
-        return load_file(self.folder / "policy" / "model.safetensors")
-
-    @property
-    def digest(self) -> str:
-        return hashlib.sha256((self.folder / "policy" / "model.safetensors").read_bytes()).hexdigest()
-
-    def _batches(self) -> list:
-        return [load_scored(self.folder / f"steps/{n:06d}/scored.safetensors").rollouts for n in range(1, STEPS + 1)]
+def weights_of(run: Run) -> dict:
+    return load_file(run.folder / "policy" / "model.safetensors")
 
 
 def moved(a: Run, b: Run) -> float:
     """The largest difference between their weights."""
-    theirs = b.weights
-    return max(float((weight - theirs[name]).abs().max()) for name, weight in a.weights.items())
+    theirs = weights_of(b)
+    return max(float((weight - theirs[name]).abs().max()) for name, weight in weights_of(a).items())
 
 
 def require_workers_gone() -> None:
@@ -133,7 +72,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(root, embedded_model) -> Run:
-    return Run(root, "two", embedded_model).finish()
+    return run(root, "two", embedded_model).finish()
 
 
 @pytest.fixture(scope="module")
@@ -142,8 +81,8 @@ def nodes():
         yield cluster
 
 
-def on_nodes(root, name, model, nodes) -> Run:
-    return Run(root, name, model, f"cluster.address={nodes.address}", "cluster.placement=spread")
+def on_nodes(root, name, model, nodes, *more) -> Run:
+    return run(root, name, model, f"cluster.address={nodes.address}", "cluster.placement=spread", *more)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +97,13 @@ def on_nodes(root, name, model, nodes) -> Run:
     ],
 )
 def test_two_processes_make_the_update_of_one_with_either_back_end(root, embedded_model, two, settings, request):
-    other = Run(root, request.node.callspec.id.replace(" ", ""), embedded_model, *settings).finish()
-    assert other.tokens == two.tokens
+    other = run(root, request.node.callspec.id.replace(" ", ""), embedded_model, *settings).finish()
+    assert rollouts_of(other, "tokens_T") == rollouts_of(two, "tokens_T")
     assert moved(two, other) < TOLERANCE
     start = root / "two-home" / "coldstart"
     (first,) = start.glob("*/model.safetensors")
-    assert max(float((w - load_file(first)[n]).abs().max()) for n, w in two.weights.items()) > 1000 * TOLERANCE
-    for row, expected in zip(other.rows, two.rows, strict=True):
+    assert max(float((w - load_file(first)[n]).abs().max()) for n, w in weights_of(two).items()) > 1000 * TOLERANCE
+    for row, expected in zip(rows_of(other), rows_of(two), strict=True):
         assert row == pytest.approx(expected, rel=1e-3, abs=1e-5)
     assert len({row["critic/rewards/mean"] for row in two.rows[1:]}) > 1, (
         "a run in which nothing changes proves nothing"
@@ -172,46 +111,31 @@ def test_two_processes_make_the_update_of_one_with_either_back_end(root, embedde
 
 
 def test_two_nodes_repeat_what_two_processes_do(root, embedded_model, two, nodes):
-    run = Run(
-        root,
-        "nodes",
-        embedded_model,
-        f"cluster.address={nodes.address}",
-        "cluster.placement=spread",
-        "cluster.release_rollout_memory=true",
-    ).finish()
-    sat_on = set(re.findall(r"127\.0\.0\.\d \((\w+)\)", (run.folder / "log.txt").read_text()))
+    spread = on_nodes(root, "nodes", embedded_model, nodes, "cluster.release_rollout_memory=true").finish()
+    sat_on = set(re.findall(r"127\.0\.0\.\d \((\w+)\)", (spread.folder / "log.txt").read_text()))
     workers_nodes = {n["NodeID"] for n in nodes.global_state.node_table() if n["NodeManagerAddress"] != HEAD}
     assert len(sat_on) == 2
     assert sat_on == workers_nodes
-    assert run.rollouts == two.rollouts
-    assert run.rows == two.rows
-    assert run.digest == two.digest
+    assert rollouts_of(spread) == rollouts_of(two)
+    assert rows_of(spread) == rows_of(two)
+    assert spread.digest == two.digest
     require_workers_gone()
 
 
 def test_a_killed_node_ends_the_run_and_it_resumes(root, embedded_model, two, nodes):
-    run = on_nodes(root, "killed", embedded_model, nodes)
-    process = run.start()
-    deadline = time.monotonic() + TIMEOUT_S
-    while not (run.folder / "checkpoints" / "step_000001").exists():
-        assert process.poll() is None, f"the run ended before a node was killed: {run.log.read_text()[-3000:]}"
-        assert time.monotonic() < deadline, "there never was a checkpoint"
-        time.sleep(0.01)
+    killed = on_nodes(root, "killed", embedded_model, nodes)
     (victim,) = (node for node in nodes.worker_nodes if node.node_ip_address == SECOND)
-    for raylet in victim.all_processes["raylet"]:
-        os.kill(raylet.process.pid, signal.SIGKILL)
-    killed_s = time.monotonic()
+    first, *more = [raylet.process.pid for raylet in victim.all_processes["raylet"]]
+    process = killed.start_and_kill(lambda: killed.has_checkpoint(1), victim=lambda _: first)
+    for pid in more:
+        os.kill(pid, signal.SIGKILL)
     nodes.remove_node(victim, allow_graceful=False)
-    assert process.wait(TIMEOUT_S) == 1, run.log.read_text()[-3000:]
-    assert time.monotonic() - killed_s < TIMEOUT_S
-    said = run.log.read_text()
-    assert re.search(rf"worker process ended unexpectedly \(worker [01] on node {re.escape(SECOND)}", said), said[
-        -3000:
-    ]
-    assert "same command" in said
+    assert process.wait(TIMEOUT_S) == 1, killed.said[-3000:]
+    ended = rf"worker process ended unexpectedly \(worker [01] on node {re.escape(SECOND)}"
+    assert re.search(ended, killed.said), killed.said[-3000:]
+    assert "same command" in killed.said
     require_workers_gone()
     add_node(nodes, SPARE, num_cpus=2)
-    run.finish()
-    assert run.digest == two.digest
-    assert run.rollouts == two.rollouts
+    killed.finish()
+    assert killed.digest == two.digest
+    assert rollouts_of(killed) == rollouts_of(two)

@@ -3,10 +3,6 @@ float32 when told to, and kept in float32 from then on."""
 
 import json
 import logging
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,16 +61,11 @@ def _state(folder: Path) -> checkpoint.DriverState:
 
 
 @pytest.fixture(scope="module")
-def moved(prefect_engine: None, embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def moved(runs_home: Path) -> Path:
     """A run of one step, all in bfloat16."""
-    folder = tmp_path_factory.mktemp("moved")
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TLT_HOME", str(folder / "artifacts"))
-        (folder / "artifacts" / "models").mkdir(parents=True)
-        (folder / "artifacts" / "models" / embedded_model.name).symlink_to(embedded_model)
-        written = _train(folder, AVX512, "num_steps=1")
-        assert (written.rollout.dtype, written.update.dtype, written.coldstart.dtype) == (HALF, HALF, HALF)
-        yield folder
+    written = _train(runs_home, AVX512, "num_steps=1")
+    assert (written.rollout.dtype, written.update.dtype, written.coldstart.dtype) == (HALF, HALF, HALF)
+    return runs_home
 
 
 def test_a_run_moves_to_a_machine_that_would_emulate_its_update(moved: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -105,6 +96,7 @@ def test_a_run_moves_to_a_machine_that_would_emulate_its_update(moved: Path, cap
     for step in (1, 2, 3):
         assert rows[step]["actor/grad_norm"] > 0
         assert rows[step]["drafter/optimizer_steps"] > 0, f"idle time trains the drafter in step {step}"
+        assert 0 < rows[step]["idle/harvested_s"] <= rows[step]["timing_s/reward"], "while rewards are waited for"
         assert 0 <= rows[step]["drafter/acc_top1"] < 1  # 0 where a busy machine leaves time for a few tokens alone
         # float32 passes beside bfloat16 rollouts: rounding, not another policy
         assert rows[step]["training/rollout_probs_diff_mean"] < 1e-3
@@ -120,18 +112,3 @@ def test_a_run_moves_to_a_machine_that_would_emulate_its_update(moved: Path, cap
     assert torch.equal(policy["model.norm.weight"], masters["master/decoder.norm.weight"].bfloat16())
     with pytest.raises(checkpoint.CheckpointError, match="another model, data set"):  # more than precision
         _train(moved, AVX2, "num_steps=4", "update.dtype=bfloat16", "rollout.temperature=0.5")
-
-
-def test_the_command_refuses_before_anything_starts(moved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that is told to be a smaller one."""
-    run = moved / "runs/elsewhere"
-    state = checkpoint.DriverState(1, 8, 1, "r", 0, "f", None, dict.fromkeys(precision.Precision._fields, HALF))
-    checkpoint.save(run / "checkpoints", state, lambda _: None)
-    env = os.environ | {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *_settings(moved, "name=elsewhere")]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 2, done.stderr[-3000:]
-    assert done.stderr.startswith("tlt train: this run's checkpoint says 'rollout bfloat16, update bfloat16")
-    key = "update" if precision.kernels_isa() else "rollout"
-    assert f"{key}.dtype=float32" in done.stderr
-    assert [p.name for p in run.iterdir()] == ["checkpoints"], "no log, no lock, no attempt"

@@ -9,11 +9,7 @@ from conf.load import load
 from flows import cli
 from tlt_core.machine import provenance
 
-
-@pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli._logging, "attach_terminal", lambda: None)
-    monkeypatch.setattr(cli._environment, "set_defaults", lambda: None)
+pytestmark = pytest.mark.usefixtures("quiet_command")
 
 
 def _run(folder: Path) -> Path:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from conf.load import load
-from tasks.prepare import prepare_data
+from tasks.stages import prepare_data
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import eagle3_from_target
 from tlt_core.machine import precision

@@ -1,16 +1,7 @@
-"""The registry, on a sqlite store and on a real MLflow server."""
+"""The registry, on a sqlite store, and in one test on a real MLflow server."""
 
 import math
-import os
 import shutil
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,11 +12,19 @@ from safetensors.torch import load_file, save_file
 from conf.load import load
 from conf.run import RunConfig
 from conf.system import TrackingConfig
-from flows.rollback import roll_back
-from tasks.journal import Journal
-from tasks.register import register_drafter, register_policy
-from tasks.registry import BEFORE, CHALLENGER, CHAMPION, ROLLED_BACK, Entry, Registry, RegistryError
-from tasks.retrain import fetch_champion, record_decision
+from tasks.registry import (
+    BEFORE,
+    CHALLENGER,
+    CHAMPION,
+    ROLLED_BACK,
+    Entry,
+    Registry,
+    RegistryError,
+    Version,
+    roll_back,
+)
+from tasks.retrain import fetch_champion, record_decision, register_drafter, register_policy
+from tests.faults.service import Mlflow
 from tlt_core.export import lineage
 from tlt_core.export.drafter_trial import Trial
 from tlt_core.export.promotion import Decision
@@ -35,41 +34,9 @@ from tlt_core.model.config import ModelError
 from tlt_core.run import inputs
 
 
-@pytest.fixture(scope="module", params=["sqlite", pytest.param("server", marks=pytest.mark.slow)])
-def uri(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "sqlite":
-        yield f"sqlite:///{folder}/mlflow.db"
-        return
-    port = _free_port()
-    store = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--artifacts-destination", f"{folder}/artifacts"]
-    command = [sys.executable, "-m", "mlflow", "server", *store, "--host", "127.0.0.1", "--port", str(port)]
-    env = {**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    with (folder / "log").open("w") as log:
-        server = subprocess.Popen([*command, "--workers", "1"], env=env, stdout=log, stderr=log, start_new_session=True)
-    try:
-        _wait_for(f"http://127.0.0.1:{port}/health", server)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(server.pid, 15)
-        server.wait(20)
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
-    while server.poll() is None and time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
-    raise AssertionError("MLflow's server did not start")
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return f"sqlite:///{tmp_path_factory.mktemp('registry')}/mlflow.db"
 
 
 def _folder(tmp_path: Path, value: float) -> Path:
@@ -85,7 +52,21 @@ def _value(folder: Path) -> float:
     return float(load_file(folder / "model.safetensors")["fc.weight"])
 
 
-def test_versions_aliases_and_files(uri: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("store", ["sqlite", pytest.param("server", marks=pytest.mark.slow)])
+def test_versions_aliases_and_files(store: str, uri: str, tmp_path: Path) -> None:
+    if store == "sqlite":
+        _use_registry(uri, tmp_path)
+        return
+    server = Mlflow(tmp_path)
+    server.start()
+    try:
+        server.wait_ready()
+        _use_registry(server.uri, tmp_path)
+    finally:
+        server.kill()
+
+
+def _use_registry(uri: str, tmp_path: Path) -> None:
     registry = Registry(TrackingConfig(uri=uri))
     registry.require()
     model = "plain-drafter"
@@ -93,15 +74,11 @@ def test_versions_aliases_and_files(uri: str, tmp_path: Path) -> None:
     run_id = registry.run(name="made", key="once", tags={"note": "x"})
     assert registry.run(name="made", key="once", tags={}) == run_id
     first = registry.register(Entry(model, _folder(tmp_path, 1.0), "d1", {"acceptance": "2.5"}, "# A"), run_id=run_id)
-    assert registry.by_alias(model, CHAMPION) is None
     registry.set_alias(first, CHAMPION)
     second = registry.register(Entry(model, _folder(tmp_path, 2.0), "d2", {}, "# B"), run_id=run_id)
     registry.set_alias(second, CHALLENGER)
     registry.finish(run_id, {"accept_length": 2.5})
-
-    champion, challenger = registry.by_alias(model, CHAMPION), registry.by_alias(model, CHALLENGER)
-    assert champion is not None
-    assert challenger is not None
+    champion, challenger = _aliases(registry, model)
     assert (champion.number, champion.digest, champion.tags["acceptance"]) == ("1", "d1", "2.5")
     assert (challenger.number, challenger.digest) == ("2", "d2")
     # same run, same folder name: the first version's files are still its own
@@ -111,11 +88,16 @@ def test_versions_aliases_and_files(uri: str, tmp_path: Path) -> None:
     assert (run.info.status, run.data.metrics["accept_length"]) == ("FINISHED", 2.5)
 
 
+def _aliases(registry: Registry, model: str) -> tuple[Version, Version]:
+    """Champion and challenger."""
+    champion, challenger = registry.by_alias(model, CHAMPION), registry.by_alias(model, CHALLENGER)
+    assert champion is not None
+    assert challenger is not None
+    return champion, challenger
+
+
 @pytest.fixture
-def cfg(uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, embedded_model: Path) -> RunConfig:
-    monkeypatch.setenv("TLT_HOME", str(tmp_path / "home"))
-    (tmp_path / "home" / "models").mkdir(parents=True)
-    (tmp_path / "home" / "models" / embedded_model.name).symlink_to(embedded_model)
+def cfg(uri: str, tmp_path: Path, embedded_model: Path) -> RunConfig:
     settings = [f"output_dir={tmp_path}/runs", f"tracking.uri={uri}", f"name={tmp_path.name}"]
     return load("conf/smoke.yaml", settings)
 
@@ -124,44 +106,22 @@ DATA = Ref("somewhere", 32, "data-digest")
 
 
 def test_the_better_validated_policy_is_the_champion_and_lineage_is_in_the_tags(cfg: RunConfig) -> None:
-    score = cfg.checkpoint.best_metric
-    policies = [inputs.start_model(cfg.model, seed=seed) for seed in (0, 1, 2)]
-    said = [
-        register_policy.fn(cfg, folder, DATA, {score: validation}, "")
-        for folder, validation in zip(policies, (0.5, 0.25, 0.5), strict=True)
-    ]
-    name = f"tlt-{cfg.name}-policy"
-    assert said == [f"{name} version {n}" for n in (1, 2, 3)]
-    registry = Registry(cfg.tracking)
-    champion, challenger = registry.by_alias(name, CHAMPION), registry.by_alias(name, CHALLENGER)
-    assert champion is not None
-    assert challenger is not None
-    assert (champion.number, challenger.number) == ("3", "3"), "an equally good one that is newer is preferred"
+    score, name, registry = cfg.checkpoint.best_metric, f"tlt-{cfg.name}-policy", Registry(cfg.tracking)
+    policies = [inputs.start_model(cfg.model, seed=seed) for seed in range(4)]
+    assert register_policy.fn(cfg, policies[0], DATA, {}, "") == f"{name} version 1"
+    assert registry.by_alias(name, CHAMPION) is None, "it was not validated"
+    for number, validation, champion in ((2, 0.25, "2"), (3, math.nan, "2"), (4, 0.25, "4")):
+        register_policy.fn(cfg, policies[number - 1], DATA, {score: validation}, "")
+        found, challenger = _aliases(registry, name)
+        assert (found.number, challenger.number) == (champion, str(number)), "an equally good one is newer"
     assert register_policy.fn(cfg, policies[0], DATA, {score: 0.9}, "") == f"{name} version 1"
-    assert registry.by_alias(name, CHAMPION) == champion, "the same weights again move nothing"
-    tags = champion.tags
-    assert tags["policy_digest"] == champion.digest
+    assert registry.by_alias(name, CHAMPION) == found, "the same weights again move nothing"
+    register_policy.fn(cfg, inputs.start_model(cfg.model, seed=9), DATA, {score: 0.125}, "")
+    assert registry.by_alias(name, CHAMPION) == found
+    tags = found.tags
+    assert tags["policy_digest"] == found.digest
     assert (tags["data_digest"], tags["policy_version"], tags["kind"]) == ("data-digest", "0", "policy")
     assert {"tokenizer_digest", "git_commit", "run_name", "export", "validation"} <= tags.keys()
-
-
-@pytest.mark.parametrize("figure", [None, math.nan])
-def test_a_policy_without_a_validation_figure_is_the_challenger_only(
-    cfg: RunConfig, figure: float | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    score, name = cfg.checkpoint.best_metric, f"tlt-{cfg.name}-policy"
-    registry, policies = Registry(cfg.tracking), [inputs.start_model(cfg.model, seed=seed) for seed in (0, 1, 2)]
-    metrics = {} if figure is None else {score: figure}
-    assert register_policy.fn(cfg, policies[0], DATA, metrics, "") == f"{name} version 1"
-    assert registry.by_alias(name, CHAMPION) is None
-    assert f"{score} is {'missing' if figure is None else figure}, so the policy cannot become" in caplog.text
-    register_policy.fn(cfg, policies[1], DATA, {score: 0.25}, "")
-    register_policy.fn(cfg, policies[2], DATA, metrics, "")
-    champion, challenger = registry.by_alias(name, CHAMPION), registry.by_alias(name, CHALLENGER)
-    assert champion is not None
-    assert challenger is not None
-    assert (champion.number, challenger.number) == ("2", "3")
-    assert "validation" not in challenger.tags
 
 
 def test_weights_that_are_not_finite_are_not_registered(
@@ -180,50 +140,35 @@ def test_weights_that_are_not_finite_are_not_registered(
     trial = {"candidate": Trial(2.0, 100.0, 0, 0)}
     with pytest.raises(ModelError, match=r"fc\.weight holds NaN"):
         record_decision.fn(cfg, sound, DATA, drafter, Decision("promoted", "better"), trial, "key")
-    registry = Registry(cfg.tracking)
     for kind in ("policy", "drafter"):
-        assert registry.by_alias(f"tlt-{cfg.name}-{kind}", CHALLENGER) is None
-        assert registry.by_alias(f"tlt-{cfg.name}-{kind}", CHAMPION) is None
+        assert Registry(cfg.tracking).by_alias(f"tlt-{cfg.name}-{kind}", CHALLENGER) is None
 
 
-def test_a_warmed_up_drafter_is_the_challenger_only(
-    cfg: RunConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_warmed_up_drafter_is_the_challenger_only(cfg: RunConfig, tmp_path: Path) -> None:
     policy = inputs.start_model(cfg.model, seed=0)
     metrics = {"drafter/accept_len_sim": 2.5, "drafter/loss_train": math.nan}
     said = register_drafter.fn(cfg, _folder(tmp_path, 1.0), policy, DATA, metrics, "")
     name = f"tlt-{cfg.name}-drafter"
     assert said == f"{name} version 1"
-    registry = Registry(cfg.tracking)
+    registry, client = Registry(cfg.tracking), MlflowClient(cfg.tracking.uri)
+    assert registry.by_alias(name, CHAMPION) is None
     challenger = registry.by_alias(name, CHALLENGER)
     assert challenger is not None
     assert challenger.tags["accept_len_sim"] == "2.5"
     assert "loss_train" not in challenger.tags
-    assert "not finite, so the drafter's version does not have them as tags: drafter/loss_train" in caplog.text
     assert challenger.tags["policy_digest"] == lineage.policy_tags(cfg, policy, dataset=DATA)["policy_digest"]
-    assert registry.by_alias(name, CHAMPION) is None
-    client = MlflowClient(cfg.tracking.uri)
-    version = client.get_model_version(name, "1")
-    assert client.get_run(version.run_id).info.status == "FINISHED", "a run that only holds files is not under way"
-    card = version.description
-    assert card.startswith(f"# EAGLE-3 drafter of run {cfg.name}")
-    assert "| data_digest | data-digest |" in card
+    assert client.get_run(challenger.run_id).info.status == "FINISHED", "a run that only holds files is not under way"
+    assert "| data_digest | data-digest |" in client.get_model_version(name, "1").description
 
 
 def test_a_registry_that_is_down_fails_promotion_and_not_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, embedded_model: Path
+    cfg: RunConfig, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("TLT_HOME", str(tmp_path / "home"))
-    (tmp_path / "home" / "models").mkdir(parents=True)
-    (tmp_path / "home" / "models" / embedded_model.name).symlink_to(embedded_model)
-    down = f"http://127.0.0.1:{_free_port()}"
-    cfg = load("conf/smoke.yaml", [f"output_dir={tmp_path}/runs", f"tracking.uri={down}"])
-    policy = inputs.start_model(cfg.model, seed=0)
-    assert register_policy.fn(cfg, policy, DATA, {}, "") == ""
-    assert "registry at" in caplog.text
+    down = load("conf/smoke.yaml", [f"output_dir={cfg.output_dir}", "tracking.uri=http://127.0.0.1:9"])
+    assert register_policy.fn(down, inputs.start_model(cfg.model, seed=0), DATA, {}, "") == ""
     assert "failed (the files are in the run's folder)" in caplog.text
     with pytest.raises(RegistryError, match="does not answer"):
-        Registry(cfg.tracking).require()
+        Registry(down.tracking).require()
 
 
 def test_a_champion_knows_which_one_it_has_replaced_and_a_roll_back_is_remembered(
@@ -260,11 +205,10 @@ def test_a_champion_knows_which_one_it_has_replaced_and_a_roll_back_is_remembere
     assert champion() == ("3", {BEFORE: "1", ROLLED_BACK: ""})
     with exclusive(cfg.run_dir / "retrain" / "lock"), pytest.raises(RegistryError, match="end it first, or wait"):
         roll_back(cfg, kind="drafter", to=None)
-    said = [row["reason"] for row in Journal(cfg.run_dir / "retrain.jsonl").rows()]
-    assert said[-1] == f"{model}: from version 1 to version 3 by hand"
+    assert f"{model}: from version 1 to version 3 by hand" in (cfg.run_dir / "retrain.jsonl").read_text()
 
 
-@pytest.mark.parametrize("artifact", ["../../../kept", "{root}/runs/kept", ".."])
+@pytest.mark.parametrize("artifact", ["../../../kept", "{root}/runs/kept"])
 def test_a_tag_of_the_registry_leads_to_no_other_folder(cfg: RunConfig, tmp_path: Path, artifact: str) -> None:
     kept = cfg.run_dir / "kept" / "file"
     kept.parent.mkdir(parents=True)
