@@ -121,7 +121,7 @@ def load_reports(folder: Path) -> dict[str, Report]:
         report = json.loads(text, object_pairs_hook=lambda pairs: {present_name(name): v for name, v in pairs})
         if not isinstance(report, dict) or not {"commit", "command", "machine"} <= report.keys():
             raise ValueError(f"{path} is no report: commit, command and machine are missing; move it elsewhere")
-        reports[path.stem] = {**report, "stem": path.stem}
+        reports[path.stem] = report
     return reports
 
 

@@ -160,11 +160,6 @@ def _as_rollout(number: int, prompt: Tensor, completion: Tensor) -> Rollout:
     return Rollout(NoiseKey(0, 0, number, 0), tokens, len(prompt), none, FinishReason.STOP, policy_version=0)
 
 
-def offsets_of(lengths: Tensor) -> Tensor:
-    """[2, 3] -> [0, 2, 5]"""
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-
-
 def _lightest_first(order: Sequence[int], cost: Cost, *, num_workers: int) -> list[list[int]]:
     """Longest item first, each to the worker that has the least then; a share keeps the order of the items."""
     shares: list[list[int]] = [[] for _ in range(num_workers)]

@@ -169,11 +169,9 @@ class DeepSpeedBackend:
         if self._plain:
             return parameter
         wrapped = self._engine.optimizer  # bf16 without ZeRO: groups of weights beside groups of float32 masters
-        for weights, masters in zip(wrapped.fp16_groups, wrapped.fp32_groups, strict=True):
-            for weight, master in zip(weights, masters, strict=True):
-                if weight is parameter:
-                    return master
-        raise AssertionError("a trainable parameter without a master")
+        groups = zip(wrapped.fp16_groups, wrapped.fp32_groups, strict=True)
+        pairs = (pair for group in groups for pair in zip(*group, strict=True))
+        return next(master for weight, master in pairs if weight is parameter)
 
     def _moment(self, parameter: nn.Parameter, moment: str) -> Any:
         if self._stage > 0:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tlt_core.grpo.batch import TrainBatch, offsets_of
+from tlt_core.grpo.batch import TrainBatch
 from tlt_core.grpo.passes import fill, tokens_added
+from tlt_core.items.types import offsets_of
 
 
 class MicroBatch(NamedTuple):

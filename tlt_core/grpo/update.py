@@ -224,17 +224,16 @@ class PolicyTrainer:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on where `state_dict` was taken.  Raises UpdateError when it belongs to another model or is not finite."""
         shapes = self._backend.state_shapes()
-        wrong = sorted(shapes.keys() ^ (state.keys() - {_STEP}))
+        wrong = sorted(shapes.keys() ^ (state.keys() - {_STEP})) + [_STEP] * (_STEP not in state)
         for name in shapes.keys() & state.keys():
             value = state[name]
             if value.shape != shapes[name]:
                 wrong.append(name)
             elif not is_finite(value):
                 raise UpdateError(_lost(f"trainer state {name}"))
-        if wrong or _STEP not in state:
-            first = wrong[0] if wrong else _STEP
+        if wrong:
             raise UpdateError(
-                f"the saved trainer state does not fit the model ({len(wrong)} tensors, {first!r} first): it was "
+                f"the saved trainer state does not fit the model ({len(wrong)} tensors, {wrong[0]!r} first): it was "
                 "written by a run with another model or LoRA setting; resume with that configuration"
             )
         self.completed_steps = int(state[_STEP])

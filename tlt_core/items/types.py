@@ -136,7 +136,7 @@ class RolloutBatch:
     @property
     def lengths_R(self) -> Tensor:
         """Prompt plus completion tokens, int64."""
-        return self.offsets_R1[1:] - self.offsets_R1[:-1]
+        return self.offsets_R1.diff()
 
     @property
     def response_lens_R(self) -> Tensor:
@@ -152,30 +152,25 @@ class RolloutBatch:
         starts, ends = self.offsets_R1[:-1], self.offsets_R1[1:]
         spans = [slice(int(starts[r]), int(ends[r])) for r in responses]
         index = torch.tensor(list(responses), dtype=torch.int64)
-        offsets = torch.zeros(len(spans) + 1, dtype=torch.int64)
-        torch.cumsum(self.lengths_R[index], 0, out=offsets[1:])
         per_response = {f.name: getattr(self, f.name)[index] for f in fields(self) if f.name.endswith("_R")}
         return RolloutBatch(
             tokens_T=torch.cat([self.tokens_T[s] for s in spans]),
             logprobs_T=torch.cat([self.logprobs_T[s] for s in spans]),
-            offsets_R1=offsets,
+            offsets_R1=offsets_of(self.lengths_R[index]),
             **per_response,
         )
 
     @classmethod
     def join(cls, batches: Sequence["RolloutBatch"]) -> "RolloutBatch":
-        offsets = [b.offsets_R1[1:] + sum(len(a.tokens_T) for a in batches[:i]) for i, b in enumerate(batches)]
-        joined = {
-            f.name: torch.cat([getattr(b, f.name) for b in batches]) for f in fields(cls) if f.name != "offsets_R1"
-        }
-        return cls(offsets_R1=torch.cat([torch.zeros(1, dtype=torch.int64), *offsets]), **joined)
+        names = [f.name for f in fields(cls) if f.name != "offsets_R1"]
+        joined = {name: torch.cat([getattr(b, name) for b in batches]) for name in names}
+        return cls(offsets_R1=offsets_of(torch.cat([b.lengths_R for b in batches])), **joined)
 
     @classmethod
     def pack(cls, rollouts: Sequence[Rollout]) -> "RolloutBatch":
         require(len(rollouts) > 0, "no rollouts to pack")
         ordered = sorted(rollouts, key=lambda r: (r.key.prompt_id, r.key.sample))
-        offsets = torch.zeros(len(ordered) + 1, dtype=torch.int64)
-        torch.cumsum(torch.tensor([len(r.tokens) for r in ordered]), 0, out=offsets[1:])
+        offsets = offsets_of(torch.tensor([len(r.tokens) for r in ordered]))
         logprobs = torch.zeros(int(offsets[-1]))
         for r, end in zip(ordered, offsets[1:].tolist(), strict=True):
             logprobs[end - len(r.logprobs) : end] = r.logprobs
@@ -251,6 +246,11 @@ class WorkerSpan(NamedTuple):
     state: WorkerState
     start_s: float
     end_s: float
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """[2, 3] -> [0, 2, 5]"""
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def require(condition: bool, message: str) -> None:

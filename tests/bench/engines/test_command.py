@@ -16,7 +16,7 @@ def contest(**by_name):
     measured = {
         (name.replace("_", " "), case): found for name, cases in by_name.items() for case, found in cases.items()
     }
-    return Contest(measured, {name: {"version": "1", "threads": 1} for name, _ in measured})
+    return Contest(measured, {name: {"version": "1", "threads": 1} for name, _ in measured}, {})
 
 
 def test_plain_is_judged_against_the_faster_variant_of_each_rival_in_the_same_repeat():
