@@ -83,18 +83,6 @@ def test_a_new_step_by_hand():
     assert [sampler.next(8)[0].sequence.id for _ in range(7)] == ["c", "b", "c", "c", "a", "b", "c"]
 
 
-def test_refreshing_again_changes_nothing():
-    """Virtual time begins anew at each change; a second change before the next pick must find it so."""
-    sampler = WindowSampler(window_rows=8, length_bias=0.0)
-    old = [Response(name, 8, step=0) for name in "abc"]
-    sampler.refresh(old, step=0)
-    draw(sampler, rows=32, max_rows=8)  # a, b, c, a: at virtual time 1, "b" and "c" due at 1, "a" at 2
-    for new in ("d", "e"):
-        old.append(Response(new, 8, step=0))
-        sampler.refresh(old, step=0)
-    assert [sampler.next(8)[0].sequence.id for _ in range(6)] == ["b", "c", "d", "e", "a", "b"]
-
-
 def test_windows_are_nearly_equal_and_cover_everything():
     sampler = WindowSampler(window_rows=10)
     sampler.refresh([Response("a", 32, step=0)], step=0)

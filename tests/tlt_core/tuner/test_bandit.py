@@ -41,12 +41,3 @@ def test_no_exploration_at_epsilon_zero_and_the_median_ignores_a_spike() -> None
     for _ in range(3):
         learner.reward(report(B, 2, 0.1))
     assert learner.pick(2) == B
-
-
-def test_a_window_forgets() -> None:
-    learner = bandit(epsilon=0.3)
-    play(learner, {2: A}, 200)
-    picks = play(learner, {2: B}, 300)
-    assert picks[2][-50:].count(B) > 30
-    learner.clear("eagle")
-    assert learner.pick(2) in (A, B, OFF)

@@ -115,16 +115,6 @@ def test_a_drafter_that_is_measured_to_be_alike_is_no_news() -> None:
     assert engines[float("inf")].history != engines[None].history
 
 
-def test_off_comes_back_when_drafting_becomes_dear() -> None:
-    engine = SimulatedWork(Hits(0.7), Hits(0.0), 1, 10**6).engine(seed=SEED)
-    adaptive = tuner()
-    engine.run(adaptive, 150)
-    assert engine.share(OFF, last=40) < 0.2
-    engine.rows.update({key: [100.0, 1e6, 0.0] for key in range(1000, 1031)})  # 31 requests join in mid-flight
-    engine.run(adaptive, 40)
-    assert engine.share(OFF, last=30) > 0.9
-
-
 @pytest.mark.parametrize("kind", ["cost_model", "beg_mab", "fixed", "off"])
 def test_choices_are_the_same_after_a_restart(kind: Kind) -> None:
     engines = [WORKLOADS["near break-even"].engine(seed=SEED) for _ in range(2)]
