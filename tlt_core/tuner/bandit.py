@@ -55,8 +55,6 @@ class BucketedGreedy:
         window: int = _WINDOW,
     ) -> None:
         """thresholds: ascending, the first one 1."""
-        if list(thresholds) != sorted(set(thresholds)) or not thresholds or thresholds[0] != 1:
-            raise ValueError(f"thresholds {tuple(thresholds)} must ascend from 1")
         self._strategies = (OFF, *strategies)
         self._thresholds, self._epsilon, self._size = tuple(thresholds), epsilon, window
         self._random = random.Random(seed)

@@ -1,4 +1,4 @@
-"""The law of `tlt_core/idle_training/sampling`: shares, bounded gaps, joins and leaves, resume."""
+"""The law of `WindowSampler`: shares, bounded gaps, joins and leaves, resume."""
 
 import json
 from collections import Counter
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_core.drafter.eagle3.windows import Window
-from tlt_core.idle_training.sampling import WindowSampler
+from tlt_core.idle_training.curriculum import WindowSampler
 
 
 class Response(NamedTuple):
@@ -116,7 +116,7 @@ def weight(sampler: WindowSampler, name: str, step: int) -> float:
 @settings(max_examples=60, deadline=None)
 @given(sampler=samplers, pool=pools, max_rows=st.integers(1, 200))
 def test_no_window_is_starved(sampler, pool, max_rows):
-    """Every window comes again within the number of rows that `sampling` states, also the first time."""
+    """Every window comes again within the number of rows that `WindowSampler` states, also the first time."""
     sampler.refresh(pool, step=4)
     weights = {c.id: weight(sampler, c.id, 4) for c in pool}
     largest = sum(min(c.rows, sampler._window_rows) for c in pool)

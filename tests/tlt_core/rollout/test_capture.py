@@ -106,7 +106,7 @@ def test_what_a_resumed_run_finds_is_still_that_of_transformers(folders, tmp_pat
     writer.shutdown()
     index = json.loads(json.dumps(buffer.index()))
     del buffer
-    resumed = SequenceBuffer.open(tmp_path, index, **bounds, writer=writer)
+    resumed = SequenceBuffer(tmp_path, index=index, **bounds, writer=writer)
     theirs = AutoModelForCausalLM.from_pretrained(folders / "model", dtype=torch.float32)
     by_key = {rollout.key: rollout for _, rollout in pairs}
     draft_ids_J = torch.tensor([2, 5, 9, 33, 60])
