@@ -143,8 +143,9 @@ class IdleTraining:
         if self._trainer.rows >= _ENOUGH * self._cfg.rows_per_step:
             self._trainer.apply()
             with torch.no_grad():
-                weights = [list(model.parameters()) for model in (self._average, self._trainer.model)]
-                torch._foreach_lerp_(*weights, 1 - self._cfg.average_decay)
+                average: list[Tensor] = list(self._average.parameters())
+                newest: list[Tensor] = list(self._trainer.model.parameters())
+                torch._foreach_lerp_(average, newest, 1 - self._cfg.average_decay)
             self._updates += 1
             return
         windows = self._curriculum.next(room=self._cfg.rows_per_step - self._trainer.rows)

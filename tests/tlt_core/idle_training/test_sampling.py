@@ -83,12 +83,6 @@ def test_a_new_step_by_hand():
     assert [sampler.next(8)[0].sequence.id for _ in range(7)] == ["c", "b", "c", "c", "a", "b", "c"]
 
 
-def test_windows_are_nearly_equal_and_cover_everything():
-    sampler = WindowSampler(window_rows=10)
-    sampler.refresh([Response("a", 32, step=0)], step=0)
-    assert places(sampler.next(1000)) == [("a", 0, 8), ("a", 8, 16), ("a", 16, 24), ("a", 24, 32)]
-
-
 def test_nothing_to_train_on():
     sampler = WindowSampler(window_rows=10)
     assert sampler.next(10) == []

@@ -138,10 +138,8 @@ class Eagle3Trainer:
         settings, step = self.settings, self.steps
         if step < settings.warmup_steps:
             return settings.learning_rate * (step + 1) / settings.warmup_steps
-        if not settings.total_steps:
-            return settings.learning_rate
         progress = (step - settings.warmup_steps) / max(1, settings.total_steps - settings.warmup_steps)
-        return settings.learning_rate * (1 - 0.9 * min(1.0, progress))
+        return settings.learning_rate * (1 - 0.9 * min(1.0, progress) * (settings.total_steps > 0))
 
     def _losses(self, windows: Sequence[Window]) -> tuple[Tensor, TrainMetrics]:
         """Summed loss, and metrics."""

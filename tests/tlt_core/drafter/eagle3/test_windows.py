@@ -48,14 +48,6 @@ def test_windows_add_up_to_the_sequence(decoder, model, sequences, rows, loss):
         close(gradient(model, decoder, [[w] for w in windows], settings), expected)
 
 
-def test_windows_of_several_sequences_in_one_pass(decoder, model, sequences):
-    """Interleaved, and two of one sequence together."""
-    pieces = [w for s in sequences for w in cut(s, rows=9)]
-    expected = gradient(model, decoder, [[w for s in sequences for w in whole(s)]])
-    close(gradient(model, decoder, [pieces[::2], pieces[1::2]]), expected)
-    close(gradient(model, decoder, [pieces[::-1]]), expected)
-
-
 def test_a_window_does_not_see_later_positions_or_neighbours(decoder, model, sequences):
     """To the bit: loss and every gradient."""
     first = sequences[0]

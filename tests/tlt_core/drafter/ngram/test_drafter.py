@@ -66,16 +66,6 @@ def test_proposes_what_a_sibling_writes_while_both_are_live():
     assert paths(tree, row=0) == []  # its end is nowhere else
 
 
-def test_finished_siblings_and_earlier_visits_are_remembered():
-    drafter = NgramDrafter()
-    visit(drafter, [60, 61, 62, 99])
-    own = request(sample=1)
-    drafter.admit(0, own)
-    tree = drafter.propose(view([own], [[*PROMPT, 60]]), CHAIN)
-    assert paths(tree)[-1] == [61, 62, 99]  # and nothing below the stop token
-    assert tree.depths_N.tolist() == [1, 2, 3]
-
-
 def test_repeats_of_the_own_text_are_drafted_without_end():
     """In a loop the longest match is the text up to one period ago."""
     drafter, own = NgramDrafter(), request()
