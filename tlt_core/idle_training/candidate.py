@@ -26,8 +26,7 @@ from tlt_core.items.types import SamplingParams
 
 _TRAINING_PER_TRIAL = 4.0  # seconds of training for each second that a trial takes
 
-Counts = dict[tuple[int, int], tuple[int, int]]
-"""Starts of chains and accepted drafts, by step and prompt: responses of one such group are alike."""
+Counts = dict[tuple[int, int], tuple[int, int]]  # starts of chains and accepted drafts, by step and prompt
 
 
 class TrialSettings(NamedTuple):

@@ -4,14 +4,12 @@
 
 A micro-step should take `micro_step_s`, so its rows follow the time that earlier ones took.
 
-A worker that runs out of work early had short responses, so its own buffer has few of the long ones that the drafter is
-for.  It also trains on what others decoded in earlier steps: the files of their buffers (`idle_training/buffer`) are
-mapped where they lie.  A file appears whole, and stays readable after its owner has deleted it, so nobody locks or
-waits.  A folder that this node cannot see has no files.
+A worker that runs out of work early had short responses.  So it also trains on what others decoded in earlier steps:
+the files of their buffers are mapped where they lie.  A file appears whole, and stays readable after its owner has
+deleted it, so nobody locks or waits.  A folder that this node cannot see has no files.
 """
 
 import heapq
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,8 +22,6 @@ from conf.drafter import IdleTrainingConfig
 from tlt_core.drafter.eagle3.windows import Window
 from tlt_core.idle_training.buffer import SequenceBuffer, SequenceFileError, is_recent_and_held, map_file
 from tlt_core.items.train_sequence import TrainSequence
-
-log = logging.getLogger(__name__)
 
 _FIRST_ROWS = 16  # of the first micro-step, before anything was timed
 _LEAST_ROWS = 4  # fewer take as long: a pass has a fixed cost
@@ -133,8 +129,7 @@ def _map(file: _File) -> list[TrainSequence]:
     """Nothing of a file that cannot be read: it is its owner's to complain."""
     try:
         return map_file(Path(file.path))
-    except SequenceFileError as error:
-        log.debug("%s %s", file.path, error)
+    except SequenceFileError:
         return []
 
 

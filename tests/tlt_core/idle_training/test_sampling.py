@@ -83,14 +83,6 @@ def test_a_new_step_by_hand():
     assert [sampler.next(8)[0].sequence.id for _ in range(7)] == ["c", "b", "c", "c", "a", "b", "c"]
 
 
-def test_nothing_to_train_on():
-    sampler = WindowSampler(window_rows=10)
-    assert sampler.next(10) == []
-    sampler.refresh([Response("a", 5, step=0)], step=0)
-    sampler.refresh([], step=0)
-    assert sampler.next(10) == []
-
-
 responses = st.builds(
     lambda number, *of: Response(f"s{number}", *of), st.integers(0, 12), st.integers(1, 300), st.integers(0, 4)
 )

@@ -34,10 +34,7 @@ from tlt_core.model.packed import PackedLinear, can_pack
 
 
 class Eagle3Drafter:
-    """Implements `tlt_core.items.speculation.Drafter`.  Reads the decoder's embedding in place, never writes it.
-
-    drafter = Eagle3Drafter(load_eagle3(folder, decoder.config), decoder, max_live=32, max_len=1024)
-    """
+    """Implements `tlt_core.items.speculation.Drafter`.  Reads the decoder's embedding in place, never writes it."""
 
     name = "eagle3"
     backlog_s = 0.0

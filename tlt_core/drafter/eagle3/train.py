@@ -69,11 +69,7 @@ class TrainMetrics(NamedTuple):
 
 
 class Eagle3Trainer:
-    """Trains a float32 drafter in place; the target's embedding is read only.
-
-    trainer = Eagle3Trainer(model, decoder, TrainSettings());  trainer.step(sequences)
-    or, one micro-step at a time:  trainer.accumulate(windows);  trainer.accumulate(others);  trainer.apply()
-    """
+    """Trains a float32 drafter in place: `step` by step, or `accumulate`d micro-steps and then `apply`."""
 
     def __init__(
         self,

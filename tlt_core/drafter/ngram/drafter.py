@@ -41,8 +41,7 @@ _NEGLIGIBLE = 0.02  # escape below which shorter matches are not consulted
 _NEGLIGIBLE_TOKEN = 0.01  # of hundreds of continuations that a short match can have, most are not worth ranking
 _MASK_32 = (1 << 32) - 1
 
-Node = tuple[int, int, int, int]
-"""Of a `DraftTree` in the making: token, parent, row, depth."""
+Node = tuple[int, int, int, int]  # of a `DraftTree` in the making: token, parent, row, depth
 
 
 class Candidate(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 from kernels.sampling.coupled_sample import gumbel_noise
 from tlt_core.drafter.ngram.drafter import NgramDrafter, clock
 from tlt_core.drafter.ngram.suffix_automaton import ROOT, SuffixAutomaton
-from tlt_core.items.speculation import OFF, DraftTree, LiveView, MinDraftProbs, Strategy
+from tlt_core.items.speculation import DraftTree, LiveView, MinDraftProbs, Strategy
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.model.sampling import position_key, row_keys, stream_key
 from tlt_core.rollout.draft_check import check_tree
@@ -64,14 +64,6 @@ def test_proposes_what_a_sibling_writes_while_both_are_live():
     tree = drafter.propose(view(requests, [[*PROMPT, 60, 61, 62, 63, 64], [*PROMPT, 60]]), CHAIN)
     assert paths(tree, row=1)[-1] == [61, 62, 63, 64]
     assert paths(tree, row=0) == []  # its end is nowhere else
-
-
-def test_repeats_of_the_own_text_are_drafted_without_end():
-    """In a loop the longest match is the text up to one period ago."""
-    drafter, own = NgramDrafter(), request()
-    drafter.admit(0, own)
-    tree = drafter.propose(view([own], [[*PROMPT, 7, 8, 9, 7, 8, 9, 7]]), Strategy("ngram", 8, 1, 8))
-    assert paths(tree)[-1] == [8, 9, 7, 8, 9, 7, 8, 9]
 
 
 def test_catches_up_after_rounds_without_it():
@@ -161,19 +153,6 @@ def test_limits_and_tree_invariants(seed, temperature):
             deepest = max((d for d, r in zip(depths, rows, strict=True) if r == row), default=0)
             assert deepest == min(depth, room[row] - 1) or (deepest and rows.count(row) == tokens)
         assert rows.count(4) == tokens or (width, depth) == (3, 3)
-
-
-def test_odd_input_gives_no_draft():
-    """No room, OFF, tokens that no vocabulary has."""
-    drafter, requests = NgramDrafter(), [request(sample=0), request(sample=1)]
-    texts = [[*PROMPT, 60, 60, 60], [*PROMPT, -5, 2**40]]
-    for row, own in enumerate(requests):
-        drafter.admit(row, own)
-    sampled = SamplingParams(temperature=1.0)
-    assert set(drafter.propose(view(requests, texts, sampled), TREE).rows_N.tolist()) == {0}
-    assert len(drafter.propose(view(requests, texts, sampled, room=[1, 1]), TREE).tokens_N) == 0
-    assert len(drafter.propose(view(requests, texts, sampled), OFF).tokens_N) == 0
-    assert len(drafter.propose(view([], []), TREE).tokens_N) == 0
 
 
 def test_improbable_nodes_are_not_drafted():
