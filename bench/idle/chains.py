@@ -20,8 +20,8 @@ from tlt_core.drafter.eagle3.acceptance import passes, start_runs
 from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.drafter.eagle3.windows import whole
 from tlt_core.drafter.ngram.drafter import NgramDrafter
+from tlt_core.idle_training.buffer import map_sequences
 from tlt_core.idle_training.checkpoint import load_checkpoint
-from tlt_core.idle_training.sequence_files import map_sequences
 from tlt_core.items.speculation import LiveView, Strategy
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import GenerationRequest, SamplingParams

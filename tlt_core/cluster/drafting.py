@@ -180,13 +180,10 @@ class Drafting:
 
     def _weighted(self, shares: Sequence[float]) -> Tensor:
         """The candidates' parameters, each times its share; where it is one worker's alone, that one's."""
-        candidate, share = self._idle_training().candidate, self._share(shares)
+        parameters_N = self._idle_training().candidate.contribution(self._share(shares))
         if 1.0 not in shares:
-            parameters_N = candidate.contribution(share)
             self._sum(parameters_N)
-            return parameters_N
-        parameters_N = candidate.contribution(1.0) if share == 1 else candidate.room()
-        if len(self._hosts) > 1:
+        elif len(self._hosts) > 1:
             dist.broadcast(parameters_N, src=self._hosts[list(shares).index(1.0)], group=self._group)
         return parameters_N
 

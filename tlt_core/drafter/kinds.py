@@ -22,41 +22,31 @@ if TYPE_CHECKING:  # benchmarks on a bare machine have no pydantic
 _NGRAM_MATCH = 3  # longest suffix that vLLM looks up
 
 
-class Wanted(NamedTuple):
-    """What a drafter is made for."""
-
-    cfg: SpeculationConfig
-    decoder: Decoder
-    chains: Sequence[Strategy]  # of this drafter
-    max_live: int
-    max_len: int
-
-
 class DrafterKind(NamedTuple):
     """Few strategies: each is tried before it is trusted, and `MinDraftProbs` shortens deep drafts."""
 
     learned: bool
     strategies: tuple[Strategy, ...]  # where the configuration names none
     gpu_strategies: tuple[Strategy, ...]  # besides, on a GPU
-    make: Callable[[Wanted], Drafter]
+    make: Callable[[SpeculationConfig, Decoder, Sequence[Strategy], int, int], Drafter]  # see `_eagle3`
     for_vllm: Callable[[SpeculationConfig], dict[str, Any]]  # in vLLM's speculative_config
 
 
-def _eagle3(wanted: Wanted) -> Drafter:
-    """Raises ModelError when the drafter does not fit the decoder."""
-    assert wanted.cfg.drafter_path is not None, "the configuration was checked"
-    network = load_eagle3(Path(wanted.cfg.drafter_path), wanted.decoder.config)
-    room = room_for(wanted.chains)
-    return Eagle3Drafter(network, wanted.decoder, max_live=wanted.max_live, max_len=wanted.max_len, room=room)
+def _eagle3(
+    cfg: SpeculationConfig, decoder: Decoder, strategies: Sequence[Strategy], max_live: int, max_len: int
+) -> Drafter:
+    """strategies: of this drafter.  Raises ModelError when the drafter does not fit the decoder."""
+    assert cfg.drafter_path is not None, "the configuration was checked"
+    network = load_eagle3(Path(cfg.drafter_path), decoder.config)
+    return Eagle3Drafter(network, decoder, max_live=max_live, max_len=max_len, room=room_for(strategies))
 
 
 def _eagle3_for_vllm(cfg: SpeculationConfig) -> dict[str, Any]:
     return {"method": "eagle3", "model": str(Path(str(cfg.drafter_path)).absolute())}
 
 
-def _ngram(wanted: Wanted) -> Drafter:
-    ngram = wanted.cfg.ngram
-    return NgramDrafter(max_index_tokens=ngram.max_index_tokens, min_match=ngram.min_match)
+def _ngram(cfg: SpeculationConfig, *_: object) -> Drafter:
+    return NgramDrafter(max_index_tokens=cfg.ngram.max_index_tokens, min_match=cfg.ngram.min_match)
 
 
 def _ngram_for_vllm(cfg: SpeculationConfig) -> dict[str, Any]:

@@ -12,23 +12,26 @@ two newer steps have come in, their responses are trained on too, and no longer 
 response is measured on after training on it.
 
 Bounds after every `add`: `max_sequences`, and `max_bytes` in memory and mapped together.  In memory are the step that
-comes in and the one that is being written; the rest is in the operating system's page cache, which it frees when
-memory is short.  Decoding never waits for the disk.  When the disk fails, sequences stay in memory within the same
-bounds, and the next `end_step` tries again.  A file outlives part of its sequences, so there is more on disk: up to
-twice `max_bytes` where a step fits into it.
+comes in and the one that is being written.  When the disk fails, sequences stay in memory within the same bounds, and
+the next `end_step` tries again.  A file outlives part of its sequences, so there is more on disk: up to twice
+`max_bytes` where a step fits into it.
 """
 
+import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tlt_core.idle_training.sequence_files import SequenceFileError, map_sequences, write_sequences
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
 from tlt_core.items.store import write_atomically
-from tlt_core.items.train_sequence import TrainSequence
+from tlt_core.items.train_sequence import TENSORS, TrainSequence
+from tlt_core.items.types import NoiseKey
 from tlt_core.model.sampling import splitmix64
 
 log = logging.getLogger(__name__)
@@ -65,32 +68,35 @@ class _File:
 class SequenceBuffer:
     """See the module docstring.  For one thread; `folder` belongs to this buffer alone."""
 
-    def __init__(self, folder: Path, *, max_bytes: int, max_sequences: int, writer: Executor) -> None:
-        """writer: one thread, which also writes the checkpoints that name these files: they are then on disk first."""
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_bytes: int,
+        max_sequences: int,
+        writer: Executor,
+        index: Mapping[str, Any] | None = None,
+    ) -> None:
+        """writer: one thread, which also writes the checkpoints that name these files: they are then on disk first.
+        index: of an earlier buffer, whose sequences this one has.
+
+        A file that is missing or damaged is left out with a warning; files that the index does not name are deleted:
+        they belong to steps that will be repeated.
+        """
         self._folder, self._writer = folder, writer
         self._max_bytes, self._max_sequences = max_bytes, max_sequences
         self._sequences: dict[str, TrainSequence] = {}  # by id
         self._files: list[_File] = []  # oldest first
         self._bytes = 0
-
-    @classmethod
-    def open(cls, folder: Path, index: Mapping[str, Any], **settings: Any) -> "SequenceBuffer":
-        """The buffer that gave this `index`, with the settings of the constructor.
-
-        A file that is missing or damaged is left out with a warning; files that the index does not name are deleted:
-        they belong to steps that will be repeated.
-        """
-        buffer = cls(folder, **settings)
-        for entry in index["files"]:
+        for entry in [] if index is None else index["files"]:
             file = _File(folder / entry["name"], entry["bytes"], dict.fromkeys(entry["sequences"]))
-            buffer._files.append(file)
-            buffer._map(file)
-        known = {file.path for file in buffer._files}
+            self._files.append(file)
+            self._map(file)
+        known = {file.path for file in self._files}
         for path in [*folder.glob("seqs_*.safetensors"), *folder.glob(".*.partial-*")]:
             if path not in known:
                 path.unlink()
-        buffer._evict()
-        return buffer
+        self._evict()
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -135,7 +141,7 @@ class SequenceBuffer:
             self._write(number, list(own))
 
     def index(self) -> dict[str, Any]:
-        """What `open` needs, as JSON values: the files on disk or on their way there, of all steps that have ended."""
+        """What another buffer needs, as JSON values: files on disk or on their way there, of steps that have ended."""
         self._settle()
         files = [{"name": f.path.name, "bytes": f.nbytes, "sequences": list(f.ids)} for f in self._files if f.ids]
         return {"files": files}
@@ -218,3 +224,46 @@ class SequenceBuffer:
         if not file.ids and file.job is None and file in self._files:
             self._files.remove(file)
             file.path.unlink(missing_ok=True)
+
+
+class SequenceFileError(ValueError):
+    """A file of sequences that cannot be used.  The text says why."""
+
+
+def write_sequences(path: Path, sequences: Sequence[TrainSequence]) -> None:
+    """One safetensors file that holds all of them."""
+    headers = [[s.key, s.policy_version, s.stream, s.first] for s in sequences]
+    tensors = {f"{s.id}/{name}": tensor for s in sequences for name, tensor in s.tensors.items()}
+    save_file(tensors, path, metadata={"sequences": json.dumps(headers)})
+
+
+def map_sequences(path: Path, ids: Iterable[str], *, nbytes: int) -> list[TrainSequence]:
+    """The named sequences of a file, memory-mapped.  They stay readable when the file is deleted or replaced.
+
+    nbytes: of all sequences that the file should hold.  Raises SequenceFileError when it is missing, truncated, of
+    another size, or lacks one of the sequences.
+    """
+    by_id = {sequence.id: sequence for sequence in map_file(path)}
+    found = sum(sequence.nbytes for sequence in by_id.values())
+    if found != nbytes:
+        raise SequenceFileError(f"holds {found} bytes of sequences, not {nbytes}")
+    if missing := [wanted for wanted in ids if wanted not in by_id]:
+        raise SequenceFileError(f"lacks the sequence {missing[0]}")
+    return [by_id[wanted] for wanted in ids]
+
+
+def map_file(path: Path) -> list[TrainSequence]:
+    """All sequences of a file, memory-mapped.  Raises SequenceFileError when it is missing or damaged."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return [_read(file, *header) for header in json.loads(file.metadata()["sequences"])]
+    except (OSError, SafetensorError) as error:
+        raise SequenceFileError(f"cannot be read ({error})") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise SequenceFileError(f"is not a file of sequences ({error!r})") from None
+
+
+def _read(file: safe_open, key: Sequence[int], policy_version: int, stream: int, first: int) -> TrainSequence:
+    prefix = ".".join(map(str, key))
+    tensors = {name: file.get_tensor(f"{prefix}/{name}") for name in TENSORS}
+    return TrainSequence(key=NoiseKey(*key), policy_version=policy_version, stream=stream, first=first, **tensors)

@@ -1,6 +1,6 @@
 """The drafter in use, and the candidate that may take its place.
 
-    trained weights --start_trial--> candidate --continue_trial, piece by piece--> comparison --> adopt, or withdraw
+    trained weights --start_trial--> candidate --continue_trial, piece by piece--> comparison --> adopt
 
 A candidate is tried in idle time, so when rollout ends it is known whether it may be published.  Trials cost training
 time: one begins when training since the last one took several times as long as that.  Where idle time is short, a trial
@@ -26,8 +26,7 @@ from tlt_core.items.types import SamplingParams
 
 _TRAINING_PER_TRIAL = 4.0  # seconds of training for each second that a trial takes
 
-Counts = dict[tuple[int, int], tuple[int, int]]
-"""Starts of chains and accepted drafts, by step and prompt: responses of one such group are alike."""
+Counts = dict[tuple[int, int], tuple[int, int]]  # starts of chains and accepted drafts, by step and prompt
 
 
 class TrialSettings(NamedTuple):
@@ -141,7 +140,6 @@ class DrafterCandidate:
         self.used = used
         self.comparison: Comparison | None = None  # outcome of the phase's latest trial
         self._settings, self._max_starts = settings, max_starts
-        self._sent_N = flat(used)  # memory for what is published: its first touch takes ten times as long as a copy
         self._model: Eagle3Model | None = None  # tried in this phase, and may be published
         self._trial: Trial | None = None  # under way
         self._done: Trial | None = None  # the phase's latest; later ones use the same responses
@@ -192,15 +190,9 @@ class DrafterCandidate:
             self._model, self.comparison = trial.candidate, trial.comparison()
 
     def contribution(self, share: float) -> Tensor:
-        """The candidate's parameters, times its share of what is published; one float32 vector, valid until the next
-        call of this or of `room`."""
+        """The candidate's parameters, times its share of what is published; one float32 vector."""
         assert share == 0 or self._model is not None, "only a candidate after its trial has a share"
-        parameters_N = flat(self.used if self._model is None else self._model, out=self._sent_N)
-        return parameters_N if share == 1 else parameters_N.mul_(share)
-
-    def room(self) -> Tensor:
-        """The same memory, for another worker's `contribution`."""
-        return self._sent_N
+        return flat(self.used if self._model is None else self._model).mul_(share)
 
     def compare(self, parameters_N: Tensor) -> Comparison:
         """These weights with those in use, on the responses of this phase's trial; empty where there was none."""
@@ -217,10 +209,6 @@ class DrafterCandidate:
         """These weights are in use from now on; trials beside the old ones are void."""
         fill(self.used, parameters_N)
         self._model = self._done = self._trial = None
-
-    def withdraw(self) -> None:
-        """The candidate was refused."""
-        self._model = None
 
     def restart(self, steps: int) -> None:
         """Training begins anew: nothing is on trial, and there is nothing new since these steps of the trainer."""

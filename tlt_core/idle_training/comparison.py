@@ -51,7 +51,6 @@ class Comparison(NamedTuple):
 
     @property
     def candidate_length(self) -> float:
-        """The candidate's."""
         return 1 + self.candidate / max(self.starts, 1)
 
     @property

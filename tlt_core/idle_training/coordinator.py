@@ -139,7 +139,7 @@ class Coordinator:
         return order
 
     def report(self, at_s: float) -> PhaseReport:
-        """The phase up to `at_s`.  Changes nothing."""
+        """The phase up to `at_s`."""
         over_s = at_s if self._over_s is None else self._over_s
         reasons, spans = dict(self._idle_by_reason_s), list(self._spans)
         for number, w in enumerate(self._workers):
@@ -193,16 +193,9 @@ def _add_idle(reasons: dict[str, float], worker: _Worker, until_s: float) -> Non
 
 
 def bubble(report: PhaseReport) -> dict[str, float]:
-    """How much of a phase's idle time was used: `idle/*`.
+    """How much of a phase's idle time was used: `idle/*`, see docs/metrics.md.
 
     A worker's idle window begins with its last response and ends when rollout has ended everywhere.
-
-    `idle/idle_s` and `idle/harvested_s`: worker seconds without requests, and those of them that were used.
-    `idle/streamed_s`: those that computed passes of the policy update; the other used ones trained the drafter.
-    `idle/long_idle_s`: the part of them in windows longer than 0.5 s.
-    `idle/harvested_ratio`: used share of that, absent without such windows.
-    `idle/preempt_ms_p95`: from the end of rollout until a working worker had stopped; absent when none worked.
-    `idle/untrained_s/REASON`: unused idle worker seconds, by reason.
     """
     windows = _idle_windows(report.spans, report.over_s)
     long = [(idle, used) for idle, used in windows if idle > _LONG_S]

@@ -2,18 +2,14 @@
 
     rollout --collect--> curriculum --windows--> micro_step, micro_step, ... (idle time) --> candidate --> publish
 
-A micro-step is one of: gradients of a few windows, an optimizer step, a piece of a candidate's trial.  Gradients take
-`micro_step_s` at most; a piece of a trial is one pass over 128 rows.  When rollout ends, the micro-step under way is
-finished; gradients, order and trial go on in the next idle time.
+A micro-step is one of: gradients of a few windows, an optimizer step, a piece of a candidate's trial.  When rollout
+ends, the micro-step under way is finished; gradients, order and trial go on in the next idle time.
 
 A candidate is the average of the weights over the optimizer steps (Polyak and Juditsky, 1992; with a decay, because the
 policy moves): a step has few tokens, so the newest weights are noisy.
 
 Hidden states are those of the policy that sampled the response.  This step's responses are mixed with long ones of the
 steps before, of other workers too ("one-step offset", TLT section 4).
-
-Owners: `curriculum` chooses what is trained on next; `candidate` has the drafter in use and the trial of its successor;
-`checkpoint` has the file; `IdleTraining` has the weights that learn.
 """
 
 import time
@@ -28,7 +24,7 @@ from torch import Tensor
 from conf.drafter import IdleTrainingConfig
 from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.drafter.eagle3.train import Eagle3Trainer, TrainMetrics, TrainSettings
-from tlt_core.drafter.eagle3.weights import copy_of, fill, move_towards
+from tlt_core.drafter.eagle3.weights import copy_of, fill
 from tlt_core.idle_training.buffer import SequenceBuffer
 from tlt_core.idle_training.candidate import DrafterCandidate, TrialSettings
 from tlt_core.idle_training.checkpoint import IdleTrainingCheckpoint, TrainingCheckpoint
@@ -87,9 +83,9 @@ class IdleTraining:
         writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="idle-training-writer")
         self._checkpoint = TrainingCheckpoint(folder, writer)
         saved = self._checkpoint.load() if resume else None
-        self._buffer = SequenceBuffer.open(
+        self._buffer = SequenceBuffer(
             folder,
-            {"files": []} if saved is None else saved.values["buffer"],
+            index=None if saved is None else saved.values["buffer"],
             max_bytes=cfg.max_buffer_mb << 20,
             max_sequences=cfg.max_sequences,
             writer=writer,
@@ -146,7 +142,10 @@ class IdleTraining:
         """An optimizer step, or gradients of some windows."""
         if self._trainer.rows >= _ENOUGH * self._cfg.rows_per_step:
             self._trainer.apply()
-            move_towards(self._average, self._trainer.model, 1 - self._cfg.average_decay)
+            with torch.no_grad():
+                average: list[Tensor] = list(self._average.parameters())
+                newest: list[Tensor] = list(self._trainer.model.parameters())
+                torch._foreach_lerp_(average, newest, 1 - self._cfg.average_decay)
             self._updates += 1
             return
         windows = self._curriculum.next(room=self._cfg.rows_per_step - self._trainer.rows)
@@ -183,7 +182,6 @@ class IdleTraining:
 
     def reject(self) -> bool:
         """The candidate was refused.  True: too often, so training starts again from the drafter in use."""
-        self.candidate.withdraw()
         self._rejections += 1
         if self._rejections < self._cfg.max_rejections:
             return False

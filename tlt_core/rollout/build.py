@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tlt_core.drafter.kinds import KINDS, Wanted, strategies_of
+from tlt_core.drafter.kinds import KINDS, strategies_of
 from tlt_core.items.speculation import Drafter
 from tlt_core.model.decoder import Decoder
 from tlt_core.rollout.engine import RolloutEngine, Speculation
@@ -40,7 +40,7 @@ def make_engine(
     drafters: dict[str, Drafter] = {}
     for name in dict.fromkeys(strategy.drafter for strategy in strategies):
         own = [strategy for strategy in strategies if strategy.drafter == name]
-        drafters[name] = KINDS[name].make(Wanted(cfg, decoder, own, max_live, max_len))
+        drafters[name] = KINDS[name].make(cfg, decoder, own, max_live, max_len)
     return RolloutEngine(
         decoder,
         max_live=max_live,

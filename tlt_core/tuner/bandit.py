@@ -24,8 +24,8 @@ EPSILON = 0.1  # share of explored rounds, as in TLT
 class _Window:
     """The latest rewards of a strategy, and their median."""
 
-    def __init__(self, size: int, values: Sequence[float] = ()) -> None:
-        self.values: deque[float] = deque(values, maxlen=size)
+    def __init__(self, values: Sequence[float] = ()) -> None:
+        self.values: deque[float] = deque(values, maxlen=_WINDOW)
         self._ordered = sorted(self.values)
 
     def add(self, value: float) -> None:
@@ -45,22 +45,10 @@ class _Window:
 class BucketedGreedy:
     """The bandit alone: `pick` a strategy, `reward` it."""
 
-    def __init__(
-        self,
-        strategies: Sequence[Strategy],
-        *,
-        seed: int,
-        epsilon: float = EPSILON,
-        thresholds: Sequence[int] = _THRESHOLDS,
-        window: int = _WINDOW,
-    ) -> None:
-        """thresholds: ascending, the first one 1."""
-        if list(thresholds) != sorted(set(thresholds)) or not thresholds or thresholds[0] != 1:
-            raise ValueError(f"thresholds {tuple(thresholds)} must ascend from 1")
+    def __init__(self, strategies: Sequence[Strategy], *, seed: int, epsilon: float = EPSILON) -> None:
         self._strategies = (OFF, *strategies)
-        self._thresholds, self._epsilon, self._size = tuple(thresholds), epsilon, window
-        self._random = random.Random(seed)
-        self._windows = [{strategy: _Window(window) for strategy in self._strategies} for _ in thresholds]
+        self._epsilon, self._random = epsilon, random.Random(seed)
+        self._windows = [{strategy: _Window() for strategy in self._strategies} for _ in _THRESHOLDS]
 
     def pick(self, live: int, *, without: Collection[str] = ()) -> Strategy:
         """A strategy for a batch of `live` requests that uses none of the drafters in `without`."""
@@ -82,14 +70,14 @@ class BucketedGreedy:
         for windows in self._windows:
             for strategy in windows:
                 if drafter in (None, strategy.drafter):
-                    windows[strategy] = _Window(self._size)
+                    windows[strategy] = _Window()
 
     def state_dict(self) -> dict[str, Any]:
         """As JSON values."""
         version, words, gauss = self._random.getstate()
         rewards = {
             str(threshold): {str(strategy): list(window.values) for strategy, window in windows.items()}
-            for threshold, windows in zip(self._thresholds, self._windows, strict=True)
+            for threshold, windows in zip(_THRESHOLDS, self._windows, strict=True)
         }
         return {"random": [version, list(words), gauss], "rewards": rewards}
 
@@ -97,10 +85,10 @@ class BucketedGreedy:
         """Buckets and strategies that no longer exist are dropped."""
         version, words, gauss = state["random"]
         self._random.setstate((version, tuple(words), gauss))
-        for threshold, windows in zip(self._thresholds, self._windows, strict=True):
+        for threshold, windows in zip(_THRESHOLDS, self._windows, strict=True):
             saved = state["rewards"].get(str(threshold), {})
             for strategy in windows:
-                windows[strategy] = _Window(self._size, saved.get(str(strategy), ()))
+                windows[strategy] = _Window(saved.get(str(strategy), ()))
 
     def _bucket(self, live: int) -> int:
-        return max(i for i, threshold in enumerate(self._thresholds) if threshold <= live)
+        return max(i for i, threshold in enumerate(_THRESHOLDS) if threshold <= live)

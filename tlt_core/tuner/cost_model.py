@@ -60,9 +60,7 @@ class RobustFilter:
         return max(expected, _LEAST_SHARE * self._least)
 
     def update(self, phi: Sequence[float], y: float) -> None:
-        """Learn from one observation.  Raises ValueError when phi is not as long as theta."""
-        if len(phi) != len(self.theta):
-            raise ValueError(f"{len(phi)} features for {len(self.theta)} coefficients: give one each")
+        """Learn from one observation."""
         expected = max(self.predict(phi), 1e-7)
         self._least = min(self._least or y, max(y, 1e-7))
         if self.one_sided and y < expected * (1.0 - 3 * self.noise):

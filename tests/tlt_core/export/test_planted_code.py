@@ -22,8 +22,8 @@ from tlt_core.drafter.eagle3.files import load_eagle3
 from tlt_core.export.record import weights_digest
 from tlt_core.export.verify import verify
 from tlt_core.grpo import trainer_files
+from tlt_core.idle_training import buffer
 from tlt_core.idle_training import checkpoint as idle_training_checkpoint
-from tlt_core.idle_training import sequence_files
 from tlt_core.items import checkpoint, store
 from tlt_core.items.checkpoint import DriverState
 from tlt_core.items.train_sequence import TrainSequence
@@ -87,7 +87,7 @@ def make_steps(tiny: Tiny, exported: Path, out: Path) -> None:
 def make_idle_training(tiny: Tiny, exported: Path, out: Path) -> None:
     tensors = {"tokens_L": torch.arange(5, dtype=torch.int32), "taps_LE": torch.zeros(4, 6)}
     tensors |= {"last_PD": torch.zeros(2, 4), "lognorms_P": torch.zeros(2)}
-    sequence_files.write_sequences(out / "sequences", [TrainSequence(NoiseKey(0, 1, 2, 3), 0, 0, 3, **tensors)])
+    buffer.write_sequences(out / "sequences", [TrainSequence(NoiseKey(0, 1, 2, 3), 0, 0, 3, **tensors)])
     save_file({"w": torch.ones(2)}, out / "training", metadata={"values": "{}"})
 
 
@@ -124,7 +124,7 @@ INPUTS = {
     "idle_training": Input(
         make_idle_training,
         (
-            lambda folder: sequence_files.map_file(folder / "sequences"),
+            lambda folder: buffer.map_file(folder / "sequences"),
             lambda folder: idle_training_checkpoint.load_checkpoint(folder / "training"),
         ),
     ),

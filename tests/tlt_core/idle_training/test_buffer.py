@@ -2,10 +2,10 @@
 
 import dataclasses
 import json
+import os
 import random
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.tlt_core.idle_training.stored import TAPS, bytes_of, digest, make
-from tlt_core.idle_training.buffer import SequenceBuffer, held_back
+from tlt_core.idle_training.buffer import SequenceBuffer, held_back, write_sequences
+from tlt_core.idle_training.curriculum import PeerFiles
 
 ROOMY = {"max_bytes": 10**9, "max_sequences": 10**6}
 
@@ -74,7 +75,6 @@ def test_bounds_hold_after_every_add(tmp_path, writer, limits, writes):
 def test_only_the_step_that_comes_in_is_in_memory(tmp_path, writer):
     """And the one that is being written."""
     buffer = SequenceBuffer(tmp_path, **ROOMY, writer=writer)
-    disk = threading.Event()
     for step in range(4):
         for prompt in range(5):
             buffer.add(make(step, prompt, length=500))
@@ -84,13 +84,6 @@ def test_only_the_step_that_comes_in_is_in_memory(tmp_path, writer):
     written(writer)
     buffer.index()  # takes notice
     assert bytes_in_memory(buffer) == 0
-    # Decoding does not wait for the disk: responses of later steps come in, though nothing can be written.
-    writer.submit(tmp_path / "slow", lambda path: (disk.wait(30), path.write_text("x")))
-    for step in (4, 5):
-        buffer.add(make(step, 0, length=500))
-        buffer.end_step(step)
-    assert bytes_in_memory(buffer) == 2 * bytes_of(500)
-    disk.set()
 
 
 def bytes_in_memory(buffer: SequenceBuffer) -> int:
@@ -149,7 +142,7 @@ from pathlib import Path
 from tests.tlt_core.idle_training.stored import digest
 from tlt_core.idle_training.buffer import SequenceBuffer
 folder, index = Path(sys.argv[1]), json.loads(sys.argv[2])
-buffer = SequenceBuffer.open(folder, index, max_bytes=10**9, max_sequences=1000, writer=ThreadPoolExecutor())
+buffer = SequenceBuffer(folder, index=index, max_bytes=10**9, max_sequences=1000, writer=ThreadPoolExecutor())
 print(json.dumps({s.id: digest(s) for s in buffer.sequences()}))
 """
 
@@ -168,7 +161,7 @@ def test_every_bit_survives_the_disk(tmp_path, writer):
     written(writer)
     assert json.dumps(buffer.index()) == index  # takes notice
     assert digests(buffer) == expected
-    reopened = SequenceBuffer.open(tmp_path, json.loads(index), **ROOMY, writer=writer)
+    reopened = SequenceBuffer(tmp_path, index=json.loads(index), **ROOMY, writer=writer)
     assert nbytes(reopened) == sum(bytes_of(7 + 5 * p, itemsize=i) for p in range(6) for i in (2, 4))
     assert digests(reopened) == expected
     fresh = subprocess.run(
@@ -217,7 +210,7 @@ def test_damaged_files_are_left_out_by_name(tmp_path, writer, caplog, damage):
         broken.write_bytes(b"\x05" * 3000)
     else:
         index["files"][1]["sequences"].append("5.2.99.0")
-    reopened = SequenceBuffer.open(tmp_path, index, **ROOMY, writer=writer)
+    reopened = SequenceBuffer(tmp_path, index=index, **ROOMY, writer=writer)
     assert {s.step for s in reopened.sequences()} == {1, 3}
     assert len(reopened) == 6
     assert str(broken) in caplog.text
@@ -234,7 +227,7 @@ def test_open_clears_what_later_steps_left(tmp_path, writer):
     written(writer)
     (tmp_path / ".seqs_000003.safetensors.partial-77").write_bytes(b"half")
     (tmp_path / "canary.json").write_text("{}")
-    reopened = SequenceBuffer.open(tmp_path, index, **ROOMY, writer=writer)
+    reopened = SequenceBuffer(tmp_path, index=index, **ROOMY, writer=writer)
     assert ids(reopened.sequences()) == ["5.1.0.0"]
     assert files(tmp_path) == ["canary.json", "seqs_000001.safetensors"]
 
@@ -276,10 +269,8 @@ def test_two_steps_are_held_back_and_what_is_older_is_trained_on(tmp_path, write
             for sample in range(2):
                 buffer.add(make(step, prompt, sample, length=10))
         held, trainable = buffer.held(), buffer.trainable()
-        assert {s.id for s in held}.isdisjoint(s.id for s in trainable)
-        assert len(held) + len(trainable) == len(buffer)
-        assert [s.step for s in held] == sorted((s.step for s in held), reverse=True)
-        assert {s.step for s in held} == {step, max(step - 1, 1)}
+        assert sorted(ids(held + trainable)) == sorted(ids(buffer.sequences()))
+        assert list(dict.fromkeys(s.step for s in held)) == ([step, step - 1] if step > 1 else [1])
         assert all(held_back(s.step, s.key.prompt_id) for s in held)
         assert not any(held_back(s.step, s.key.prompt_id) for s in trainable if s.step > step - 2)
     groups = {(s.step, s.key.prompt_id) for s in buffer.held()}
@@ -302,3 +293,54 @@ def test_two_steps_are_held_back_and_what_is_older_is_trained_on(tmp_path, write
 def test_a_sequence_that_makes_no_sense_is_refused(change):
     with pytest.raises(ValueError):
         dataclasses.replace(make(length=10), **change)
+
+
+def write(folder, step, prompt):
+    folder.mkdir(exist_ok=True)
+    write_sequences(folder / f"seqs_{step:06d}.safetensors", [make(step, prompt)])
+
+
+def look(peers, step):
+    peers.look(step)
+    return {s.id: s for s in peers.sequences()}
+
+
+def test_peers_read_what_another_buffer_has_written(tmp_path, writer):
+    owner = SequenceBuffer(tmp_path / "a", **ROOMY, writer=writer)
+    sequences = [make(3, prompt, length=7 + prompt) for prompt in range(12)]
+    for sequence in sequences:
+        owner.add(sequence)
+    peers = PeerFiles([tmp_path / "a", tmp_path / "of another node"])
+    assert look(peers, 4) == {}  # the step is not finished
+    owner.end_step(3)
+    written(writer)
+    seen = look(peers, 4)
+    assert {name: digest(s) for name, s in seen.items()} == {s.id: digest(s) for s in sequences}
+    held = {s.id for s in sequences if held_back(3, s.key.prompt_id)}
+    assert held == {s.id for s in owner.held()} != set()
+    assert {s.id for s in peers.trainable(4)} == seen.keys() - held
+    assert {s.id for s in peers.trainable(5)} == seen.keys()  # measured on no more, so trained on
+
+
+def test_peers_read_only_steps_before_this_one_and_not_the_oldest(tmp_path):
+    for step in range(1, 12):
+        write(tmp_path / "a", step, prompt=0)
+    peers = PeerFiles([tmp_path / "a"])
+    assert {s.step for s in look(peers, 9).values()} == {3, 4, 5, 6, 7, 8}
+    assert {s.step for s in look(peers, 11).values()} == {5, 6, 7, 8, 9, 10}
+
+
+def test_peers_files_that_go_change_or_are_damaged(tmp_path):
+    folder = tmp_path / "a"
+    write(folder, 1, prompt=0)
+    write(folder, 2, prompt=1)
+    (folder / "seqs_000003.safetensors").write_bytes(b"cut off")
+    (folder / "seqs_000002.1.safetensors").symlink_to(folder / "nowhere")
+    peers = PeerFiles([folder])
+    assert {s.key.prompt_id for s in look(peers, 4).values()} == {0, 1}
+    (folder / "seqs_000001.safetensors").unlink()
+    again = folder / "seqs_000002.safetensors.new"
+    write_sequences(again, [make(2, 5, length=9)])
+    again.rename(folder / "seqs_000002.safetensors")  # the step was repeated
+    os.utime(folder / "seqs_000002.safetensors", ns=(1, 1))
+    assert {s.key.prompt_id for s in look(peers, 4).values()} == {5}

@@ -1,4 +1,4 @@
-"""The law of `tlt_core/idle_training/sampling`: shares, bounded gaps, joins and leaves, resume."""
+"""The law of `WindowSampler`: shares, bounded gaps, joins and leaves, resume."""
 
 import json
 from collections import Counter
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tlt_core.drafter.eagle3.windows import Window
-from tlt_core.idle_training.sampling import WindowSampler
+from tlt_core.idle_training.curriculum import WindowSampler
 
 
 class Response(NamedTuple):
@@ -83,32 +83,6 @@ def test_a_new_step_by_hand():
     assert [sampler.next(8)[0].sequence.id for _ in range(7)] == ["c", "b", "c", "c", "a", "b", "c"]
 
 
-def test_refreshing_again_changes_nothing():
-    """Virtual time begins anew at each change; a second change before the next pick must find it so."""
-    sampler = WindowSampler(window_rows=8, length_bias=0.0)
-    old = [Response(name, 8, step=0) for name in "abc"]
-    sampler.refresh(old, step=0)
-    draw(sampler, rows=32, max_rows=8)  # a, b, c, a: at virtual time 1, "b" and "c" due at 1, "a" at 2
-    for new in ("d", "e"):
-        old.append(Response(new, 8, step=0))
-        sampler.refresh(old, step=0)
-    assert [sampler.next(8)[0].sequence.id for _ in range(6)] == ["b", "c", "d", "e", "a", "b"]
-
-
-def test_windows_are_nearly_equal_and_cover_everything():
-    sampler = WindowSampler(window_rows=10)
-    sampler.refresh([Response("a", 32, step=0)], step=0)
-    assert places(sampler.next(1000)) == [("a", 0, 8), ("a", 8, 16), ("a", 16, 24), ("a", 24, 32)]
-
-
-def test_nothing_to_train_on():
-    sampler = WindowSampler(window_rows=10)
-    assert sampler.next(10) == []
-    sampler.refresh([Response("a", 5, step=0)], step=0)
-    sampler.refresh([], step=0)
-    assert sampler.next(10) == []
-
-
 responses = st.builds(
     lambda number, *of: Response(f"s{number}", *of), st.integers(0, 12), st.integers(1, 300), st.integers(0, 4)
 )
@@ -128,7 +102,7 @@ def weight(sampler: WindowSampler, name: str, step: int) -> float:
 @settings(max_examples=60, deadline=None)
 @given(sampler=samplers, pool=pools, max_rows=st.integers(1, 200))
 def test_no_window_is_starved(sampler, pool, max_rows):
-    """Every window comes again within the number of rows that `sampling` states, also the first time."""
+    """Every window comes again within the number of rows that `WindowSampler` states, also the first time."""
     sampler.refresh(pool, step=4)
     weights = {c.id: weight(sampler, c.id, 4) for c in pool}
     largest = sum(min(c.rows, sampler._window_rows) for c in pool)

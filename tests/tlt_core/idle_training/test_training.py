@@ -134,9 +134,7 @@ def test_a_worker_learns_from_what_another_has_decoded(decoder, training, tmp_pa
     other = training(tmp_path / "worker_0", cfg=cfg)
     roll_out(decoder, other, step=1, prompts=64)
     other.end()
-    idle_training = training(
-        decoder, tmp_path / "worker_1", cfg=cfg, peers=[tmp_path / "worker_0", tmp_path / "worker_2"]
-    )
+    idle_training = training(tmp_path / "worker_1", cfg=cfg, peers=[tmp_path / "worker_0", tmp_path / "worker_2"])
     idle_training.begin(1, policy_version=1)
     other.close()
     assert not idle_training.has_data  # of this step it has none, and of others' only what is finished
@@ -145,14 +143,9 @@ def test_a_worker_learns_from_what_another_has_decoded(decoder, training, tmp_pa
     assert idle_training.has_data
     seen = idle_training._curriculum.sequences()
     assert seen.keys() == {item.id for item in other._buffer.trainable()}
-    train(idle_training, until=lambda r: r.steps >= 20)
-    held = other._buffer.held()
-    settings = {"depth": DEPTH, "temperature": 1.0}
-    before, after = (
-        measure_acceptance(model, decoder.embed_tokens.weight, held, **settings).accept_length
-        for model in (idle_training.candidate.used, idle_training._average)
-    )
-    assert after > before + 0.1
+    first = train(idle_training, until=lambda r: r.steps >= 1)
+    result = train(idle_training, until=lambda r: r.steps >= 20)
+    assert result.overlap > 1.2 * first.overlap
 
 
 @pytest.mark.parametrize("micro_steps", [4, 9])

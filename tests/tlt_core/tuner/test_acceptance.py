@@ -76,16 +76,6 @@ def test_chains_of_all_lengths_share_what_is_known_and_a_tree_has_to_be_tried() 
     assert model.known(TREE)
 
 
-def test_a_change_is_seen_within_a_few_rounds() -> None:
-    model = Acceptance(STRATEGIES)
-    play(model, LONG, [0.8] * 4, 60)
-    before = model.expected(range(4))[LONG].accepted
-    play(model, LONG, [0.0] * 4, 12)
-    assert model.expected(range(4))[LONG].accepted < 0.4 * before
-    play(model, LONG, [0.0] * 4, 12)
-    assert model.expected(range(4))[LONG].accepted < 0.2 * before
-
-
 def test_optimism_shrinks_with_evidence_and_grows_with_absence() -> None:
     model = Acceptance(STRATEGIES)
 

@@ -11,12 +11,6 @@ def report(strategy: Strategy, live: int, reward: float) -> RoundReport:
     return RoundReport(strategy, live, 0, (0,) * live, (0,) * live, (0,) * live, 0.0, live / reward)
 
 
-def bandit(**settings: float) -> BucketedGreedy:
-    """Two buckets, two strategies."""
-    values = {"epsilon": 0.1, "window": 20, "seed": 3} | settings
-    return BucketedGreedy((A, B), thresholds=(1, 4), **values)  # type: ignore[arg-type]
-
-
 def play(learner: BucketedGreedy, best: dict[int, Strategy], rounds: int) -> dict[int, list[Strategy]]:
     """Rewards of 2 for the best strategy of each batch size and 1 for the others."""
     picks: dict[int, list[Strategy]] = {live: [] for live in best}
@@ -28,7 +22,7 @@ def play(learner: BucketedGreedy, best: dict[int, Strategy], rounds: int) -> dic
 
 
 def test_each_bucket_finds_its_strategy_and_keeps_exploring() -> None:
-    picks = play(bandit(), {2: B, 6: OFF}, 400)
+    picks = play(BucketedGreedy((A, B), seed=3), {2: B, 6: OFF}, 400)
     for live, best in ((2, B), (6, OFF)):
         assert set(picks[live][:6]) == {OFF, A, B}
         share = picks[live][10:].count(best) / 390
@@ -36,17 +30,8 @@ def test_each_bucket_finds_its_strategy_and_keeps_exploring() -> None:
 
 
 def test_no_exploration_at_epsilon_zero_and_the_median_ignores_a_spike() -> None:
-    learner = bandit(epsilon=0.0)
+    learner = BucketedGreedy((A, B), epsilon=0.0, seed=3)
     play(learner, {2: B}, 10)
     for _ in range(3):
         learner.reward(report(B, 2, 0.1))
     assert learner.pick(2) == B
-
-
-def test_a_window_forgets() -> None:
-    learner = bandit(epsilon=0.3)
-    play(learner, {2: A}, 200)
-    picks = play(learner, {2: B}, 300)
-    assert picks[2][-50:].count(B) > 30
-    learner.clear("eagle")
-    assert learner.pick(2) in (A, B, OFF)

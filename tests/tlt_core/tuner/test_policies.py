@@ -7,8 +7,8 @@ from statistics import median
 import pytest
 
 from bench.tuner.simulator import Hits, pass_seconds
-from bench.tuner.workloads import WORKLOADS, SimulatedWork, ThresholdTuner
-from tlt_core.items.speculation import NO_MIN_DRAFT_PROBS, OFF, RoundReport, Strategy
+from bench.tuner.workloads import WORKLOADS, SimulatedWork
+from tlt_core.items.speculation import NO_MIN_DRAFT_PROBS, Strategy
 from tlt_core.tuner.policies import Kind, RecordedTuner, make_tuner
 
 SEED = 1
@@ -90,17 +90,6 @@ def test_a_change_of_the_drafter_is_followed_both_ways(live: int) -> None:
     assert median(back) > 0.85
 
 
-def test_a_published_drafter_is_tried_soon() -> None:
-    eagle = [s for s in STRATEGIES if s.drafter == "eagle3"]
-    engine = SimulatedWork(Hits(0.0), Hits(0.0), 4, 10**6).engine(seed=SEED)
-    adaptive = tuner()
-    engine.run(adaptive, 400)
-    engine.hits["eagle3"] = Hits(0.85)
-    adaptive.notify_change("eagle3")
-    engine.run(adaptive, 30)
-    assert engine.share(*eagle, last=15) > 0.85
-
-
 def test_a_drafter_that_is_measured_to_be_alike_is_no_news() -> None:
     """Choices are those without a publish; after one that is not measured they differ."""
     engines = {change: WORKLOADS["near break-even"].engine(seed=SEED) for change in (None, 0.01, float("inf"))}
@@ -112,16 +101,6 @@ def test_a_drafter_that_is_measured_to_be_alike_is_no_news() -> None:
                 adaptive.notify_change("eagle3", change=change)
     assert engines[0.01].history == engines[None].history
     assert engines[float("inf")].history != engines[None].history
-
-
-def test_off_comes_back_when_drafting_becomes_dear() -> None:
-    engine = SimulatedWork(Hits(0.7), Hits(0.0), 1, 10**6).engine(seed=SEED)
-    adaptive = tuner()
-    engine.run(adaptive, 150)
-    assert engine.share(OFF, last=40) < 0.2
-    engine.rows.update({key: [100.0, 1e6, 0.0] for key in range(1000, 1031)})  # 31 requests join in mid-flight
-    engine.run(adaptive, 40)
-    assert engine.share(OFF, last=30) > 0.9
 
 
 @pytest.mark.parametrize("kind", ["cost_model", "beg_mab", "fixed", "off"])
@@ -136,12 +115,6 @@ def test_choices_are_the_same_after_a_restart(kind: Kind) -> None:
     engines[1].run(restarted, 120)
     assert engines[0].history == engines[1].history
     assert restarted.ledger.state_dict() == first.ledger.state_dict()
-
-
-def test_a_threshold() -> None:
-    strategies = first(STRATEGIES[4])
-    threshold = ThresholdTuner(strategies, max_live=3)
-    assert [threshold.choose(range(live), 0) for live in (1, 3, 4)] == [STRATEGIES[4], STRATEGIES[4], OFF]
 
 
 @pytest.mark.parametrize("kind", ["cost_model", "beg_mab", "fixed", "off"])
@@ -195,16 +168,3 @@ def test_the_floor_is_what_a_draft_token_costs_in_tokens() -> None:
             assert made.min_draft_probs.level == pytest.approx(best * made.cost.level_seconds(chosen.drafter))
     assert 0 <= min_draft_probs[1] < min_draft_probs[4] < min_draft_probs[8] <= 0.8
     assert tuner("fixed").min_draft_probs == tuner("beg_mab").min_draft_probs == NO_MIN_DRAFT_PROBS
-
-
-def test_there_is_no_floor_where_tokens_cost_nothing() -> None:
-    """A GPU that waits for its weights: nothing is cut, so nobody has to look at the device's estimates."""
-    made = make_tuner("cost_model", STRATEGIES, seed=SEED)
-    made.calibrate(lambda *_: 10e-3, max_live=32, max_tokens=160, budget_s=1.0)
-    for _ in range(20):
-        chosen = made.choose([0], 100)
-        drafted, hits = (chosen.tokens,), (min(chosen.depth, chosen.tokens),)
-        draft_s = 0.0 if chosen.is_off else 1e-3
-        made.observe([0], RoundReport(chosen, 1, 100, drafted, hits, hits, draft_s, 10e-3))
-        assert made.min_draft_probs == NO_MIN_DRAFT_PROBS
-    assert not chosen.is_off

@@ -116,16 +116,13 @@ def start_runs(
 def passes(starts: Sequence[Window]) -> Iterator[list[Window]]:
     """The same starts, cut and gathered into passes of bounded size."""
     part: list[Window] = []
-    room = _PASS_ROWS
     for window in starts:
         first = window.start
         while first < window.end:
-            cut = min(window.end, first + room)
-            part.append(Window(window.sequence, first, cut))
-            room -= cut - first
-            first = cut
-            if not room:
+            part.append(Window(window.sequence, first, min(window.end, first + _PASS_ROWS - sum(w.rows for w in part))))
+            first = part[-1].end
+            if sum(w.rows for w in part) == _PASS_ROWS:
                 yield part
-                part, room = [], _PASS_ROWS
+                part = []
     if part:
         yield part

@@ -8,15 +8,15 @@ p - k:
 
 Drafted tokens are the true ones (teacher forcing): along an accepted path this is what drafting computes.
 
-oneDNN builds a kernel for every new shape of a bfloat16 product, which takes as long as a small product.  The number of
-rows differs from pass to pass, so rows are padded to a multiple of `ROW_MULTIPLE`.  Attention has small products: on a
-CPU it is computed in float32, by kernels that need no building.
+oneDNN builds a kernel for every new shape of a bfloat16 product, so rows are padded to a multiple of `ROW_MULTIPLE`.
+Attention has small products: on a CPU it is computed in float32, by kernels that need no building.
 
 Shapes: R rows of the pack, of which C context and T query rows (see `windows`), D hidden size, H query heads,
 K key/value heads, G = H / K, d head size, k depths before.
 """
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -60,7 +60,9 @@ class _DepthAttention:
 
     def __init__(self, pack: Pack, context_k_CKd: Tensor, context_v_CKd: Tensor) -> None:
         self._pack, self._context = pack, (context_k_CKd, context_v_CKd)
-        self._bounds = pack.query_offsets_S1, pack.key_offsets_S1
+        # Start of each window's query rows, and of its rows in order, each with the number of all.
+        self._offsets_S1 = torch.tensor([0, *accumulate(pack.queries)])
+        self._key_offsets_S1 = torch.tensor([0, *accumulate(w.end for w in pack.windows)])
         self._shared: tuple[Tensor, Tensor] | None = None  # of depth 1, [R, K, d], window by window
         self._own: tuple[list[Tensor], list[Tensor]] = [], []  # of each later depth, [T, K, d]
 
@@ -76,8 +78,8 @@ class _DepthAttention:
         if self._shared is None:
             keys, values = (x.to(k_TKd.dtype) for x in self._context)
             self._shared = self._pack.in_order(keys, k_TKd), self._pack.in_order(values, v_TKd)
-            queries, key_offsets = self._bounds
-            return packed_causal_attention(q_THd, *self._shared, queries, key_offsets_S1=key_offsets)
+            bounds, key_bounds = self._offsets_S1, self._key_offsets_S1
+            return packed_causal_attention(q_THd, *self._shared, bounds, key_offsets_S1=key_bounds)
         self._own[0].append(k_TKd)
         self._own[1].append(v_TKd)
         return self._later(q_THd, self._shared, len(self._own[0]))

@@ -4,10 +4,8 @@
               y -> logits -> best children (`tree`) -> the children's tokens and y -> next level -> ...
 
 Position t reads the hidden state of token t and the token t + 1.  So a row of n tokens is caught up to position n - 2,
-whose y predicts the token at index n.  The engine keeps all hidden states, so the target never has to compute anything
-again, however long speculation was off.
-
-All rows draft together; a level is one pass of the layer over B tokens (chains) or B w tokens (trees).
+whose y predicts the token at index n.  The engine keeps all hidden states, so nothing is computed again, however long
+speculation was off.
 
 Shapes: B live rows, T positions of a catch-up, E tapped width, D hidden size, J draft vocabulary, w width.
 """
@@ -24,7 +22,7 @@ from kernels.tree.tree_layout import TreeLayout
 from tlt_core.drafter.eagle3.cache import DraftCache, DraftLevels
 from tlt_core.drafter.eagle3.files import export_weights, import_weights
 from tlt_core.drafter.eagle3.model import Attend, Eagle3Model, blank_eagle3
-from tlt_core.drafter.eagle3.native import ChainSettings, NativeEagle3
+from tlt_core.drafter.eagle3.native import NativeEagle3
 from tlt_core.drafter.eagle3.static import DraftParts, StaticEagle3
 from tlt_core.drafter.eagle3.tree import TreeBuilder, draft_keys, perturbed_scores
 from tlt_core.items.hidden_states import HiddenStates
@@ -36,10 +34,7 @@ from tlt_core.model.packed import PackedLinear, can_pack
 
 
 class Eagle3Drafter:
-    """Implements `tlt_core.items.speculation.Drafter`.  Reads the decoder's embedding in place, never writes it.
-
-    drafter = Eagle3Drafter(load_eagle3(folder, decoder.config), decoder, max_live=32, max_len=1024)
-    """
+    """Implements `tlt_core.items.speculation.Drafter`.  Reads the decoder's embedding in place, never writes it."""
 
     name = "eagle3"
     backlog_s = 0.0
@@ -163,7 +158,7 @@ class Eagle3Drafter:
             ids_J=self._noise_ids_J,
             embeddings_VD=self._embedding.weight,
             rope_C21d=self._cache.rope_C21d,
-            settings=ChainSettings(view.params.temperature, self._error_scale, *view.min_draft_probs),
+            settings=(view.params.temperature, self._error_scale, *view.min_draft_probs),
         )
         tree.add_chain(drafted.columns_Nw, drafted.values_Nw)
 
@@ -204,15 +199,6 @@ class Eagle3Drafter:
         """
         ends = [length - 1 for length in view.lengths]  # position t needs the token at t + 1
         starts = [max(0, min(done, end - 1)) for done, end in zip(self._done, ends, strict=False)]
-        y_BD, seconds, total = self._advance(view, starts, ends)
-        # A round that used this drafter leaves at most its depth plus one; the rest was decoded without it.
-        usual = len(ends) * (1 + depth)
-        self.backlog_s = seconds * max(0.0, 1 - usual / total)
-        self._done[: len(ends)] = ends
-        return y_BD
-
-    def _advance(self, view: LiveView, starts: Sequence[int], ends: Sequence[int]) -> tuple[Tensor, float, int]:
-        """Run positions starts .. ends - 1 of each row; y of each row's last one, [B, D], seconds, and how many."""
         todo = self._cache.catch_up(starts, ends)
         assert self._hidden is not None, "the engine lends its hidden states first"
         taps_TE = self._hidden.read(todo.rows_T, todo.positions_T)
@@ -220,7 +206,11 @@ class Eagle3Drafter:
         began_s = time.perf_counter()
         rope_T21d = self._cache.rope_C21d[todo.positions_T]
         y_TD = self._run(embeds_TD, self._net.fuse(taps_TE), rope_T21d, todo.attend, todo.layout)
-        return y_TD[todo.last_B], time.perf_counter() - began_s, len(todo.positions_T)
+        # A round that used this drafter leaves at most its depth plus one; the rest was decoded without it.
+        usual = len(ends) * (1 + depth)
+        self.backlog_s = (time.perf_counter() - began_s) * max(0.0, 1 - usual / len(y_TD))
+        self._done[: len(ends)] = ends
+        return y_TD[todo.last_B]
 
     def _extend(self, tokens_Bw: Tensor, y_ND: Tensor, parents_Bw: Tensor, levels: DraftLevels) -> Tensor:
         """y of drafted tokens, given the y of the level above and each token's parent in it; [B w, D] in row order."""

@@ -12,7 +12,7 @@ Shapes: V target vocabulary, J draft vocabulary.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +263,9 @@ def _described(folder: Path, target: DecoderConfig) -> Eagle3Model:
         raise ModelError(f"drafter {folder}: config.json must hold a JSON object; export the drafter again")
     try:
         model = blank_eagle3(_read_config(raw, target), dtype=torch.float32, device="meta")
-        model.tap_scales = _read_scales(raw.get("tap_scales", model.tap_scales), count=len(model.config.taps))
+        model.tap_scales = tuple(float(value) for value in raw.get("tap_scales", model.tap_scales))
+        if len(model.tap_scales) != 3 or not all(math.isfinite(scale) and scale > 0 for scale in model.tap_scales):
+            raise ModelError(f"tap_scales={model.tap_scales} must be 3 positive numbers; export the drafter again")
     except ModelError as error:
         raise ModelError(f"drafter {folder}: {error}") from None
     except KeyError as error:
@@ -272,13 +274,6 @@ def _described(folder: Path, target: DecoderConfig) -> Eagle3Model:
         reason = str(error).partition("\n")[0]  # torch appends its stack
         raise ModelError(f"drafter {folder}: config.json has a malformed value ({reason}); export it again") from None
     return model
-
-
-def _read_scales(values: Sequence[float], *, count: int) -> tuple[float, ...]:
-    scales = tuple(float(value) for value in values)
-    if len(scales) != count or not all(math.isfinite(scale) and scale > 0 for scale in scales):
-        raise ModelError(f"tap_scales={list(scales)} must be {count} positive numbers; export the drafter again")
-    return scales
 
 
 def _unreadable(folder: Path, error: Exception) -> ModelError:

@@ -5,7 +5,7 @@ Shapes: T tokens, D hidden size, d head size.
 """
 
 import ctypes
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,15 +15,6 @@ from kernels.tree.draft_children import Children
 from kernels.tree.tree_layout import TreeLayout
 from tlt_core.drafter.eagle3.model import Eagle3Model
 from tlt_core.model.native_layers import HEAD_DIMS, panels_of
-
-
-class ChainSettings(NamedTuple):
-    """Settings of `tree`, in the order of layers.c."""
-
-    temperature: float
-    error_scale: float
-    min_token_prob: float
-    min_level_sum: float
 
 
 class NativeEagle3:
@@ -90,11 +81,12 @@ class NativeEagle3:
         ids_J: Tensor,
         embeddings_VD: Tensor,
         rope_C21d: Tensor,
-        settings: ChainSettings,
+        settings: tuple[float, ...],
     ) -> Children:
         """A chain of up to L tokens a row in one call: columns and path values, [B, levels drafted].
 
         y_BD: of each row's last position.  ends_B: position of the first drafted token.  keys_BL2: `draft_keys`.
+        settings: temperature, error scale, least chance of a token and least sum of a level, see `tree`.
         """
         keys, values = cache
         live, levels = keys_BL2.shape[:2]

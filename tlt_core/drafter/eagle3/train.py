@@ -69,11 +69,7 @@ class TrainMetrics(NamedTuple):
 
 
 class Eagle3Trainer:
-    """Trains a float32 drafter in place; the target's embedding is read only.
-
-    trainer = Eagle3Trainer(model, decoder, TrainSettings());  trainer.step(sequences)
-    or, one micro-step at a time:  trainer.accumulate(windows);  trainer.accumulate(others);  trainer.apply()
-    """
+    """Trains a float32 drafter in place: `step` by step, or `accumulate`d micro-steps and then `apply`."""
 
     def __init__(
         self,
@@ -138,10 +134,8 @@ class Eagle3Trainer:
         settings, step = self.settings, self.steps
         if step < settings.warmup_steps:
             return settings.learning_rate * (step + 1) / settings.warmup_steps
-        if not settings.total_steps:
-            return settings.learning_rate
         progress = (step - settings.warmup_steps) / max(1, settings.total_steps - settings.warmup_steps)
-        return settings.learning_rate * (1 - 0.9 * min(1.0, progress))
+        return settings.learning_rate * (1 - 0.9 * min(1.0, progress) * (settings.total_steps > 0))
 
     def _losses(self, windows: Sequence[Window]) -> tuple[Tensor, TrainMetrics]:
         """Summed loss, and metrics."""

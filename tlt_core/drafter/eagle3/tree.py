@@ -70,20 +70,15 @@ class TreeBuilder:
         """Add the children of the expanded nodes (at first: of the newest tokens).  Returns their columns in J,
         [B, b w]."""
         scores_NJ = scores_BbJ.reshape(-1, scores_BbJ.shape[-1])
-        if self._values_wanted:
-            return self.add_children(best_children(scores_NJ, width=self.width, error_scale=self._scale))
-        return self._add(scores_NJ.argmax(dim=-1).view(self._rows, -1))
+        return self.add_children(best_children(scores_NJ, width=self.width, error_scale=self._scale))
 
     def add_children(self, children: Children) -> Tensor:
         """Add children that were chosen elsewhere, of N = B b nodes in row order; returns as `add_level`."""
-        if self._values_wanted:
-            values_Bbw = children.values_Nw.view(self._rows, -1, self.width)
-            if self._beam_Bb is not None:
-                values_Bbw = values_Bbw + self._all(self._values).gather(1, self._beam_Bb)[..., None]
-            self._values.append(values_Bbw.flatten(1))
-        return self._add(children.columns_Nw.view(self._rows, -1))
-
-    def _add(self, columns_BM: Tensor) -> Tensor:
+        columns_BM = children.columns_Nw.view(self._rows, -1)
+        values_Bbw = children.values_Nw.view(self._rows, -1, self.width)
+        if self._beam_Bb is not None:
+            values_Bbw = values_Bbw + self._all(self._values).gather(1, self._beam_Bb)[..., None]
+        self._values.append(values_Bbw.flatten(1))
         above = columns_BM.new_full((self._rows, 1), -1) if self._beam_Bb is None else self._beam_Bb
         self._parents.append(above.repeat_interleave(self.width, dim=1))
         self._depths.append(above.new_full(columns_BM.shape[1:], len(self._tokens) + 1))
@@ -98,10 +93,6 @@ class TreeBuilder:
         self._tokens.append(columns_BL)
         self._values.append(values_BL)
 
-    @property
-    def _values_wanted(self) -> bool:
-        return self.width > 1 or self._log_min_prob is not None
-
     def is_hopeless(self) -> bool:
         """Whether another level is not worth drafting: it cannot promise more than the newest one, which promises too
         little.  Waits for the device, if there is a least."""
@@ -112,28 +103,22 @@ class TreeBuilder:
 
     def choose_beam(self) -> Tensor:
         """Pick the nodes of the newest level to expand next; returns their index in it, [B, w]."""
-        newest = self._tokens[-1]
-        values_BM = self._values[-1] if self._values else newest  # a chain without values has one node to choose from
-        picked_Bw = values_BM.topk(self.width, dim=1).indices
+        picked_Bw = self._values[-1].topk(self.width, dim=1).indices
         self._beam_Bb = picked_Bw + self._count
-        self._count += newest.shape[1]
+        self._count += self._tokens[-1].shape[1]
         return picked_Bw
 
     def finish(self, draft_ids_J: Tensor, limits_B: Tensor, *, tokens: int) -> DraftTree:
         """The best `tokens` candidates of each row, none deeper than the row's limit."""
         depths_M = torch.cat(self._depths)
-        keep_BM = depths_M <= limits_B[:, None]
+        values_BM = self._all(self._values)
+        keep_BM = (depths_M <= limits_B[:, None]) & values_BM.isfinite()  # not of tokens that top-k or top-p excludes
         if self._log_min_prob is not None:  # a parent's value is at least its child's
-            keep_BM &= self._all(self._values) >= self._log_min_prob
-        if self.width == 1:
-            keep_BM &= depths_M <= tokens
-        else:
-            values_BM = self._all(self._values)
-            keep_BM &= values_BM.isfinite()  # tokens that top-k or top-p excludes have no value
-            values_BM = values_BM.masked_fill(~keep_BM, -torch.inf)
-            # Stable: where a child's value rounds to its parent's, the parent comes first.
-            best = values_BM.sort(dim=1, descending=True, stable=True).indices[:, :tokens]
-            keep_BM &= torch.zeros_like(keep_BM).scatter_(1, best, True)
+            keep_BM &= values_BM >= self._log_min_prob
+        values_BM = values_BM.masked_fill(~keep_BM, -torch.inf)
+        # Stable: where a child's value rounds to its parent's, the parent comes first.
+        best = values_BM.sort(dim=1, descending=True, stable=True).indices[:, :tokens]
+        keep_BM &= torch.zeros_like(keep_BM).scatter_(1, best, True)
         rows_N, columns_N = keep_BM.nonzero(as_tuple=True)
         parents_N = self._all(self._parents)[rows_N, columns_N]
         packed_BM = keep_BM.flatten().cumsum(0).view_as(keep_BM) - 1
@@ -150,10 +135,6 @@ class TreeBuilder:
 
 class StaticTreeBuilder(TreeBuilder):
     """The same tree in fixed shapes.  The least is on the device, and nothing waits, so a graph can hold it."""
-
-    @property
-    def _values_wanted(self) -> bool:
-        return True
 
     def finish_padded(
         self, draft_ids_J: Tensor, limits_B: Tensor, log_min_prob: Tensor, *, tokens: int, width: int

@@ -14,15 +14,9 @@ def copy_of(model: Eagle3Model) -> Eagle3Model:
 
 
 @torch.no_grad()
-def move_towards(model: Eagle3Model, target: Eagle3Model, share: float) -> None:
-    """Each weight goes this share of the way to the target's."""
-    torch._foreach_lerp_(list(model.parameters()), list(target.parameters()), share)
-
-
-@torch.no_grad()
-def flat(model: Eagle3Model, *, out: Tensor | None = None) -> Tensor:
+def flat(model: Eagle3Model) -> Tensor:
     """All parameters as one vector."""
-    return torch.cat([p.flatten() for p in model.parameters()], out=out)
+    return torch.cat([p.flatten() for p in model.parameters()])
 
 
 @torch.no_grad()

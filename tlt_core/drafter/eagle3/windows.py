@@ -1,7 +1,7 @@
 """Parts of sequences that are trained on in one pass, each with its whole context, packed without padding.
 
-Training in idle time is pre-empted between passes, so a pass must be short, but a sequence may be long.  A pass trains
-some of its rows, and of the rows before them computes only what the trained ones look at:
+A pass of idle training must be short, but a sequence may be long.  So a pass trains some of its rows, and of the rows
+before them computes only what the trained ones look at:
 
     rows      0 ............ | .. halo .. | start ............... end |       (of one sequence, at depth 1)
               key and value  | whole row  | whole row, and in the loss
@@ -16,7 +16,6 @@ vocabulary.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -83,16 +82,6 @@ class Pack(NamedTuple):
     def device(self) -> torch.device:
         """Where the pack's tensors are."""
         return self.taps_RE.device
-
-    @property
-    def query_offsets_S1(self) -> Tensor:
-        """Start of each window's query rows, and T; int64 on the CPU."""
-        return torch.tensor([0, *accumulate(self.queries)])
-
-    @property
-    def key_offsets_S1(self) -> Tensor:
-        """Start of each window's rows when context and query rows are put in order, and R; int64 on the CPU."""
-        return torch.tensor([0, *accumulate(w.end for w in self.windows)])
 
     def counted_N(self, level: int) -> Tensor:
         """Index of the query rows that count at depth level + 1: of the window, and drafting began at a trained row."""

@@ -41,6 +41,8 @@ _NEGLIGIBLE = 0.02  # escape below which shorter matches are not consulted
 _NEGLIGIBLE_TOKEN = 0.01  # of hundreds of continuations that a short match can have, most are not worth ranking
 _MASK_32 = (1 << 32) - 1
 
+Node = tuple[int, int, int, int]  # of a `DraftTree` in the making: token, parent, row, depth
+
 
 class Candidate(NamedTuple):
     """A token that may come next.  Sorts by probability, then by age."""
@@ -110,7 +112,6 @@ class NgramDrafter:
         return self._index_tokens
 
     def admit(self, row: int, request: GenerationRequest) -> None:
-        """See `Drafter`."""
         prompt = request.prompt_tokens
         key = (request.key.prompt_id, prompt.numpy().tobytes())  # prompts never mix, even if ids are reused
         group = self._groups.pop(key, None)
@@ -130,13 +131,12 @@ class NgramDrafter:
         """Read what was decoded since the last call, then draft where the text was seen before."""
         streams = self._catch_up(view)
         coupled = view.params.temperature > 0
-        tree = _Tree([], [], [], [])
+        tree: list[Node] = []
         for row, stream in enumerate(streams):
             self._draft(row, view, strategy, stream if coupled else None, tree)
-        return DraftTree.of_lists(*tree)
+        return DraftTree.of_lists(*zip(*tree, strict=True)) if tree else DraftTree.empty()
 
     def move(self, source: int, target: int) -> None:
-        """See `Drafter`."""
         self._rows[target] = self._rows.pop(source)
 
     def release(self, row: int, tokens: Tensor) -> None:
@@ -182,19 +182,19 @@ class NgramDrafter:
         found.sort(reverse=True)
         return found, escape
 
-    def _draft(self, row: int, view: LiveView, strategy: Strategy, stream: int | None, tree: "_Tree") -> None:
+    def _draft(self, row: int, view: LiveView, strategy: Strategy, stream: int | None, tree: list[Node]) -> None:
         """Best-first: take the node with the highest estimated chance, and queue its children.
 
         stream: base of the request's noise; None: rank by probability alone."""
         live = self._rows[row]
-        automaton, last = live.group.automaton, len(tree.tokens) + strategy.tokens
+        automaton, last = live.group.automaton, len(tree) + strategy.tokens
         deepest, stops = min(strategy.depth, view.room[row] - 1), view.params.stop_token_ids
         least = max(self._min_probability, view.min_draft_probs.token)
         queue: list[tuple[float, int, int, int, Candidate]] = []  # -chance, tie-break, parent, depth, what
         parent, depth, chance, state, matched = -1, 0, 1.0, live.cursor.state, live.cursor.matched
         pushed = 0
-        while len(tree.tokens) < last:
-            if depth < deepest and (parent < 0 or tree.tokens[parent] not in stops):
+        while len(tree) < last:
+            if depth < deepest and (parent < 0 or tree[parent][0] not in stops):
                 found, escape = self.candidates(automaton, state, matched)
                 ranked = (
                     [(c.probability, c) for c in found]
@@ -208,11 +208,8 @@ class NgramDrafter:
             if not queue:
                 return
             chance, _, above, depth, (_, _, token, state, matched) = heapq.heappop(queue)
-            chance, parent = -chance, len(tree.tokens)
-            tree.tokens.append(token)
-            tree.parents.append(above)
-            tree.rows.append(row)
-            tree.depths.append(depth)
+            chance, parent = -chance, len(tree)
+            tree.append((token, above, row, depth))
 
     def _catch_up(self, view: LiveView) -> list[int]:
         """Feed what was decoded since the last call; returns the base of each request's noise."""
@@ -252,15 +249,6 @@ class NgramDrafter:
                 return False
             self._index_tokens -= self._groups.pop(oldest).tokens
         return True
-
-
-class _Tree(NamedTuple):
-    """`DraftTree` in the making."""
-
-    tokens: list[int]
-    parents: list[int]
-    rows: list[int]
-    depths: list[int]
 
 
 def _ranked(found: list[Candidate], escape: float, stream: int | None, position: int) -> list[tuple[float, Candidate]]:

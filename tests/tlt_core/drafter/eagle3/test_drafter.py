@@ -121,17 +121,16 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-GREEDY, TOP_K, TOP_P = (
-    SamplingParams(temperature=0),
-    SamplingParams(temperature=0.7, top_k=5),
-    SamplingParams(top_p=0.6),
-)
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0),
+    "T1": SamplingParams(),
+    "top_k": SamplingParams(temperature=0.7, top_k=5),
+    "top_p": SamplingParams(top_p=0.6),
+}
 
 
 @pytest.mark.parametrize("strategy", [CHAIN, TREE, Strategy("eagle3", 3, 2, 14), Strategy("eagle3", 6, 4, 3)], ids=str)
-@pytest.mark.parametrize(
-    "params", [GREEDY, SamplingParams(), TOP_K, SamplingParams(top_p=0.6)], ids=["greedy", "T1", "top_k", "top_p"]
-)
+@pytest.mark.parametrize("params", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_proposals_equal_a_recomputation_without_caches(decoder, model, strategy, params):
     bench = Bench(decoder, [7, 2, 12, 5])
     drafter = ready(bench, model, decoder)

@@ -1,6 +1,7 @@
 """The n-gram drafter proposes what was written before, within its limits, and shares the target's noise."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from kernels.sampling.coupled_sample import gumbel_noise
 from tlt_core.drafter.ngram.drafter import NgramDrafter, clock
 from tlt_core.drafter.ngram.suffix_automaton import ROOT, SuffixAutomaton
-from tlt_core.items.speculation import OFF, DraftTree, LiveView, MinDraftProbs, Strategy
+from tlt_core.items.speculation import DraftTree, LiveView, MinDraftProbs, Strategy
 from tlt_core.items.types import GenerationRequest, NoiseKey, SamplingParams
 from tlt_core.model.sampling import position_key, row_keys, stream_key
+from tlt_core.rollout.draft_check import check_tree
 
 CHAIN = Strategy("ngram", depth=4, width=1, tokens=4)
 TREE = Strategy("ngram", depth=4, width=2, tokens=8)
@@ -62,24 +64,6 @@ def test_proposes_what_a_sibling_writes_while_both_are_live():
     tree = drafter.propose(view(requests, [[*PROMPT, 60, 61, 62, 63, 64], [*PROMPT, 60]]), CHAIN)
     assert paths(tree, row=1)[-1] == [61, 62, 63, 64]
     assert paths(tree, row=0) == []  # its end is nowhere else
-
-
-def test_finished_siblings_and_earlier_visits_are_remembered():
-    drafter = NgramDrafter()
-    visit(drafter, [60, 61, 62, 99])
-    own = request(sample=1)
-    drafter.admit(0, own)
-    tree = drafter.propose(view([own], [[*PROMPT, 60]]), CHAIN)
-    assert paths(tree)[-1] == [61, 62, 99]  # and nothing below the stop token
-    assert tree.depths_N.tolist() == [1, 2, 3]
-
-
-def test_repeats_of_the_own_text_are_drafted_without_end():
-    """In a loop the longest match is the text up to one period ago."""
-    drafter, own = NgramDrafter(), request()
-    drafter.admit(0, own)
-    tree = drafter.propose(view([own], [[*PROMPT, 7, 8, 9, 7, 8, 9, 7]]), Strategy("ngram", 8, 1, 8))
-    assert paths(tree)[-1] == [8, 9, 7, 8, 9, 7, 8, 9]
 
 
 def test_catches_up_after_rounds_without_it():
@@ -145,7 +129,7 @@ def test_greedy_ranks_by_count_then_by_age():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_limits_and_tree_invariants(seed, temperature):
     """Depth, width, tokens and room are kept; parents first, rows ascending, siblings distinct."""
     rng = random.Random(seed)
@@ -159,38 +143,16 @@ def test_limits_and_tree_invariants(seed, temperature):
     room = [1, 2, 3, 100, 100]
     params = SamplingParams(temperature=temperature)
     for depth, width, tokens in [(4, 1, 4), (4, 2, 8), (3, 3, 30), (8, 2, 5), (1, 2, 1)]:
-        tree = drafter.propose(view(requests, texts, params, room), Strategy("ngram", depth, width, tokens))
-        rows, parents, depths = tree.rows_N.tolist(), tree.parents_N.tolist(), tree.depths_N.tolist()
-        assert rows == sorted(rows)
-        assert all(-1 <= parent < node for node, parent in enumerate(parents))
-        assert depths == [1 if parent < 0 else depths[parent] + 1 for parent in parents]
-        assert all(parent < 0 or rows[parent] == row for parent, row in zip(parents, rows, strict=True))
-        children = list(zip(rows, parents, tree.tokens_N.tolist(), strict=True))
-        assert len(set(children)) == len(children)
+        asked, strategy = view(requests, texts, params, room), Strategy("ngram", depth, width, tokens)
+        tree = drafter.propose(asked, strategy)
+        check_tree(tree, asked, strategy, vocab_size=100)
+        rows, depths = tree.rows_N.tolist(), tree.depths_N.tolist()
+        children = Counter(zip(rows, tree.parents_N.tolist(), strict=True))
+        assert max(children.values()) <= width
         for row in range(5):
             deepest = max((d for d, r in zip(depths, rows, strict=True) if r == row), default=0)
             assert deepest == min(depth, room[row] - 1) or (deepest and rows.count(row) == tokens)
-            assert rows.count(row) <= tokens
-        for row, parent in {(r, p) for r, p, _ in children}:
-            assert sum((r, p) == (row, parent) for r, p, _ in children) <= width
         assert rows.count(4) == tokens or (width, depth) == (3, 3)
-
-
-def test_odd_input_gives_no_draft():
-    """No index, no room, OFF, tokens that no vocabulary has."""
-    drafter, requests = NgramDrafter(max_index_tokens=0), [request(sample=0), request(sample=1)]
-    for row, own in enumerate(requests):
-        drafter.admit(row, own)
-    texts = [[*PROMPT, 60, 60, 60], [*PROMPT, -5, 2**40]]
-    assert len(drafter.propose(view(requests, texts), TREE).tokens_N) == 0
-    drafter = NgramDrafter()
-    for row, own in enumerate(requests):
-        drafter.admit(row, own)
-    sampled = SamplingParams(temperature=1.0)
-    assert set(drafter.propose(view(requests, texts, sampled), TREE).rows_N.tolist()) == {0}
-    assert len(drafter.propose(view(requests, texts, sampled, room=[1, 1]), TREE).tokens_N) == 0
-    assert len(drafter.propose(view(requests, texts, sampled), OFF).tokens_N) == 0
-    assert len(drafter.propose(view([], []), TREE).tokens_N) == 0
 
 
 def test_improbable_nodes_are_not_drafted():
@@ -288,22 +250,6 @@ def test_coupled_draft_is_arg_max_of_log_q_plus_noise():
     assert ((seen - expected) ** 2 / expected).sum() < 16.27
     wide = drafter.propose(live, Strategy("ngram", 1, 3, 3))
     assert wide.tokens_N.tolist() == ids[scores.argsort(1, descending=True)[:, :3]].flatten().tolist()
-
-
-def test_deeper_levels_take_the_next_position():
-    """Sixteen continuations after 60 61: the second level is decided by the noise one position further."""
-    drafter = counted_drafter({})
-    for token in range(100, 116):
-        visit(drafter, [60, 61, token])
-    requests = [request(sample=100 + i) for i in range(200)]
-    for row, own in enumerate(requests):
-        drafter.admit(row, own)
-    live = view(requests, [[*PROMPT, 60]] * len(requests), SamplingParams(temperature=1.0))
-    tree = drafter.propose(live, Strategy("ngram", 2, 1, 2))
-    ids = torch.arange(100, 116, dtype=torch.int32)
-    noise = gumbel_noise(row_keys(live.streams_B, torch.full((len(requests),), len(PROMPT) + 2)), ids)
-    assert tree.tokens_N[0::2].eq(61).all()
-    assert tree.tokens_N[1::2].tolist() == ids[noise.argmax(1)].tolist()
 
 
 def test_min_match_is_the_shortest_text_recognised():

@@ -68,25 +68,6 @@ def test_substrings_counts_and_continuations(alphabet, count, length, seed):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_ends_stay_the_whole_sequence(seed):
-    """After any interleaving an end still stands for its sequence, and links give the suffixes that occur elsewhere."""
-    rng = random.Random(seed)
-    sequences = random_sequences(rng, alphabet=2, count=4, length=16)
-    automaton, ends = grow(sequences, rng)
-    expected = occurrences(sequences)
-    for sequence, end in zip(sequences, ends, strict=True):
-        assert end == find(automaton, sequence)
-        assert automaton.length[end] == len(sequence)
-        state = end
-        while not automaton.next[state] and state != ROOT:
-            state = automaton.link[state]
-        continued = [
-            n for n in range(len(sequence) + 1) if any((*sequence[len(sequence) - n :], c) in expected for c in (0, 1))
-        ]
-        assert automaton.length[state] == max(continued)
-
-
-@pytest.mark.parametrize("seed", range(30))
 def test_step_is_the_longest_suffix_that_occurs_while_the_index_grows(seed):
     """A foreign text is followed token by token, sequences growing in between."""
     rng = random.Random(seed)
