@@ -4,8 +4,6 @@ import itertools
 import json
 import shlex
 
-import pytest
-
 from tlt_core.export.card import model_card
 
 RECORD = {
@@ -42,36 +40,22 @@ RECORD = {
 def test_what_was_measured_is_there():
     card = model_card(RECORD)
     assert "| 0 | 0.750 | 0.263 | 2.01 | 90 | 40 |" in card
-    assert "on 4 held-out prompts of chain_sum (reasoning-gym 0.1.25) (digest `0123456789ab`)" in card
-    assert "Above temperature 0 with top_p=0.9, top_k=0." in card
     assert "- temperature 0: `[[1, 4, 2], [5, 8, 0]]`" in card
     assert "| 1 | 10 | 15 | 16 |" in card
     assert "Overlap" not in card
-    assert "serve the target without" not in card
-
-
-def test_what_was_not_measured_is_not():
     card = model_card({**RECORD, "measured": None, "serving": {"num_speculative_tokens": 2}})
     assert "Nothing was measured for this export" in card
     assert "Chain length by batch size" not in card
     assert "0.75" not in card
 
 
-@pytest.mark.parametrize("first", ["vllm serve ./policy", "python -m sglang.launch_server"])
-def test_the_commands_can_be_pasted(first):
-    block = model_card(RECORD).split("```")[1].replace("\\\n", " ")
-    (line,) = [line for line in block.splitlines() if line.startswith(first)]
-    words = shlex.split(line)
-    options = dict(itertools.pairwise(words))
-    assert options["--host"] == "127.0.0.1"
-    if "vllm" in first:
-        assert options["--generation-config"] == "vllm"
-        assert json.loads(options["--speculative-config"]) == {
-            "model": "./drafter-eagle3",
-            "method": "eagle3",
-            "num_speculative_tokens": 2,
-            "num_speculative_tokens_per_batch_size": [[1, 4, 2], [5, 8, 0]],
-        }
-    else:
-        assert (options["--speculative-num-steps"], options["--speculative-num-draft-tokens"]) == ("2", "3")
-        assert (options["--speculative-algorithm"], options["--speculative-eagle-topk"]) == ("EAGLE3", "1")
+def test_the_commands_can_be_pasted():
+    block = model_card(RECORD).split("```")[1].removeprefix("bash").replace("\\\n", " ")
+    vllm, sglang = (dict(itertools.pairwise(shlex.split(line))) for line in block.splitlines() if line)
+    assert vllm["--host"] == sglang["--host"] == "127.0.0.1"
+    assert json.loads(vllm["--speculative-config"]) == RECORD["serving"] | {
+        "model": "./drafter-eagle3",
+        "method": "eagle3",
+    }
+    assert (sglang["--speculative-num-steps"], sglang["--speculative-num-draft-tokens"]) == ("2", "3")
+    assert (sglang["--speculative-algorithm"], sglang["--speculative-eagle-topk"]) == ("EAGLE3", "1")

@@ -1,7 +1,6 @@
 """Which differences from plain decoding count: planted ones, and near-ties by a wider tolerance."""
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -25,25 +24,20 @@ def _plain(workload: Workload) -> dict[NoiseKey, Rollout]:
     return dict(decode(workload, SpeculationConfig(policy="off"), seed=0).rollouts)
 
 
-def _altered(
-    rollouts: dict[NoiseKey, Rollout], change: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[NoiseKey, Rollout]:
+def _altered(rollouts: dict[NoiseKey, Rollout], *, other: int = 0, missing: int = 0) -> dict[NoiseKey, Rollout]:
+    """The first response with another token, and without its last ones."""
     key, rollout = next(iter(rollouts.items()))
-    tokens = change(rollout.tokens.clone())
+    tokens = rollout.tokens[: len(rollout.tokens) - missing].clone()
+    tokens[5] = (tokens[5] + other) % 64
     shorter = rollout.logprobs[: len(tokens) - rollout.prompt_len]
     return rollouts | {key: dataclasses.replace(rollout, tokens=tokens, logprobs=shorter)}
-
-
-def _another_token(tokens: torch.Tensor) -> torch.Tensor:
-    tokens[5] = (tokens[5] + 1) % 64
-    return tokens
 
 
 def test_another_or_a_missing_token_is_a_change_unless_it_scores_the_same(
     workload: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = _plain(workload)
-    other, shorter = _altered(plain, _another_token), _altered(plain, lambda tokens: tokens[:-2])
+    other, shorter = _altered(plain, other=1), _altered(plain, missing=2)
     assert drafter_trial._differences(workload, plain, dict(plain)) == (0, 0)
     assert drafter_trial._differences(workload, plain, other) == (1, 0)
     monkeypatch.setattr(drafter_trial, "_NEAR_TIE", 1e9)
