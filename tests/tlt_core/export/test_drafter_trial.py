@@ -14,8 +14,7 @@ from tlt_core.model.decoder import Decoder
 
 @pytest.fixture(params=[0.0, 1.0])
 def workload(tiny_decoder: Decoder, request: pytest.FixtureRequest) -> Workload:
-    prompts = [torch.tensor([1, 5, 9 + index], dtype=torch.int32) for index in range(3)]
-    requests = [GenerationRequest(NoiseKey(0, 1, index, 0), tokens) for index, tokens in enumerate(prompts)]
+    requests = [GenerationRequest(NoiseKey(0, 1, i, 0), torch.tensor([1, 5, 9 + i]).int()) for i in range(3)]
     params = SamplingParams(temperature=request.param, max_new_tokens=8, stop_token_ids=())
     return Workload(tiny_decoder, requests, params, 2)
 

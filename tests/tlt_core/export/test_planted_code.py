@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -41,22 +41,13 @@ class Mine:
         return Path.touch, (self._mark,)
 
 
-def torch_file(mine: Mine) -> bytes:
-    file = io.BytesIO()
-    torch.save({"weight": mine}, file)
-    return file.getvalue()
-
-
-def numpy_file(mine: Mine) -> bytes:
-    file = io.BytesIO()
-    np.save(file, np.array([mine], dtype=object), allow_pickle=True)
-    return file.getvalue()
-
-
-FORMATS: dict[str, tuple[Callable[[Mine], bytes], Callable[[bytes], object]]] = {
-    "pickle": (pickle.dumps, pickle.loads),
-    "torch": (torch_file, lambda content: torch.load(io.BytesIO(content), weights_only=False)),
-    "numpy": (numpy_file, lambda content: np.load(io.BytesIO(content), allow_pickle=True)),
+FORMATS: dict[str, tuple[Callable[[Mine, IO[bytes]], None], Callable[[IO[bytes]], object]]] = {
+    "pickle": (pickle.dump, pickle.load),
+    "torch": (torch.save, lambda file: torch.load(file, weights_only=False)),
+    "numpy": (
+        lambda mine, file: np.save(file, np.array([mine], dtype=object), allow_pickle=True),
+        lambda file: np.load(file, allow_pickle=True),
+    ),
 }
 
 
@@ -142,17 +133,18 @@ BESIDE = ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "adapter_mod
 def test_no_pickle_is_read(name: str, kind: str, tiny: Tiny, exported: Path, tmp_path: Path) -> None:
     mark, (make, reads) = tmp_path / "the code has run", INPUTS[name]
     dump, load = FORMATS[kind]
-    content = dump(Mine(mark))
+    file = io.BytesIO()
+    dump(Mine(mark), file)
+    content = file.getvalue()
     sound = tmp_path / "sound"
     sound.mkdir()
     make(tiny, exported, sound)
-    files = [path.relative_to(sound) for path in sound.rglob("*") if path.is_file()]
-    assert files
-    for number, file in enumerate([*files, None]):
+    names = [path.relative_to(sound) for path in sound.rglob("*") if path.is_file()]
+    for number, spoilt in enumerate([*names, None]):
         planted = tmp_path / f"planted-{number}"
         shutil.copytree(sound, planted)
-        if file is not None:
-            (planted / file).write_bytes(content)
+        if spoilt is not None:
+            (planted / spoilt).write_bytes(content)
         else:  # beside the others, in place of the weights
             for weights in planted.rglob("*.safetensors"):
                 weights.unlink()
@@ -162,8 +154,8 @@ def test_no_pickle_is_read(name: str, kind: str, tiny: Tiny, exported: Path, tmp
         for read in reads:
             with suppress(Exception):  # every refusal will do
                 read(planted)
-            assert not mark.exists(), file
-    load(content)
+            assert not mark.exists(), spoilt
+    load(io.BytesIO(content))
     assert mark.exists(), "a reader that unpickles would have been noticed"
 
 
