@@ -102,7 +102,6 @@ def _make(cfg: RunConfig, *, model_dir: Path, data_dir: Path, out_dir: Path, on_
 
 
 def _train(group: WorkerGroup, steps: Sequence[Sequence[TrainBatch]], on_progress: OnProgress) -> list[float]:
-    """The losses of the steps."""
     losses: list[float] = []
     on_progress("cold start", 0, len(steps), None)
     for done, shares in enumerate(steps, start=1):

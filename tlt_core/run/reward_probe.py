@@ -1,12 +1,9 @@
 """Do the reward terms tell right from wrong?  Tried on a sample of the prompts before a run, in the scoring processes.
 
-    the reference answer               earns full marks
-    another prompt's answer            does not
-    a constant that fits no question   does not: a policy would find it
-    a function of yours                returns a number for the reference answer
-
-What fails is a warning with the share of the prompts; a term that nothing satisfies is refused.  The result is kept
-under $TLT_HOME, so the same data and rewards are tried once (functions of yours each time).
+The reference answer has to earn full marks, another prompt's answer or a constant (a policy would find it) must not; a
+function of yours has to return a number.  What fails is a warning with the share of the prompts; a term that nothing
+satisfies is refused.  The result is kept under $TLT_HOME, so the same data and rewards are tried once (functions of
+yours each time).
 """
 
 import hashlib

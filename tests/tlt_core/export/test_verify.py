@@ -189,7 +189,7 @@ def test_a_verifier_that_is_not_on_this_machine(export):
     edit_json(config, lambda c: c["speculators_config"]["verifier"].update(name_or_path="/moved/policy"))
     reseal(export / "drafter-eagle3")
     checks = {c.name: c for c in verify(export, target=None)}
-    assert "'vllm serve DRAFTER' alone will not find it" in checks["drafter verifier"].text
+    assert "'vllm serve DRAFTER' alone won't find it" in checks["drafter verifier"].text
     assert passed(list(checks.values()))
 
 

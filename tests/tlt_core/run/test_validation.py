@@ -10,8 +10,8 @@ from conf.load import load
 from conf.reward import RewardConfig, RewardFunction
 from tlt_core.grpo.reward import Score
 from tlt_core.items.types import SamplingParams, ScoreStatus
+from tlt_core.run.rollout_phase import Validation, passes
 from tlt_core.run.step_metrics import StepMetrics, greedy_metrics, sampled_metrics
-from tlt_core.run.validation import Validation, passes
 from tlt_core.run.worker_spec import worker_spec
 
 
