@@ -110,14 +110,11 @@ def test_all_or_nothing(tiny, tmp_path):
         assert (out / "policy" / "provenance.json").read_bytes() == before
 
 
-def test_an_older_export_is_replaced_and_what_dvc_wrote_stays(tiny, tmp_path):
+def test_an_older_export_is_replaced_and_nothing_else(tiny, tmp_path):
     out = _export(tiny, tmp_path / "out")
     (out / "policy.dvc").write_text("outs: []")
     _export(tiny, out, drafter=None)
     assert sorted(p.name for p in out.iterdir()) == ["policy", "policy.dvc"]
-
-
-def test_nothing_else_is_replaced(tiny, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     for out in (tmp_path, tmp_path / "thesis.tex"):
         with pytest.raises(ModelError, match="so it is not replaced; choose another --out"):

@@ -37,24 +37,14 @@ def test_survival_by_hand():
     assert late.survival == (0.6, 0.6, 0.0), "no position is reached more often than the one before"
 
 
-@pytest.fixture
-def repeated(tiny) -> int:
-    """The token that the tiny policy says over and over."""
+def test_a_drafter_that_is_always_right_and_one_that_never_is(tiny):
     (rollout,) = measured(tiny, torch.arange(3, 40)).greedy
-    (token,) = set(rollout.completion.tolist())
-    return token
-
-
-def test_a_drafter_that_is_always_right(tiny, repeated):
-    """It can say nothing else.  12 tokens in chains of 2: four rounds of three tokens."""
-    found = measured(tiny, torch.tensor([repeated]))
-    (row,) = found.acceptance
+    (repeated,) = set(rollout.completion.tolist())
+    # It can say nothing else.  12 tokens in chains of 2: four rounds of three tokens.
+    (row,) = measured(tiny, torch.tensor([repeated])).acceptance
     assert (row.offered, row.accepted) == ((4, 4), (4, 4))
     assert (row.survival, row.accept_length, row.tokens, row.responses) == ((1.0, 1.0), 3.0, RESPONSE, 1)
-
-
-def test_a_drafter_that_is_never_right(tiny, repeated):
-    """It can say anything else.  One token a round; the last round has no room for a draft, the one before for one."""
+    # It can say anything else.  One token a round; the last has no room for a draft, the one before for one.
     (row,) = measured(tiny, torch.tensor([i for i in range(64) if i != repeated])).acceptance
     assert row.accepted == (0, 0)
     assert row.offered == (RESPONSE - 1, RESPONSE - 2)
