@@ -6,7 +6,6 @@ satisfies is refused.  The result is kept under $TLT_HOME, so the same data and 
 yours each time).
 """
 
-import hashlib
 import inspect
 import json
 import logging
@@ -25,7 +24,7 @@ from tlt_core.grpo.reward import RewardError, Score, Scorer
 from tlt_core.items.store import StoreError, read_json, write_atomically
 from tlt_core.items.types import Prompt
 from tlt_core.model.load import load_tokenizer, stop_token_ids
-from tlt_core.run.inputs import artifacts_dir
+from tlt_core.run.inputs import artifacts_dir, short_digest
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ def _digest(cfg: RunConfig, data: str) -> str:
     """Of all that the result depends on, the code of the rewards included."""
     code = [inspect.getsource(module) for module in (verifiers, math_answer)]
     chosen = cfg.model_dump(mode="json", include={"reward", "model"})
-    return hashlib.sha256(json.dumps([chosen, data, code, Path(__file__).read_text()]).encode()).hexdigest()[:12]
+    return short_digest([chosen, data, code, Path(__file__).read_text()])
 
 
 def _known(path: Path) -> list[str] | None:
