@@ -66,11 +66,11 @@ def _serving(record: Mapping[str, Any]) -> str:
 
 
 def _measured(record: Mapping[str, Any]) -> str:
-    measured, data = record.get("measured"), record["dataset"]
+    measured = record.get("measured")
     lines = ["## Measured acceptance", ""]
     if not measured:
         return "\n".join([*lines, "Nothing was measured for this export (`tlt export --prompts 0`)."])
-    depth = max(len(chains["survival"]) for chains in measured["acceptance"])
+    data, depth = record["dataset"], max(len(chains["survival"]) for chains in measured["acceptance"])
     lines += [
         f"Share of chains accepted to each position, on {measured['acceptance'][0]['responses']} held-out prompts "
         f"of {', '.join(data['tasks'])} ({data['generator']}) (digest `{data['digest'][:12]}`).  Length: tokens of "
