@@ -67,41 +67,29 @@ def _serving(record: Mapping[str, Any]) -> str:
 
 def _measured(record: Mapping[str, Any]) -> str:
     measured = record.get("measured")
-    training = (record.get("training") or {}).get("metrics", {})
-    overlaps = {int(k.rpartition("_")[2]): v for k, v in training.items() if k.startswith("drafter/overlap_pos_")}
     lines = ["## Measured acceptance", ""]
-    if not measured and not overlaps:
+    if not measured:
         return "\n".join([*lines, "Nothing was measured for this export (`tlt export --prompts 0`)."])
-    if measured:
-        depth = max(len(chains["survival"]) for chains in measured["acceptance"])
-        data = record["dataset"]
-        lines += [
-            f"Share of chains accepted to each position, on {measured['acceptance'][0]['responses']} held-out prompts "
-            f"of {', '.join(data['tasks'])} ({data['generator']}) (digest `{data['digest'][:12]}`).  Length: tokens of "
-            f"a round with a chain of {depth}, the target's own token included (1: no gain).",
-            "",
-            _table_row(["temperature", *(f"position {i}" for i in range(1, depth + 1)), "length", "tokens", "chains"]),
-            _table_row(["---"] * (depth + 4)),
-        ]
-        for chains in measured["acceptance"]:
-            shares = [f"{share:.3f}" for share in chains["survival"]]
-            totals = (f"{chains['accept_length']:.2f}", chains["tokens"], chains["offered"][0])
-            lines.append(_table_row([f"{chains['temperature']:g}", *shares, *totals]))
-        if measured["top_p"] < 1 or measured["top_k"]:
-            lines += ["", f"Above temperature 0 with top_p={measured['top_p']}, top_k={measured['top_k']}."]
-        lines += [
-            "",
-            "At temperature 0 these shares hold for every engine.  Above it they hold for TLT, whose drafts use the "
-            "noise that the target samples with; vLLM and SGLang draft differently there, which was not measured.",
-        ]
-    if overlaps:
-        text = ", ".join(f"{overlaps[i]:.3f}" for i in sorted(overlaps))
-        lines += [
-            "",
-            "Overlap with the target's distribution at temperature 1 on the warm-up's held-out rollouts, positions 1 "
-            f"to {max(overlaps)}: {text} (the share of drafts that an optimal coupling would accept after right ones, "
-            "at the end of the off-line training).",
-        ]
+    data, depth = record["dataset"], max(len(chains["survival"]) for chains in measured["acceptance"])
+    lines += [
+        f"Share of chains accepted to each position, on {measured['acceptance'][0]['responses']} held-out prompts "
+        f"of {', '.join(data['tasks'])} ({data['generator']}) (digest `{data['digest'][:12]}`).  Length: tokens of "
+        f"a round with a chain of {depth}, the target's own token included (1: no gain).",
+        "",
+        _table_row(["temperature", *(f"position {i}" for i in range(1, depth + 1)), "length", "tokens", "chains"]),
+        _table_row(["---"] * (depth + 4)),
+    ]
+    for chains in measured["acceptance"]:
+        shares = [f"{share:.3f}" for share in chains["survival"]]
+        totals = (f"{chains['accept_length']:.2f}", chains["tokens"], chains["offered"][0])
+        lines.append(_table_row([f"{chains['temperature']:g}", *shares, *totals]))
+    if measured["top_p"] < 1 or measured["top_k"]:
+        lines += ["", f"Above temperature 0 with top_p={measured['top_p']}, top_k={measured['top_k']}."]
+    lines += [
+        "",
+        "At temperature 0 these shares hold for every engine.  Above it they hold for TLT, whose drafts use the "
+        "noise that the target samples with; vLLM and SGLang draft differently there, which was not measured.",
+    ]
     return "\n".join(lines)
 
 

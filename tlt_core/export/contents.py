@@ -59,7 +59,6 @@ def _check_kind(path: Path) -> None:
 
 
 def _check_index(folder: Path, name: str, content: Any) -> None:
-    """A sharded checkpoint's table of contents names files of this folder only."""
     shards = content.get("weight_map", {}) if isinstance(content, dict) else None
     if not isinstance(shards, dict):
         raise Refused(f"{name} has no table of tensors (weight_map); export again")

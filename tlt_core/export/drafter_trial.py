@@ -41,8 +41,6 @@ class Workload(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """A workload, decoded once."""
-
     accept_length: float  # of rounds with drafts; 1 without
     tokens_per_s: float
     rollouts: Mapping[NoiseKey, Rollout]
@@ -59,7 +57,6 @@ class Trial(NamedTuple):
 
 def run(cfg: RunConfig, *, policy: Path, data_dir: Path, drafters: Mapping[str, Path]) -> dict[str, Trial]:
     """Figures by name, plain decoding as `plain`.  Raises ModelError when a drafter does not fit the policy."""
-    torch.set_num_threads(cfg.cluster.num_workers * cfg.cluster.threads_per_worker)
     exact = _workload(cfg, policy, data_dir, dtype=torch.float32)
     drafting = {"plain": SpeculationConfig(policy="off")}
     drafting |= {name: _chain(cfg, folder) for name, folder in drafters.items()}
@@ -80,7 +77,6 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, drafters: Mapping[str, 
 
 def acceptance(cfg: RunConfig, *, policy: Path, data_dir: Path, drafter: Path) -> float:
     """Acceptance length of one drafter, measured as `run` measures it.  Raises ModelError when it does not fit."""
-    torch.set_num_threads(cfg.cluster.num_workers * cfg.cluster.threads_per_worker)
     exact = _workload(cfg, policy, data_dir, dtype=torch.float32)
     return decode(exact, _chain(cfg, drafter), seed=cfg.seed).accept_length
 
@@ -102,6 +98,7 @@ def decode(workload: Workload, cfg: SpeculationConfig, *, seed: int) -> Decoded:
 
 def _workload(cfg: RunConfig, policy: Path, data_dir: Path, *, dtype: torch.dtype) -> Workload:
     """The first validation prompts, on which no drafter has been trained."""
+    torch.set_num_threads(cfg.cluster.num_workers * cfg.cluster.threads_per_worker)
     tokenizer, own = load_tokenizer(policy), cfg.retrain
     prompts = dataset.load(data_dir, "validation", tokenizer)[: own.num_prompts]
     samples = range(own.num_samples)
@@ -127,18 +124,14 @@ def _differences(
     workload: Workload, plain: Mapping[NoiseKey, Rollout], other: Mapping[NoiseKey, Rollout]
 ) -> tuple[int, int]:
     """Numbers of responses that differ: without a near-tie, and from a near-tie on."""
-    changed = near_ties = 0
+    differing, near_ties = 0, 0
     for key, reference in plain.items():
         ours, theirs = other[key].tokens, reference.tokens
-        if torch.equal(ours, theirs):
-            continue
+        differing += not torch.equal(ours, theirs)
         shorter = min(len(ours), len(theirs))
-        parted = (ours[:shorter] != theirs[:shorter]).nonzero()
-        if len(parted) and _gap(workload, key, theirs, at=int(parted[0]), other=int(ours[parted[0]])) < _NEAR_TIE:
-            near_ties += 1
-        else:
-            changed += 1
-    return changed, near_ties
+        for at in (ours[:shorter] != theirs[:shorter]).nonzero().flatten()[:1].tolist():
+            near_ties += _gap(workload, key, theirs, at=at, other=int(ours[at])) < _NEAR_TIE
+    return differing - near_ties, near_ties
 
 
 @torch.inference_mode()

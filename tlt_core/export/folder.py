@@ -18,16 +18,18 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from conf.rollout import RolloutConfig
 from conf.run import RunConfig
 from tlt_core.data import dataset
+from tlt_core.drafter.eagle3.acceptance import measure_acceptance
 from tlt_core.drafter.eagle3.files import load_eagle3, save_eagle3
 from tlt_core.drafter.eagle3.model import Eagle3Model
-from tlt_core.export import card, record, replay
+from tlt_core.drafter.eagle3.observe import observe
+from tlt_core.export import card, record
 from tlt_core.export.contents import Refused
 from tlt_core.export.measure import Measured, depth_table, expected_rates, measure
 from tlt_core.items.store import read_json, write_folder_atomically
@@ -36,6 +38,7 @@ from tlt_core.machine.disk import check_space
 from tlt_core.machine.driver import driver_device
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.config import DecoderConfig, ModelError
+from tlt_core.model.decoder import Decoder
 from tlt_core.model.load import check_finite, load_config, load_decoder, load_tokenizer, stop_token_ids
 
 POLICY, DRAFTER = "policy", "drafter-eagle3"  # vLLM infers the method from the folder's name when none is given
@@ -55,6 +58,8 @@ _POLICY_FILES = (
 )
 KEPT = (".gitignore", f"{POLICY}.dvc", f"{DRAFTER}.dvc")  # written by DVC beside the folders that it tracks
 _SPARE_BYTES = 16 << 20
+PROBE = "probe.json"  # a few greedy responses of the target
+_LEFT_OUT = 2  # last tokens of a sequence, which no guess counts for: as in the probes of older exports
 _PROBE_SEQUENCES, _PROBE_TOKENS = 4, 256
 _SIZES = [2**i for i in range(9)]  # batch sizes whose rates are recorded
 _SPECULATORS_VERSION = "0.3.0"  # of the format; nothing newer is used
@@ -251,14 +256,48 @@ def _measured_record(
 
 def _write_probe(folder: Path, policy: Path, measured: Measured) -> None:
     """A few greedy responses, and how many of their tokens the drafter's first guess gets right."""
-    probe: list[replay.ProbeSequence] = []
+    probe: list[ProbeSequence] = []
     for rollout in measured.greedy:
         tokens = tuple(rollout.tokens[:_PROBE_TOKENS].tolist())
-        if replay.is_probe(tokens, rollout.prompt_len) and len(probe) < _PROBE_SEQUENCES:
-            probe.append(replay.ProbeSequence(tokens, rollout.prompt_len))
+        if is_probe(tokens, rollout.prompt_len) and len(probe) < _PROBE_SEQUENCES:
+            probe.append(ProbeSequence(tokens, rollout.prompt_len))
     if not probe:
         return
     decoder = load_decoder(policy, dtype=torch.float32)
-    found = replay.replay(decoder, load_eagle3(folder, decoder.config), probe)
+    found = replay(decoder, load_eagle3(folder, decoder.config), probe)
     sequences = [{"tokens": list(s.tokens), "prompt_len": s.prompt_len} for s in probe]
-    (folder / replay.PROBE).write_text(json.dumps({**found._asdict(), "sequences": sequences}), encoding="utf-8")
+    (folder / PROBE).write_text(json.dumps({**found._asdict(), "sequences": sequences}), encoding="utf-8")
+
+
+class ProbeSequence(NamedTuple):
+    tokens: tuple[int, ...]  # of a prompt and the target's answer
+    prompt_len: int
+
+
+class Agreement(NamedTuple):
+    agreeing: int
+    positions: int
+
+
+def is_probe(tokens: Sequence[int], prompt_len: int) -> bool:
+    return prompt_len >= 2 and len(tokens) >= prompt_len + 3 + _LEFT_OUT
+
+
+def read_probe(raw: Any, *, vocab_size: int) -> tuple[list[ProbeSequence], Agreement]:
+    """Parse the content of probe.json.  Raises Refused."""
+    try:
+        sequences = [ProbeSequence(tuple(map(int, s["tokens"])), int(s["prompt_len"])) for s in raw["sequences"]]
+        told = Agreement(int(raw["agreeing"]), int(raw["positions"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused(f"{PROBE} is not a record of probe sequences ({error!r}); export again") from None
+    if not all(is_probe(*s) and all(0 <= token < vocab_size for token in s.tokens) for s in sequences):
+        raise Refused(f"{PROBE} holds a sequence that is too short or not of this target's vocabulary; export again")
+    return sequences, told
+
+
+def replay(decoder: Decoder, model: Eagle3Model, probe: Sequence[ProbeSequence]) -> Agreement:
+    """By our own engine's code.  Counted where the drafter reads the target's states and guesses a response's token."""
+    texts = [torch.tensor(s.tokens[:-_LEFT_OUT]) for s in probe]
+    observed = observe(decoder, texts, model, firsts=[s.prompt_len for s in probe], dtype=torch.float32)
+    measured = measure_acceptance(model, decoder.embed_tokens.weight, observed, depth=1, temperature=0.0)
+    return Agreement(measured.accepted_by_depth[0], measured.starts)

@@ -17,7 +17,6 @@ from tlt_core.machine.precision import Precision
 
 
 def policy_tags(cfg: RunConfig, folder: Path, *, dataset: Ref) -> dict[str, str]:
-    """Tags of a policy that was exported to `folder`.  Raises ModelError."""
     return {
         "kind": "policy",
         "run_name": cfg.name,
@@ -58,7 +57,6 @@ def drafter_tags(cfg: RunConfig, policy: Path, *, dataset: Ref) -> dict[str, str
 
 
 def policy_card(cfg: RunConfig, tags: Mapping[str, str]) -> str:
-    """Markdown."""
     start = cfg.model.path if cfg.model.kind == "pretrained" else "random weights"
     text = (
         f"Reinforcement learning ({cfg.algorithm.advantage}) from {start}, on {_tasks(cfg)}; sampled at temperature "
@@ -69,7 +67,6 @@ def policy_card(cfg: RunConfig, tags: Mapping[str, str]) -> str:
 
 
 def drafter_card(cfg: RunConfig, tags: Mapping[str, str]) -> str:
-    """Markdown."""
     text = (
         "One layer that guesses the next tokens of its target.  It fits only the policy with this policy_digest and "
         "tokenizer_digest.  The target checks every guess, so the drafter makes decoding faster and does not change "

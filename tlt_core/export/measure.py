@@ -6,12 +6,9 @@ the chain length to draft at each batch size (vLLM's `num_speculative_tokens_per
 K(B) is the shortest chain whose rate is within 2 % of the best: a draft token that gains less may cost more on the
 serving machine.  K = 0 decodes plainly.
 
-Acceptance and costs are measured with our engine on this machine.  At temperature 0 the acceptance holds for every
-engine: a draft is right when it is the target's arg-max.  Above 0 it holds for ours alone, whose drafts use the
-target's own noise; engines that draft the arg-max or sample independently accept less.  Costs are those of the tuner's
-model, fitted to rounds with chains of every length at several batch sizes.
-
-Shapes: B batch sizes 1 .. B, K chain lengths 0 .. K.
+Acceptance at temperature 0 holds for every engine: a draft is right when it is the target's arg-max.  Above 0 it holds
+for ours alone, whose drafts use the target's own noise.  Costs are those of the tuner's model, fitted on this machine
+to rounds with chains of every length at several batch sizes.  Shapes: B batch sizes 1 .. B, K chain lengths 0 .. K.
 """
 
 from collections.abc import Sequence
@@ -36,11 +33,7 @@ _NAME = Eagle3Drafter.name
 
 
 class ChainAcceptance(NamedTuple):
-    """Chains verified at one temperature.
-
-    Ten chains of two drafts, one of them cut to one by its response's end; six first drafts right, two second ones:
-    offered=(10, 9), accepted=(6, 2), survival=(0.6, 0.22).
-    """
+    """Chains verified at one temperature: offered=(10, 9), accepted=(6, 2) give survival=(0.6, 0.22)."""
 
     temperature: float
     responses: int
@@ -78,7 +71,6 @@ class _ChainSweep(RecordedTuner):
         self._arms, self._round = (OFF, *strategies), 0
 
     def begin(self) -> None:
-        """Another batch begins."""
         self._round = 0
 
     def choose(self, rows: Sequence[int], context: int) -> Strategy:

@@ -1,12 +1,8 @@
-"""Whether a candidate drafter replaces the champion, and why.  It does if
+"""Whether a candidate drafter replaces the champion: it changes no token, its acceptance length is at least
+(1 + min_gain) times the rival's, and it decodes at least `min_speed` times as fast.
 
-    it changes no token,
-    its acceptance length is at least (1 + min_gain) times the rival's,
-    and it decodes at least `min_speed` times as fast as the rival.
-
-The rival is the champion, or plain decoding where no champion fits the policy.
-
-A champion is checked against itself: has its acceptance dropped since its promotion?
+The rival is the champion, or plain decoding where no champion fits the policy.  A champion is checked against itself:
+has its acceptance dropped since its promotion?
 """
 
 import math
@@ -17,15 +13,11 @@ from tlt_core.export.drafter_trial import Trial
 
 
 class Decision(NamedTuple):
-    """What `retrain` did, and why."""
-
     outcome: Literal["promoted", "refused", "unchanged", "nothing", "busy"]
     reason: str
 
 
 class Check(NamedTuple):
-    """What `check-drafter` found."""
-
     outcome: Literal["ok", "dropped", "nothing", "busy"]
     reason: str
 

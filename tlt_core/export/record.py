@@ -24,12 +24,11 @@ from tlt_core.model.config import ModelError
 from tlt_core.model.load import load_config, load_tokenizer
 
 _SAMPLE_TEXT = "def f(x):\n    return {'\u00e9t\u00e9': 3.14 * x, \"a  b\": [x]}  # 12345 \u4f60\u597d\n"
+_TOLD = ("started", "commit", "precision")  # of each attempt
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What is exported.  Source(policy=Path("runs/demo/policy"), drafter=..., data_dir=..., step=12)"""
-
     policy: Path
     drafter: Path | None  # None: the policy alone
     data_dir: Path
@@ -56,8 +55,7 @@ def origin(cfg: RunConfig, source: Source) -> dict[str, Any]:
             "system_prompt": cfg.data.system_prompt,
             "mlflow_run_id": provenance.tracker_run_id(run_dir),
             "attempts": [
-                {name: a[name] for name in ("started", "commit", "precision") if name in a}
-                | {"argv": _without_secrets(a["argv"])}
+                {name: a[name] for name in _TOLD if name in a} | {"argv": _without_secrets(a["argv"])}
                 for a in provenance.attempts(run_dir)
             ],
         },

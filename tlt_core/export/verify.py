@@ -2,8 +2,8 @@
 
     contents -> digests -> layout, speculators keys -> tokenizer and weights of the target -> replay
 
-Each check gives one line: what was found, or the problem and the remedy.  A check is skipped when one that it builds on
-has failed.  Nothing is unpickled, no code of the folder runs, and no link or path out of the folder is followed.
+Each check gives one line.  A check is skipped when one that it builds on has failed.  Nothing is unpickled, no code of
+the folder runs, and no link or path out of the folder is followed.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 
 from tlt_core.drafter.eagle3.files import check_layout, load_eagle3
-from tlt_core.export import replay
 from tlt_core.export.contents import Refused, check_contents, check_digests, read_json, read_provenance
-from tlt_core.export.folder import DRAFTER, KEPT, POLICY, check_speculators
+from tlt_core.export.folder import DRAFTER, KEPT, POLICY, PROBE, check_speculators, read_probe, replay
 from tlt_core.export.record import tokenizer_digest, weights_digest
 from tlt_core.model.config import ModelError
 from tlt_core.model.load import check_finite, load_config, load_decoder, resolve
@@ -25,8 +24,6 @@ _SLACK = 0.02  # share of the probe's guesses that may differ, because of near-t
 
 
 class Check(NamedTuple):
-    """One line of the report."""
-
     name: str
     outcome: str  # ok, REFUSED or skipped
     text: str
@@ -65,7 +62,6 @@ def verify(export: Path, *, target: str | None, other_weights: bool = False) -> 
 
 
 def passed(checks: Sequence[Check]) -> bool:
-    """Whether nothing was refused or skipped."""
     return all(check.outcome == "ok" for check in checks)
 
 
@@ -160,14 +156,11 @@ class _Drafter:
         return target[key]
 
     def _check_verifier(self) -> str:
-        """Whether `vllm serve DRAFTER` would load this target."""
         name, path = self._verifier, Path(self._verifier)
         if name == self._target_name or (path.is_dir() and path.resolve() == self._target.resolve()):
             return f"{name}, this target"
         if path.is_absolute() and not path.exists():
-            return (
-                f"{name} is not on this machine: name the target to vLLM, 'vllm serve DRAFTER' alone will not find it"
-            )
+            return f"{name} is not on this machine: name the target to vLLM, 'vllm serve DRAFTER' alone won't find it"
         if path.is_dir() and not path.is_symlink() and weights_digest(path) == self._recorded("weights_sha256"):
             return f"{name}, with the weights that were exported"
         raise Refused(
@@ -176,14 +169,14 @@ class _Drafter:
         )
 
     def _check_replay(self) -> str:
-        if not (self._folder / replay.PROBE).is_file():
+        if not (self._folder / PROBE).is_file():
             return "no text was recorded at the export"
         decoder = load_decoder(self._target, dtype=torch.float32)
-        raw = read_json(self._folder / replay.PROBE)
-        probe, recorded = replay.read_probe(raw, vocab_size=decoder.config.vocab_size)
+        raw = read_json(self._folder / PROBE)
+        probe, recorded = read_probe(raw, vocab_size=decoder.config.vocab_size)
         if self._other_weights:
             return "the recorded guesses are another target's"
-        found = replay.replay(decoder, load_eagle3(self._folder, decoder.config), probe)
+        found = replay(decoder, load_eagle3(self._folder, decoder.config), probe)
         slack = max(1, _SLACK * recorded.positions)
         if found.positions != recorded.positions or abs(found.agreeing - recorded.agreeing) > slack:
             raise Refused(

@@ -5,7 +5,6 @@ first trained for a few minutes on worked solutions of the training tasks.  In: 
 the validation set are excluded).  Out: a Hugging Face folder with `coldstart.json`.
 """
 
-import hashlib
 import json
 import logging
 import time
@@ -22,7 +21,7 @@ from tlt_core.data import dataset, solutions
 from tlt_core.grpo.batch import TrainBatch, make_supervised_batches
 from tlt_core.items.store import read_json, write_atomically
 from tlt_core.model.load import load_config, load_tokenizer
-from tlt_core.run.inputs import made_dir, making
+from tlt_core.run.inputs import made_dir, making, short_digest
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +39,7 @@ def output_dir(cfg: RunConfig) -> Path:
     inputs = cfg.model_dump(mode="json", include={"seed", "model", "data", "coldstart"})
     assert cfg.coldstart.dtype != "auto", "settle() comes first: precision is decided before the folder is named"
     inputs |= {"solutions": solutions.version(), "backend": cfg.update.backend.model_dump(mode="json")}
-    digest = hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
-    return made_dir() / "coldstart" / digest
+    return made_dir() / "coldstart" / short_digest(inputs)
 
 
 def run(cfg: RunConfig, *, model_dir: Path, data_dir: Path, out_dir: Path, on_progress: OnProgress) -> dict[str, float]:
@@ -102,7 +100,6 @@ def _make(cfg: RunConfig, *, model_dir: Path, data_dir: Path, out_dir: Path, on_
 
 
 def _train(group: WorkerGroup, steps: Sequence[Sequence[TrainBatch]], on_progress: OnProgress) -> list[float]:
-    """The losses of the steps."""
     losses: list[float] = []
     on_progress("cold start", 0, len(steps), None)
     for done, shares in enumerate(steps, start=1):

@@ -4,16 +4,9 @@
           ^--- idle_training_settings: when idle workers train
 
 Workers train apart, from the weights in use.  Each tries its candidate on its own held-back responses
-(`idle_training/candidate`).
-
-    no trial                 nothing happens
-    one, not worse           it is published as it is
-    several                  their average, weighted by the tokens they trained on, is tried on all workers first
-    worse than in use        refused, with the reason
-
-A candidate is worse when it gets fewer tokens accepted on held-back responses, by more than chance explains
-(`idle_training/comparison`).  Wrong refusals cost more than wrong releases, because a drafter that is not replaced goes
-stale.
+(`idle_training/candidate`).  One that is not worse is published as it is; of several the average, weighted by the
+tokens they trained on, is tried on all workers first.  A candidate is worse when it gets fewer tokens accepted, by more
+than chance explains (`idle_training/comparison`): a drafter that is not replaced goes stale.
 """
 
 import json
@@ -126,7 +119,6 @@ def origin_of(first: Path, *, run: str, steps: int) -> dict[str, Any]:
 
 
 def trains_drafter(cfg: RunConfig) -> bool:
-    """Do idle workers train a drafter in this run?"""
     speculation = cfg.rollout.speculation
     has_one = speculation.policy != "off" and speculation.drafter_path is not None
     return cfg.drafter.idle_training.enabled and has_one and bool(learned_in(strategies_of(speculation)))
@@ -141,7 +133,6 @@ class DrafterPublisher:
 
     @property
     def idle_training_settings(self) -> IdleTrainingSettings:
-        """What idle workers do."""
         return IdleTrainingSettings(
             enabled=trains_drafter(self._cfg),
             stream_first=self._cfg.update.streamed != "last",
@@ -193,7 +184,6 @@ class DrafterPublisher:
         return out_dir
 
     def state(self) -> dict[str, Any]:
-        """Its fields of `DriverState`."""
         return {"drafter_version": self._version, "drafter_policy_version": self._policy_version}
 
     def restore(self, state: DriverState) -> None:

@@ -3,8 +3,7 @@
     policy -> responses to some training prompts -> draft vocabulary -> hidden states and probabilities -> training
            -> acceptance on held-out prompts -> folder that vLLM and SGLang load
 
-Runs in one process, with the threads of the whole worker group.  In: the policy's folder and the data set.  Out: the
-drafter's folder with `drafter.json` (settings and metrics).
+Runs in one process, with the threads of the whole worker group.  The folder also has `drafter.json`.
 """
 
 import json
@@ -46,13 +45,13 @@ def run(cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progr
     """Train and write the drafter, on a GPU where workers have one and this machine too; returns its metrics."""
     device = driver_device(cfg.cluster)
     try:
-        return _run(cfg, policy=policy, data_dir=data_dir, out_dir=out_dir, on_progress=on_progress, device=device)
+        return _run(cfg, policy, data_dir, out_dir, on_progress, device)
     finally:
         release(device)
 
 
 def _run(
-    cfg: RunConfig, *, policy: Path, data_dir: Path, out_dir: Path, on_progress: OnProgress, device: str
+    cfg: RunConfig, policy: Path, data_dir: Path, out_dir: Path, on_progress: OnProgress, device: str
 ) -> dict[str, float]:
     torch.set_num_threads(cfg.cluster.num_workers * cfg.cluster.threads_per_worker)
     began_s, own = time.perf_counter(), cfg.drafter
@@ -111,7 +110,6 @@ def _run(
 def _sample(
     cfg: RunConfig, prompts: Sequence[Prompt], decoder: Decoder, stops: tuple[int, ...], on_progress: OnProgress
 ) -> list[Rollout]:
-    """Rollouts under the run's sampling settings, in a fixed order."""
     rollout = cfg.rollout
     max_len = max(len(p.tokens) for p in prompts) + rollout.max_new_tokens
     engine = build.make_engine(
@@ -188,7 +186,6 @@ def _observe(
 def _train(
     trainer: Eagle3Trainer, sequences: Sequence[TrainSequence], cfg: RunConfig, on_progress: OnProgress
 ) -> TrainMetrics:
-    """`num_steps` steps over shuffled passes of the sequences."""
     own, done, epoch = cfg.drafter, 0, 0
     on_progress("drafter warm-up", 0, own.num_steps, None)
     while True:
@@ -203,7 +200,6 @@ def _train(
 
 
 def _held_out(trainer: Eagle3Trainer, held: Sequence[TrainSequence], cfg: RunConfig) -> dict[str, float]:
-    """Loss and acceptance length of the trained drafter on responses that it has not seen."""
     final, rollout = trainer.measure(held), cfg.rollout
     accepted = measure_acceptance(
         trainer.model,

@@ -36,8 +36,6 @@ _NO_VARIABLES: Mapping[str, Any] = {}
 
 
 class Input(NamedTuple):
-    """One input line, as it stands in the file."""
-
     where: str  # file and line, for messages
     id: Any
     prompt: str | list[int]  # text, or token ids

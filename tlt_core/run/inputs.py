@@ -39,14 +39,14 @@ def making(folder: Path) -> AbstractContextManager[None]:
 def data_dir(cfg: RunConfig) -> Path:
     """Folder of the run's data set.  It depends on the model, whose tokenizer decides which prompts are too long."""
     decides = cfg.model_dump(mode="json", include={"data", "model"})
-    return made_dir() / "data" / _digest({**decides, "max_prompt_tokens": cfg.rollout.max_prompt_tokens})
+    return made_dir() / "data" / short_digest({**decides, "max_prompt_tokens": cfg.rollout.max_prompt_tokens})
 
 
 def start_model(cfg: ModelConfig, *, seed: int) -> Path:
     """Hugging Face folder of the weights that training starts from; made if it is missing.  Raises ModelError."""
     if isinstance(cfg, PretrainedModel):
         return resolve(cfg.path)
-    name = _digest({**cfg.model_dump(mode="json"), "seed": seed})
+    name = short_digest({**cfg.model_dump(mode="json"), "seed": seed})
     folder = artifacts_dir() / "models" / f"random-{name}"
     if not (folder / "config.json").is_file():  # the folder appears whole or not at all
         with making(folder):
@@ -71,5 +71,5 @@ def _write_random(cfg: RandomModel, folder: Path, *, seed: int) -> None:
     save_hf(decoder.named_parameters(), config, folder, tokenizer_from=embedded, dtype=torch.float32)
 
 
-def _digest(inputs: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
+def short_digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]

@@ -57,7 +57,6 @@ class MemoryPlan(NamedTuple):
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The phase that takes most, and its bytes."""
         return max(((phase, self.total(phase)) for phase in self.phases), key=lambda found: found[1])
 
 
@@ -129,7 +128,6 @@ def check(plan: MemoryPlan, cfg: RunConfig, *, device_bytes: int) -> None:
 
 
 def place(cfg: RunConfig, device_bytes: int) -> str:
-    """What a worker has to fit into, in words."""
     sharers = cfg.cluster.workers_per_gpu
     part = f"a worker's part, one of {sharers}, of " if sharers > 1 else ""
     return f"{part}a GPU of {device_bytes / _GB:.0f} GB"
@@ -257,7 +255,6 @@ def _vllm_slot(cfg: RunConfig, model: DecoderConfig, *, positions: int) -> int:
 
 
 def _asleep(cfg: RunConfig, awake: Owners) -> Owners:
-    """What of the rollout's memory stays during the update."""
     if not cfg.cluster.release_rollout_memory:
         return awake
     stays = () if ENGINES[cfg.rollout.engine].own_process else ("rollout weights", "CUDA graphs", "drafter")

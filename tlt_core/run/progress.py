@@ -23,14 +23,11 @@ class Progress(NamedTuple):
 
 
 class Reporter:
-    """Fills in step and workers of each `Progress`."""
-
     def __init__(self, show: Callable[[Progress], None], *, num_steps: int, num_workers: int) -> None:
         self.step: int | None = None  # as in `Progress`
         self._show, self._num_steps, self._num_workers = show, num_steps, num_workers
 
     def phase(self, name: str) -> None:
-        """A phase without anything to count."""
         state = WorkerState.UPDATING if name == "update" else WorkerState.IDLE
         self._show(Progress(self.step, self._num_steps, name, 0, 1, worker_states=(state,) * self._num_workers))
 
@@ -79,7 +76,6 @@ class PhaseClock:
         self._began_s = 0.0
 
     def show(self, now: Progress, at_s: float) -> None:
-        """Note the phase at `at_s`, a monotonic time."""
         before = self._now
         if before is None or (before.step, before.phase, before.total) != (now.step, now.phase, now.total):
             if before is not None:

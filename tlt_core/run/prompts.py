@@ -46,7 +46,6 @@ class Prompts:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
         return max(len(p.tokens) for p in self.by_id.values())
 
     def text(self, tokens: Tensor) -> str:
@@ -55,8 +54,6 @@ class Prompts:
 
 
 class Scoring:
-    """`submit` every response as it ends, `collect` a batch of them."""
-
     def __init__(self, scorer: Scorer, prompts: Prompts) -> None:
         self._scorer, self._prompts, self._by_id = scorer, prompts, prompts.by_id
         self._scores: dict[tuple[int, int], Score] = {}  # of this step, as far as somebody has asked for them

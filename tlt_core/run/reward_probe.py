@@ -1,15 +1,11 @@
 """Do the reward terms tell right from wrong?  Tried on a sample of the prompts before a run, in the scoring processes.
 
-    the reference answer               earns full marks
-    another prompt's answer            does not
-    a constant that fits no question   does not: a policy would find it
-    a function of yours                returns a number for the reference answer
-
-What fails is a warning with the share of the prompts; a term that nothing satisfies is refused.  The result is kept
-under $TLT_HOME, so the same data and rewards are tried once (functions of yours each time).
+The reference answer has to earn full marks, another prompt's answer or a constant (a policy would find it) must not; a
+function of yours has to return a number.  What fails is a warning with the share of the prompts; a term that nothing
+satisfies is refused.  The result is kept under $TLT_HOME, so the same data and rewards are tried once (functions of
+yours each time).
 """
 
-import hashlib
 import inspect
 import json
 import logging
@@ -28,7 +24,7 @@ from tlt_core.grpo.reward import RewardError, Score, Scorer
 from tlt_core.items.store import StoreError, read_json, write_atomically
 from tlt_core.items.types import Prompt
 from tlt_core.model.load import load_tokenizer, stop_token_ids
-from tlt_core.run.inputs import artifacts_dir
+from tlt_core.run.inputs import artifacts_dir, short_digest
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +66,7 @@ def _digest(cfg: RunConfig, data: str) -> str:
     """Of all that the result depends on, the code of the rewards included."""
     code = [inspect.getsource(module) for module in (verifiers, math_answer)]
     chosen = cfg.model_dump(mode="json", include={"reward", "model"})
-    return hashlib.sha256(json.dumps([chosen, data, code, Path(__file__).read_text()]).encode()).hexdigest()[:12]
+    return short_digest([chosen, data, code, Path(__file__).read_text()])
 
 
 def _known(path: Path) -> list[str] | None:

@@ -2,14 +2,8 @@
 
     sample_step -> score -> drafter.publish -> update -> publish -> validation.run -> save_checkpoint
 
-`Session` owns the steps: the order of prompts, advantages, updates and checkpoints.  Its parts own the rest:
-
-    rollout      the rollout phase on the worker group          `rollout_phase`
-    scoring      responses to scores and texts                  `scoring`
-    drafter      which trained drafter goes into use            `drafter_publisher`
-    validation   accuracy on the validation prompts             `validation`
-
-It holds no model.  To start a run again is to resume it from the newest valid checkpoint.
+`Session` owns the order of prompts, advantages, updates and checkpoints, and holds no model.  To start a run again is
+to resume it from the newest valid checkpoint.
 """
 
 import logging
@@ -37,10 +31,9 @@ from tlt_core.run.drafter_release import DrafterPublisher, published_dir
 from tlt_core.run.engine_agreement import require_agreement
 from tlt_core.run.progress import Progress, Reporter
 from tlt_core.run.prompts import Prompts, Scoring
-from tlt_core.run.rollout_phase import RolloutPhase, requests_for
+from tlt_core.run.rollout_phase import RolloutPhase, Validation, requests_for
 from tlt_core.run.step_metrics import StepMetrics, score_metrics
 from tlt_core.run.streamed_update import StreamedUpdate
-from tlt_core.run.validation import Validation
 from tlt_core.run.worker_spec import worker_spec
 
 log = logging.getLogger(__name__)
@@ -139,7 +132,6 @@ class Session:
         return range(self.completed_steps + 1, self.cfg.num_steps + 1)
 
     def step_dir(self, step: int) -> Path:
-        """Folder of a step's saved items."""
         return step_files.step_dir(self.cfg.run_dir, step)
 
     def begin_step(self, step: int) -> None:
@@ -160,7 +152,6 @@ class Session:
         return self.rollout.sample(requests, self.params, step=step, stream=self._stream)
 
     def next_requests(self, step: int, num_prompts: int) -> list[list[GenerationRequest]]:
-        """Take the next prompts; a group of requests for each."""
         prompts = self.order.take(num_prompts, without=self._stream.pack_of)
         self._stream.plan(prompts)
         return requests_for(prompts, self.cfg.rollout.num_samples, seed=self.cfg.seed, step=step)
@@ -228,7 +219,6 @@ class Session:
     # ------------------------------------------------------------------------------------------ results
 
     def checkpoint_due(self, step: int) -> bool:
-        """Every `checkpoint.every_steps` steps and after the last."""
         return step % self.cfg.checkpoint.every_steps == 0 or step == self.cfg.num_steps
 
     def seconds_left_for_step(self) -> float:
@@ -262,7 +252,6 @@ class Session:
         return folder
 
     def export_policy(self, out_dir: Path) -> Path:
-        """The policy as a plain Hugging Face folder."""
         self._reporter.phase("export")
         self.group.export(out_dir.resolve(), tokenizer_from=self.start_model, dtype=self.cfg.rollout.dtype)
         save_stop_token_ids(out_dir, self.params.stop_token_ids)

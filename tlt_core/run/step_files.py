@@ -11,7 +11,6 @@ _HEADER_BYTES = 2048
 
 
 def step_dir(run_dir: Path, step: int) -> Path:
-    """Folder of a step's saved items."""
     return run_dir / "steps" / f"{step:06d}"
 
 

@@ -1,8 +1,4 @@
-"""The metrics of one step, and the worker timeline.  `items/metrics` declares each name, its unit and its meaning.
-
-A step's wall time is the time in which some worker is in a state (rollout, update), the driver's own phases, and
-overhead: Prefect, Ray, MLflow, files between the tasks.
-"""
+"""The metrics of one step, and the worker timeline.  `items/metrics` declares each name, its unit and its meaning."""
 
 import hashlib
 import time
@@ -32,7 +28,6 @@ class StepMetrics:
         self._values, self.spans = {}, []
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Set metrics; a later value replaces an earlier one."""
         self._values.update({name: float(value) for name, value in metrics.items()})
 
     @contextmanager
@@ -153,7 +148,7 @@ def _rows_by_task(tasks: Sequence[str]) -> dict[str, list[int]]:
 
 
 def time_metrics(values: Mapping[str, float], spans: Sequence[WorkerSpan], *, step_s: float) -> dict[str, float]:
-    """The step's wall time, its overhead, and shares of it.
+    """The step's wall time, its overhead (Prefect, Ray, MLflow, files between the tasks), and shares of it.
 
     values: the step's metrics, with `timing_s/*`; spans: its worker timeline; step_s: its wall time.
     """

@@ -43,7 +43,6 @@ class StreamedUpdate:
         self.done: set[Key] = set()  # passes whose gradient the workers have
 
     def plan(self, prompts: Sequence[Prompt]) -> None:
-        """These prompts are sampled next: divide them into packs."""
         first = len(self._missing)
         found = packs(
             [p.id for p in prompts],

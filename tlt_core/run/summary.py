@@ -58,7 +58,6 @@ def summary(rows: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def curves(rows: Sequence[Mapping[str, float]]) -> list[dict[str, float | str]]:
-    """One row a step; a figure that the step lacks is empty."""
     return [
         {"step": int(row["step"])} | {column: row.get(name, "") for column, name in CURVES.items()}
         for row in rows
@@ -93,7 +92,6 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Write atomically, with a header even if there is no row."""
 
     def write(partial: Path) -> None:
         with partial.open("w", newline="") as file:

@@ -42,8 +42,6 @@ def write_policy(out_dir: Path, config, *, words: list[str] = WORDS, seed: int =
 
 
 class Tiny(NamedTuple):
-    """What is exported, and by which configuration."""
-
     cfg: RunConfig
     source: Source
 
@@ -68,11 +66,10 @@ def tiny(tiny_config, tmp_path_factory) -> Tiny:
     )
     tokenizer, out_dir = load_tokenizer(policy), root / "data"
     dataset.prepare(cfg.data, tokenizer=tokenizer, vocab_size=64, max_prompt_tokens=64, out_dir=out_dir)
-    drafter = root / "drafter"
-    ids_J = torch.arange(2, 60)
     decoder = load_decoder(policy, dtype=torch.float32)
-    save_eagle3(eagle3_from_target(decoder, ids_J, scales=(1.0, 1.0, 1.0), seed=1), drafter, dtype=torch.float32)
-    return Tiny(cfg, Source(policy, drafter, root / "data", 7))
+    drafter = eagle3_from_target(decoder, torch.arange(2, 60), scales=(1.0, 1.0, 1.0), seed=1)
+    save_eagle3(drafter, root / "drafter", dtype=torch.float32)
+    return Tiny(cfg, Source(policy, root / "drafter", root / "data", 7))
 
 
 @pytest.fixture(scope="session")

@@ -79,11 +79,10 @@ def tapped(target: Any, tokens_L: Tensor, taps: list[int]) -> tuple[dict[int, Te
     """Residual streams that enter the tapped layers (beyond the last: the final norm), and logits."""
     streams: dict[int, Tensor] = {}
     stations = [*target.model.layers, target.model.norm]
-
-    def keep(tap: int, x: Tensor) -> None:
-        streams[tap] = x[0]
-
-    hooks = [stations[tap].register_forward_pre_hook(lambda _, args, tap=tap: keep(tap, args[0])) for tap in taps]
+    hooks = [
+        stations[tap].register_forward_pre_hook(lambda _, args, tap=tap: streams.update({tap: args[0][0]}))
+        for tap in taps
+    ]
     logits_LV = target(tokens_L[None]).logits[0]
     for hook in hooks:
         hook.remove()

@@ -1,7 +1,6 @@
 """Which differences from plain decoding count: planted ones, and near-ties by a wider tolerance."""
 
 import dataclasses
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,8 +14,7 @@ from tlt_core.model.decoder import Decoder
 
 @pytest.fixture(params=[0.0, 1.0])
 def workload(tiny_decoder: Decoder, request: pytest.FixtureRequest) -> Workload:
-    prompts = [torch.tensor([1, 5, 9 + index], dtype=torch.int32) for index in range(3)]
-    requests = [GenerationRequest(NoiseKey(0, 1, index, 0), tokens) for index, tokens in enumerate(prompts)]
+    requests = [GenerationRequest(NoiseKey(0, 1, i, 0), torch.tensor([1, 5, 9 + i]).int()) for i in range(3)]
     params = SamplingParams(temperature=request.param, max_new_tokens=8, stop_token_ids=())
     return Workload(tiny_decoder, requests, params, 2)
 
@@ -25,25 +23,20 @@ def _plain(workload: Workload) -> dict[NoiseKey, Rollout]:
     return dict(decode(workload, SpeculationConfig(policy="off"), seed=0).rollouts)
 
 
-def _altered(
-    rollouts: dict[NoiseKey, Rollout], change: Callable[[torch.Tensor], torch.Tensor]
-) -> dict[NoiseKey, Rollout]:
+def _altered(rollouts: dict[NoiseKey, Rollout], *, other: int = 0, missing: int = 0) -> dict[NoiseKey, Rollout]:
+    """The first response with another token, and without its last ones."""
     key, rollout = next(iter(rollouts.items()))
-    tokens = change(rollout.tokens.clone())
+    tokens = rollout.tokens[: len(rollout.tokens) - missing].clone()
+    tokens[5] = (tokens[5] + other) % 64
     shorter = rollout.logprobs[: len(tokens) - rollout.prompt_len]
     return rollouts | {key: dataclasses.replace(rollout, tokens=tokens, logprobs=shorter)}
-
-
-def _another_token(tokens: torch.Tensor) -> torch.Tensor:
-    tokens[5] = (tokens[5] + 1) % 64
-    return tokens
 
 
 def test_another_or_a_missing_token_is_a_change_unless_it_scores_the_same(
     workload: Workload, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = _plain(workload)
-    other, shorter = _altered(plain, _another_token), _altered(plain, lambda tokens: tokens[:-2])
+    other, shorter = _altered(plain, other=1), _altered(plain, missing=2)
     assert drafter_trial._differences(workload, plain, dict(plain)) == (0, 0)
     assert drafter_trial._differences(workload, plain, other) == (1, 0)
     monkeypatch.setattr(drafter_trial, "_NEAR_TIE", 1e9)

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from tests.tlt_core.export import reference
+from tests.tlt_core.export.conftest import Tiny
 from tlt_core.drafter.eagle3.depths import drafted_depths
 from tlt_core.drafter.eagle3.files import load_eagle3
 from tlt_core.drafter.eagle3.observe import observe
 from tlt_core.drafter.eagle3.windows import Pack, whole
 from tlt_core.export import folder
-from tlt_core.export.record import Source
 from tlt_core.model.config import ModelError
 from tlt_core.model.load import load_decoder
 
@@ -37,7 +37,6 @@ def test_the_two_folders(exported):
         "drafter-eagle3/provenance.json",
     }
     assert {(exported / name).stat().st_mode & 0o777 for name in files} == {0o644}
-    assert not [p for p in exported.parent.iterdir() if p.name.startswith(".")]
 
 
 @torch.no_grad()
@@ -64,42 +63,21 @@ def test_another_implementation_computes_what_ours_does(exported):
     assert AutoTokenizer.from_pretrained(policy).encode("w3 w9") == [3, 9]
 
 
-def test_the_drafter_is_the_one_that_came_in(exported, tiny, tiny_config):
+def test_provenance(exported, tiny, tiny_config):
     before, after = load_eagle3(tiny.source.drafter, tiny_config), load_eagle3(exported / "drafter-eagle3", tiny_config)
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
-    assert torch.equal(before.draft_ids_J, after.draft_ids_J)
-
-
-def test_provenance(exported, tiny):
     record = json.loads((exported / "drafter-eagle3" / "provenance.json").read_text())
     manifest = json.loads((tiny.source.data_dir / "manifest.json").read_text())
     assert record["dataset"]["digest"] == manifest["digest"]
     assert (record["run"]["name"], record["run"]["step"]) == ("tiny", 7)
-    assert {"torch", "transformers"} <= record["versions"].keys()
-    assert record["commit"]
-    assert record["target"]["tokenizer_sha256"] != record["target"]["weights_sha256"]
     policy = json.loads((exported / "policy" / "provenance.json").read_text())
     assert policy["target"]["weights_sha256"] == record["target"]["weights_sha256"]
     first = record["measured"]["schedules"][0]["table"]
-    assert first[0][0] == 1
-    assert first[-1][1] == 3, "max_live_requests"
+    assert (first[0][0], first[-1][1]) == (1, 3), "max_live_requests"
 
 
-def _with_drafter(source: Source, drafter: Path | None) -> Source:
-    return Source(source.policy, drafter, source.data_dir, source.step)
-
-
-def test_all_or_nothing(tiny, tmp_path):
-    """A drafter that cannot be read comes to light after the policy was written."""
-    out = tmp_path / "out"
-    folder.run(tiny.cfg, _with_drafter(tiny.source, None), out_dir=out, num_prompts=0)
-    before = (out / "policy" / "provenance.json").read_bytes()
-    (tmp_path / "broken").mkdir()
-    with pytest.raises(ModelError, match="not a readable drafter folder"):
-        folder.run(tiny.cfg, _with_drafter(tiny.source, tmp_path / "broken"), out_dir=out, num_prompts=0)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["broken", "out"]
-    assert (out / "policy" / "provenance.json").read_bytes() == before
-    assert [p.name for p in out.iterdir()] == ["policy"]
+def _export(tiny: Tiny, out: Path, **changes: Path | None) -> Path:
+    return folder.run(tiny.cfg, replace(tiny.source, **changes), out_dir=out, num_prompts=0)
 
 
 def _spoilt(folder: Path, copy: Path, tensor: str) -> Path:
@@ -111,46 +89,42 @@ def _spoilt(folder: Path, copy: Path, tensor: str) -> Path:
     return copy
 
 
-def test_weights_that_are_not_finite_do_not_leave(tiny, tmp_path):
+def test_all_or_nothing(tiny, tmp_path):
+    """What is wrong with a drafter comes to light after the policy was written."""
+    out = _export(tiny, tmp_path / "out", drafter=None)
+    before = (out / "policy" / "provenance.json").read_bytes()
+    (tmp_path / "broken").mkdir()
+    figures = shutil.copytree(tiny.source.drafter, tmp_path / "figures")  # other programs cannot read a NaN in JSON
+    (figures / "drafter.json").write_text(json.dumps({"metrics": {"drafter/loss_train": float("nan")}}))
     policy = _spoilt(tiny.source.policy, tmp_path / "policy", "model.layers.1.mlp.up_proj.weight")
     drafter = _spoilt(tiny.source.drafter, tmp_path / "drafter", "lm_head.weight")
-    for source, said in (
-        (replace(tiny.source, policy=policy, drafter=None), r"model\.layers\.1\.mlp\.up_proj\.weight holds NaN"),
-        (_with_drafter(tiny.source, drafter), r"drafter: lm_head\.weight holds NaN"),
+    for changes, said in (
+        ({"drafter": tmp_path / "broken"}, "not a readable drafter folder"),
+        ({"policy": policy, "drafter": None}, r"model\.layers\.1\.mlp\.up_proj\.weight holds NaN"),
+        ({"drafter": drafter}, r"drafter: lm_head\.weight holds NaN"),
+        ({"drafter": figures}, r"training\.metrics\.drafter/loss_train for provenance\.json is nan"),
     ):
         with pytest.raises(ModelError, match=said):
-            folder.run(tiny.cfg, source, out_dir=tmp_path / "out", num_prompts=0)
-    assert not (tmp_path / "out").exists()
+            _export(tiny, out, **changes)
+        assert [p.name for p in out.iterdir()] == ["policy"]
+        assert (out / "policy" / "provenance.json").read_bytes() == before
 
 
-def test_figures_that_are_not_finite_do_not_leave(tiny, tmp_path):
-    """Other programs cannot read a NaN in JSON."""
-    drafter = shutil.copytree(tiny.source.drafter, tmp_path / "drafter")
-    (drafter / "drafter.json").write_text(json.dumps({"metrics": {"drafter/loss_train": float("nan")}}))
-    with pytest.raises(ModelError, match=r"training\.metrics\.drafter/loss_train for provenance\.json is nan"):
-        folder.run(tiny.cfg, _with_drafter(tiny.source, drafter), out_dir=tmp_path / "out", num_prompts=0)
-    assert not (tmp_path / "out").exists()
-
-
-def test_an_older_export_is_replaced_and_what_dvc_wrote_stays(tiny, tmp_path):
-    out = tmp_path / "out"
-    folder.run(tiny.cfg, tiny.source, out_dir=out, num_prompts=0)
+def test_an_older_export_is_replaced_and_nothing_else(tiny, tmp_path):
+    out = _export(tiny, tmp_path / "out")
     (out / "policy.dvc").write_text("outs: []")
-    folder.run(tiny.cfg, _with_drafter(tiny.source, None), out_dir=out, num_prompts=0)
+    _export(tiny, out, drafter=None)
     assert sorted(p.name for p in out.iterdir()) == ["policy", "policy.dvc"]
-
-
-def test_nothing_else_is_replaced(tiny, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     for out in (tmp_path, tmp_path / "thesis.tex"):
         with pytest.raises(ModelError, match="so it is not replaced; choose another --out"):
-            folder.run(tiny.cfg, tiny.source, out_dir=out, num_prompts=0)
+            _export(tiny, out)
     assert (tmp_path / "thesis.tex").read_text() == "years of work"
 
 
 def test_passwords_of_the_command_line_stay_here(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/usr/bin/tlt", "export", "tracking.uri=https://me:secret@host/x"])
-    out = folder.run(tiny.cfg, _with_drafter(tiny.source, None), out_dir=tmp_path / "out", num_prompts=0)
+    out = _export(tiny, tmp_path / "out", drafter=None)
     text = (out / "policy" / "provenance.json").read_text()
     assert "secret" not in text
     assert json.loads(text)["command"] == ["tlt", "export", "tracking.uri=https://***@host/x"]

@@ -5,7 +5,7 @@ import torch
 
 from tlt_core.data import dataset
 from tlt_core.drafter.eagle3.model import eagle3_from_target
-from tlt_core.export.measure import ChainAcceptance, DepthRange, depth_table, expected_rates, measure
+from tlt_core.export.measure import ChainAcceptance, depth_table, expected_rates, measure
 from tlt_core.items.types import SamplingParams
 from tlt_core.model.load import load_decoder, load_tokenizer
 
@@ -37,24 +37,14 @@ def test_survival_by_hand():
     assert late.survival == (0.6, 0.6, 0.0), "no position is reached more often than the one before"
 
 
-@pytest.fixture
-def repeated(tiny) -> int:
-    """The token that the tiny policy says over and over."""
+def test_a_drafter_that_is_always_right_and_one_that_never_is(tiny):
     (rollout,) = measured(tiny, torch.arange(3, 40)).greedy
-    (token,) = set(rollout.completion.tolist())
-    return token
-
-
-def test_a_drafter_that_is_always_right(tiny, repeated):
-    """It can say nothing else.  12 tokens in chains of 2: four rounds of three tokens."""
-    found = measured(tiny, torch.tensor([repeated]))
-    (row,) = found.acceptance
+    (repeated,) = set(rollout.completion.tolist())
+    # It can say nothing else.  12 tokens in chains of 2: four rounds of three tokens.
+    (row,) = measured(tiny, torch.tensor([repeated])).acceptance
     assert (row.offered, row.accepted) == ((4, 4), (4, 4))
     assert (row.survival, row.accept_length, row.tokens, row.responses) == ((1.0, 1.0), 3.0, RESPONSE, 1)
-
-
-def test_a_drafter_that_is_never_right(tiny, repeated):
-    """It can say anything else.  One token a round; the last round has no room for a draft, the one before for one."""
+    # It can say anything else.  One token a round; the last has no room for a draft, the one before for one.
     (row,) = measured(tiny, torch.tensor([i for i in range(64) if i != repeated])).acceptance
     assert row.accepted == (0, 0)
     assert row.offered == (RESPONSE - 1, RESPONSE - 2)
@@ -69,21 +59,11 @@ def test_costs_of_every_batch_size_and_chain(tiny):
     assert found.context > RESPONSE // 2
 
 
-def test_rates_are_expected_tokens_over_seconds():
-    rates = expected_rates((0.5, 0.25), [[1.0, 1.2, 1.4], [1.0, 1.5, 2.5]])
-    assert rates[0] == pytest.approx([1.0, 1.5 / 1.2, 1.75 / 1.4])
-    assert rates[1] == pytest.approx([2.0, 3.0 / 1.5, 3.5 / 2.5])
-
-
 def test_the_shortest_chain_within_two_percent_of_the_best():
+    found = expected_rates((0.5, 0.25), [[1.0, 1.2, 1.4], [1.0, 1.5, 2.5]])
+    assert found == [pytest.approx([1.0, 1.5 / 1.2, 1.75 / 1.4]), pytest.approx([2.0, 3.0 / 1.5, 3.5 / 2.5])]
     # 1: chains of 1 and 2 are equal; 2: a gain of 1 % is none; 3, 4: clear gains of 2; 5: none pays
     rates = [[1.0, 1.25, 1.25], [1.0, 1.01, 0.9], [1.0, 1.1, 1.2], [1.0, 1.1, 1.3], [1.0, 0.9, 0.8]]
-    assert depth_table(rates) == [(1, 1, 1), (2, 2, 0), (3, 4, 2), (5, 5, 0)]
-    assert depth_table(rates)[2] == DepthRange(first=3, last=4, depth=2)
-
-
-def test_costs_that_do_not_fit():
+    assert depth_table(rates) == [[1, 1, 1], [2, 2, 0], [3, 4, 2], [5, 5, 0]]
     with pytest.raises(ValueError, match=r"batch size 2: one positive number of seconds .* from 0 to 1"):
         expected_rates((0.5,), [[1.0, 1.0], [1.0]])
-    with pytest.raises(ValueError, match="batch size 1"):
-        expected_rates((0.5,), [[1.0, 0.0]])

@@ -6,8 +6,9 @@ import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -41,30 +42,14 @@ class Mine:
         return Path.touch, (self._mark,)
 
 
-def torch_file(mine: Mine) -> bytes:
-    file = io.BytesIO()
-    torch.save({"weight": mine}, file)
-    return file.getvalue()
-
-
-def numpy_file(mine: Mine) -> bytes:
-    file = io.BytesIO()
-    np.save(file, np.array([mine], dtype=object), allow_pickle=True)
-    return file.getvalue()
-
-
-FORMATS: dict[str, tuple[Callable[[Mine], bytes], Callable[[bytes], object]]] = {
-    "pickle": (pickle.dumps, pickle.loads),
-    "torch": (torch_file, lambda content: torch.load(io.BytesIO(content), weights_only=False)),
-    "numpy": (numpy_file, lambda content: np.load(io.BytesIO(content), allow_pickle=True)),
+FORMATS: dict[str, tuple[Callable[[Mine, IO[bytes]], None], Callable[[IO[bytes]], object]]] = {
+    "pickle": (pickle.dump, pickle.load),
+    "torch": (torch.save, lambda file: torch.load(file, weights_only=False)),
+    "numpy": (
+        lambda mine, file: np.save(file, np.array([mine], dtype=object), allow_pickle=True),
+        lambda file: np.load(file, allow_pickle=True),
+    ),
 }
-
-
-class Input(NamedTuple):
-    """`make` fills a folder, `read` reads it as the project does."""
-
-    make: Callable[[Tiny, Path, Path], object]  # what is there already: a run, an export; the folder
-    reads: tuple[Callable[[Path], object], ...]
 
 
 def make_checkpoint(tiny: Tiny, exported: Path, out: Path) -> None:
@@ -78,10 +63,6 @@ def read_checkpoint(folder: Path) -> None:
     with suppress(ValueError):  # it may refuse; it may not execute
         checkpoint.load_state(folder / "step_000001")
     dict(trainer_files.SavedState(folder / "step_000001"))
-
-
-def make_steps(tiny: Tiny, exported: Path, out: Path) -> None:
-    store.save_scored(scored_batch(), out / "scored")
 
 
 def make_idle_training(tiny: Tiny, exported: Path, out: Path) -> None:
@@ -100,39 +81,38 @@ def read_rows(name: str) -> Callable[[Path], object]:
     return lambda folder: file_questions.splits(FileData(kind="file", train_path=str(folder / name)))
 
 
-INPUTS = {
-    "model": Input(
-        lambda tiny, _, out: shutil.copytree(tiny.source.policy, out, dirs_exist_ok=True),
-        (
-            load_tokenizer,
-            lambda folder: load_decoder(folder, dtype=torch.float32),
-            load_config,
-            check_finite,
-            weights_digest,
-        ),
+def copy(source: Path | None, out: Path) -> None:
+    shutil.copytree(str(source), out, dirs_exist_ok=True)
+
+
+Make = Callable[[Tiny, Path, Path], object]  # fills a folder; given what is there already: a run, an export
+INPUTS: dict[str, tuple[Make, list[Callable[[Path], object]]]] = {  # and how the project reads the folder
+    "model": (
+        lambda tiny, _, out: copy(tiny.source.policy, out),
+        [load_tokenizer, partial(load_decoder, dtype=torch.float32), load_config, check_finite, weights_digest],
     ),
-    "drafter": Input(
-        lambda tiny, _, out: shutil.copytree(str(tiny.source.drafter), out, dirs_exist_ok=True),
-        (lambda folder: load_eagle3(folder, load_config(folder)), check_finite, weights_digest),
+    "drafter": (
+        lambda tiny, _, out: copy(tiny.source.drafter, out),
+        [lambda folder: load_eagle3(folder, load_config(folder)), check_finite, weights_digest],
     ),
-    "export": Input(
-        lambda _, exported, out: shutil.copytree(exported, out, dirs_exist_ok=True),
-        (lambda folder: verify(folder, target=None, other_weights=False),),
+    "export": (lambda _, exported, out: copy(exported, out), [partial(verify, target=None)]),
+    "checkpoint": (make_checkpoint, [read_checkpoint]),
+    "steps": (
+        lambda tiny, _, out: store.save_scored(scored_batch(), out / "scored"),
+        [lambda folder: store.load_scored(folder / "scored")],
     ),
-    "checkpoint": Input(make_checkpoint, (read_checkpoint,)),
-    "steps": Input(make_steps, (lambda folder: store.load_scored(folder / "scored"),)),
-    "idle_training": Input(
+    "idle_training": (
         make_idle_training,
-        (
+        [
             lambda folder: buffer.map_file(folder / "sequences"),
             lambda folder: idle_training_checkpoint.load_checkpoint(folder / "training"),
-        ),
+        ],
     ),
-    "data set": Input(
-        lambda tiny, _, out: shutil.copytree(tiny.source.data_dir, out, dirs_exist_ok=True),
-        (lambda folder: dataset.load(folder, "train", None), dataset.read_manifest),
+    "data set": (
+        lambda tiny, _, out: copy(tiny.source.data_dir, out),
+        [lambda folder: dataset.load(folder, "train", None), dataset.read_manifest],
     ),
-    "data files": Input(make_data, (read_rows("rows.jsonl"), read_rows("rows.parquet"))),
+    "data files": (make_data, [read_rows("rows.jsonl"), read_rows("rows.parquet")]),
 }
 BESIDE = ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "adapter_model.bin", "tokenizer.pkl", "model.npy")
 
@@ -142,17 +122,18 @@ BESIDE = ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "adapter_mod
 def test_no_pickle_is_read(name: str, kind: str, tiny: Tiny, exported: Path, tmp_path: Path) -> None:
     mark, (make, reads) = tmp_path / "the code has run", INPUTS[name]
     dump, load = FORMATS[kind]
-    content = dump(Mine(mark))
+    file = io.BytesIO()
+    dump(Mine(mark), file)
+    content = file.getvalue()
     sound = tmp_path / "sound"
     sound.mkdir()
     make(tiny, exported, sound)
-    files = [path.relative_to(sound) for path in sound.rglob("*") if path.is_file()]
-    assert files
-    for number, file in enumerate([*files, None]):
+    names = [path.relative_to(sound) for path in sound.rglob("*") if path.is_file()]
+    for number, spoilt in enumerate([*names, None]):
         planted = tmp_path / f"planted-{number}"
         shutil.copytree(sound, planted)
-        if file is not None:
-            (planted / file).write_bytes(content)
+        if spoilt is not None:
+            (planted / spoilt).write_bytes(content)
         else:  # beside the others, in place of the weights
             for weights in planted.rglob("*.safetensors"):
                 weights.unlink()
@@ -162,8 +143,8 @@ def test_no_pickle_is_read(name: str, kind: str, tiny: Tiny, exported: Path, tmp
         for read in reads:
             with suppress(Exception):  # every refusal will do
                 read(planted)
-            assert not mark.exists(), file
-    load(content)
+            assert not mark.exists(), spoilt
+    load(io.BytesIO(content))
     assert mark.exists(), "a reader that unpickles would have been noticed"
 
 

@@ -5,7 +5,6 @@
 
 import dataclasses
 import json
-import pickle
 import re
 import shutil
 from pathlib import Path
@@ -39,72 +38,37 @@ def edit_json(path: Path, change) -> None:
     path.write_text(json.dumps(content))
 
 
-def edit_config(export: Path, change) -> None:
-    edit_json(export / "drafter-eagle3" / "config.json", change)
-
-
 def refusals(export: Path, **options) -> dict[str, str]:
     return {c.name: c.text for c in verify(export, **{"target": None, **options}) if c.outcome == "REFUSED"}
 
 
-def test_a_sound_export_passes(exported):
+def test_a_sound_export_passes(exported, tiny):
     checks = verify(exported, target=None)
     assert passed(checks), checks
     told = json.loads((exported / "drafter-eagle3" / "probe.json").read_text())
     assert told["agreeing"] > told["positions"] / 2, "a drafter that guesses nothing tests nothing"
     assert f"guesses {told['agreeing']} of {told['positions']} recorded tokens" in checks[-1].text
-
-
-def test_the_drafter_alone_with_a_named_target(exported, tiny):
     assert passed(verify(exported / "drafter-eagle3", target=str(tiny.source.policy)))
-
-
-def test_a_drafter_alone_without_a_target(exported):
     with pytest.raises(ModelError, match="no policy beside it: say --target"):
         verify(exported / "drafter-eagle3", target=None)
     with pytest.raises(ModelError, match="is not a folder"):
         verify(exported / "nowhere", target=None)
 
 
-def drop(*names):
-    def change(tensors):
-        for name in names:
-            del tensors[name]
-
-    return change
-
-
 def put(**values):
     return lambda tensors: tensors.update({name.replace("__", "."): value(tensors) for name, value in values.items()})
-
-
-def swap(x, i=3, j=9):
-    y = x.clone()
-    y[i], y[j] = x[j], x[i]
-    return y
-
-
-def with_nan(x):
-    y = x.clone()
-    y[1, 2] = torch.nan
-    return y
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         (put(d2t=lambda t: t["d2t"] + 1), "name different tokens"),
-        (put(d2t=lambda t: swap(t["d2t"] + torch.arange(58)) - torch.arange(58)), "ascending token ids"),
         (put(d2t=lambda t: t["d2t"] + torch.arange(58)), "must hold offsets"),
-        (put(t2d=lambda t: ~t["t2d"]), "name different tokens"),
-        (drop("lm_head.weight"), "lm_head.weight is missing"),
-        (drop("t2d"), "tensor t2d is missing"),
+        (lambda t: t.pop("t2d"), "tensor t2d is missing"),
         (put(fc__bias=lambda t: torch.zeros(32)), "fc.bias is not part"),
-        (put(embed_tokens__weight=lambda t: torch.zeros(64, 32)), "embed_tokens.weight is not part of the layout"),
         (put(fc__weight=lambda t: t["fc.weight"][:, :64].clone()), r"fc.weight has shape \(32, 64\)"),
         (put(norm__weight=lambda t: t["norm.weight"].double()), "norm.weight is torch.float64, not torch.float32"),
-        (put(d2t=lambda t: t["d2t"].int()), "d2t is torch.int32"),
-        (put(fc__weight=lambda t: with_nan(t["fc.weight"])), "fc.weight holds NaN"),
+        (put(fc__weight=lambda t: t["fc.weight"] * torch.nan), "fc.weight holds NaN"),
     ],
 )
 def test_broken_tensors(export, change, reason):
@@ -117,116 +81,66 @@ def test_broken_tensors(export, change, reason):
 
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
-SHIFTED = {TAPS: [2, 15, 27], "eagle_config": {TAPS: [1, 14, 26], "use_aux_hidden_state": True}}
 
 
 @pytest.mark.parametrize(
     ("change", "check", "reason"),
     [
-        (
-            lambda c: c["eagle_config"].update({TAPS: [0, 1, 2]}),
-            "layout",
-            r"eagle_config=.*the servers need .*-1, 0, 1",
-        ),
-        (lambda c: c["eagle_config"].pop(TAPS), "layout", "eagle_config="),
-        (lambda c: c.update(SHIFTED), "layout", "between 0 and 2 of this target"),
+        (lambda c: c["eagle_config"].update({TAPS: [0, 1, 2]}), "layout", r"eagle_config=.*servers need .*-1, 0, 1"),
         (lambda c: c.pop("norm_before_residual"), "layout", "norm_before_residual=None, the servers need False"),
-        (lambda c: c.update(architectures=["LlamaForCausalLM"]), "layout", "architectures=.*LlamaForCausalLMEagle3"),
-        (lambda c: c.update(draft_vocab_size=65), "layout", "draft_vocab_size 65"),
         (lambda c: c.update(quantization_config={"bits": 4}), "layout", "quantization_config="),
-        (lambda c: c.update(fc_norm=True), "layout", "fc_norm=True"),
-        (lambda c: c.pop("rope_theta"), "layout", "rope_theta=None"),
-        (lambda c: c.pop("speculators_model_type"), "layout", "speculators_model_type is None"),
         (lambda c: c["transformer_layer_config"].update(hidden_size=16), "layout", "transformer_layer_config is"),
         (lambda c: c["speculators_config"].pop("verifier"), "layout", "speculators_config is incomplete"),
-        (
-            lambda c: c["speculators_config"]["verifier"].update(name_or_path="someone/else"),
-            "verifier",
-            "would load someone/else as target",
-        ),
-        (lambda c: c.update(auto_map={"AutoModel": "evil.Model"}), "contents", "auto_map, which makes loaders run"),
+        (lambda c: c["speculators_config"]["verifier"].update(name_or_path="a/b"), "verifier", "would load a/b as"),
+        (lambda c: c.update(auto_map={"AutoModel": "evil.Model"}), "contents", "auto_map"),
     ],
 )
 def test_broken_configurations(export, change, check, reason):
-    edit_config(export, change)
+    edit_json(export / "drafter-eagle3" / "config.json", change)
     reseal(export / "drafter-eagle3")
     found = refusals(export)
     assert list(found) == [f"drafter {check}"]
     assert re.search(reason, found[f"drafter {check}"]), found
 
 
-class Bomb:
-    """Leaves a trace when it is unpickled."""
-
-    def __init__(self, trace: Path) -> None:
-        self.trace = trace
-
-    def __reduce__(self):
-        return (Path.touch, (self.trace,))
-
-
-def index_to(shard):
-    return json.dumps({"weight_map": {"fc.weight": shard}})
+def index_to(folder, shard):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": shard}}))
 
 
 BROKEN_CONTENTS = [
     (lambda d: (d / "notes.txt").symlink_to("/etc/hosts"), "notes.txt is a link to /etc/hosts"),
-    (lambda d: (d / "model.safetensors.index.json").write_text(index_to("/etc/model.safetensors")), "'/etc/model.safe"),
-    (lambda d: (d / "model.safetensors.index.json").write_text(index_to("../policy/model.safetensors")), "'../policy"),
-    (lambda d: (d / "model.safetensors.index.json").write_text(index_to("a\\b.safetensors")), "not a safetensors file"),
+    (lambda d: index_to(d, "/etc/model.safetensors"), "'/etc/model.safetensors', which is not"),
+    (lambda d: index_to(d, "../policy/model.safetensors"), "'../policy/model.safetensors', which is not"),
+    (lambda d: index_to(d, "a\\b.safetensors"), "not a safetensors file"),
     (lambda d: (d / "modeling.py").write_text("import os"), "modeling.py is code"),
     (lambda d: (d / "more").mkdir(), "more is not a plain file"),
+    (lambda d: (d / "pytorch_model.bin").write_bytes(b"x"), "pytorch_model.bin is a pickle"),
     (lambda d: (d / "weights.dat").write_bytes(b"x"), "weights.dat is of no kind that an export has"),
     (lambda d: (d / "extra.json").write_text("{"), "extra.json is not readable as JSON"),
 ]
 
 
 @pytest.mark.parametrize(("change", "reason"), BROKEN_CONTENTS, ids=[reason[:30] for _, reason in BROKEN_CONTENTS])
-@pytest.mark.parametrize("part", ["drafter-eagle3", "policy"])
-def test_contents_that_lead_elsewhere(export, change, reason, part):
-    change(export / part)
+def test_contents_that_lead_elsewhere(export, change, reason):
+    change(export / "drafter-eagle3")
     found = refusals(export)
-    assert set(found) == {f"{part.removesuffix('-eagle3')} contents"}
-    assert reason in found[f"{part.removesuffix('-eagle3')} contents"]
+    assert set(found) == {"drafter contents"}
+    assert reason in found["drafter contents"]
+    change(export / "policy")
+    assert "policy contents" in refusals(export)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
-def test_pickles(export, tmp_path, name):
-    drafter = export / "drafter-eagle3"
-    (drafter / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
-    found = refusals(export)
-    assert list(found) == ["drafter contents"]
-    assert f"{name} is a pickle" in found["drafter contents"]
-    assert not (tmp_path / "exploded").exists()
-
-
-def test_a_pickle_that_calls_itself_safetensors(export, tmp_path):
-    (export / "drafter-eagle3" / "model.safetensors").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
-    reseal(export / "drafter-eagle3")
-    assert "not a readable drafter folder" in refusals(export)["drafter layout"]
-    assert not (tmp_path / "exploded").exists()
-
-
-def test_a_truncated_file(export):
-    path = export / "drafter-eagle3" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    found = refusals(export)
-    assert "sha256 differs" in found["drafter digests"]
-    assert "not a readable drafter folder" in found["drafter layout"]
-
-
-def test_weights_in_several_files(export):
-    drafter = export / "drafter-eagle3"
-    shutil.copy(drafter / "model.safetensors", drafter / "other.safetensors")
-    reseal(drafter)
-    assert "not in other.safetensors" in refusals(export)["drafter layout"]
-
-
-def test_tampered_weights(export):
+def test_tampered_and_truncated_weights(export):
     edit_tensors(export, put(fc__weight=lambda t: t["fc.weight"] * 1.001))
     found = refusals(export)
     assert list(found) == ["drafter digests"]
     assert "model.safetensors is not the file that was exported" in found["drafter digests"]
+    path = export / "drafter-eagle3" / "model.safetensors"
+    shutil.copy(path, path.with_name("other.safetensors"))
+    assert "not in other.safetensors" in refusals(export)["drafter layout"]
+    path.with_name("other.safetensors").unlink()
+    path.write_bytes(path.read_bytes()[:-100])
+    assert "not a readable drafter folder" in refusals(export)["drafter layout"]
 
 
 def test_files_that_came_or_went_after_the_export(export):
@@ -242,12 +156,10 @@ def test_files_that_came_or_went_after_the_export(export):
     assert "has no provenance.json" in refusals(export)["drafter digests"]
 
 
-def test_a_root_with_more_than_an_export(export):
+def test_a_root_with_more_than_an_export(export, exported):
     (export / "policy.bak").mkdir()
     assert "policy.bak is no part of an export" in refusals(export)["export"]
-
-
-def test_a_folder_that_is_a_link(export, exported):
+    (export / "policy.bak").rmdir()
     shutil.rmtree(export / "policy")
     (export / "policy").symlink_to(exported / "policy")
     checks = verify(export, target=None)
@@ -255,32 +167,13 @@ def test_a_folder_that_is_a_link(export, exported):
     assert "policy is a link" in checks[0].text
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"hidden_size": 48, "head_dim": 12}, "hidden_size is 32, but the target's is 48"),
-        ({"vocab_size": 65}, "vocab_size is 64, but the target's is 65"),
-        ({"num_layers": 1}, "between 0 and 1 of this target"),
-    ],
-)
-def test_a_target_of_another_shape(exported, tiny_config, tmp_path, change, reason):
-    other = write_policy(tmp_path / "other", dataclasses.replace(tiny_config, **change))
-    found = refusals(exported / "drafter-eagle3", target=str(other))
-    assert reason in found["drafter layout"]
-
-
-def test_a_target_with_another_tokenizer(exported, tiny_config, tmp_path):
-    other = write_policy(tmp_path / "other", tiny_config, words=swap_words(WORDS))
-    found = refusals(exported / "drafter-eagle3", target=str(other), other_weights=True)
+def test_another_target(exported, tiny_config, tmp_path):
+    larger = write_policy(tmp_path / "larger", dataclasses.replace(tiny_config, vocab_size=65))
+    found = refusals(exported / "drafter-eagle3", target=str(larger))
+    assert "vocab_size is 64, but the target's is 65" in found["drafter layout"]
+    swapped = write_policy(tmp_path / "swapped", tiny_config, words=[*WORDS[:10], WORDS[11], WORDS[10], *WORDS[12:]])
+    found = refusals(exported / "drafter-eagle3", target=str(swapped), other_weights=True)
     assert list(found) == ["drafter tokenizer"]
-    assert "another tokenizer" in found["drafter tokenizer"]
-
-
-def swap_words(words):
-    return [*words[:10], words[11], words[10], *words[12:]]
-
-
-def test_a_target_with_other_weights(exported, tiny_config, tmp_path):
     other = str(write_policy(tmp_path / "other", tiny_config, seed=5))
     found = refusals(exported / "drafter-eagle3", target=other)
     assert "say --other-weights if this one is meant" in found["drafter weights"]
@@ -289,23 +182,17 @@ def test_a_target_with_other_weights(exported, tiny_config, tmp_path):
     assert "another target's" in checks["drafter replay"].text
 
 
-def test_a_verifier_that_is_not_on_this_machine(export):
-    edit_config(export, lambda c: c["speculators_config"]["verifier"].update(name_or_path="/moved/policy"))
+def test_what_the_digests_do_not_show(export):
+    """Another verifier, which is not on this machine; a drafter's map in which every draft is another token."""
+    config = export / "drafter-eagle3" / "config.json"
+    edit_json(config, lambda c: c["speculators_config"]["verifier"].update(name_or_path="/moved/policy"))
     reseal(export / "drafter-eagle3")
     checks = {c.name: c for c in verify(export, target=None)}
-    assert "'vllm serve DRAFTER' alone will not find it" in checks["drafter verifier"].text
+    assert "'vllm serve DRAFTER' alone won't find it" in checks["drafter verifier"].text
     assert passed(list(checks.values()))
-
-
-def test_a_consistent_map_of_another_drafter_is_found_by_what_it_guesses(export):
-    """Everything fits and every digest is right, but each draft is another token."""
-
-    def change(tensors):
-        ids = torch.arange(58) + 5
-        tensors["d2t"] = ids - torch.arange(58)
-        tensors["t2d"] = torch.zeros(64, dtype=torch.bool).index_fill_(0, ids, True)
-
-    edit_tensors(export, change)
+    ids = torch.arange(58) + 5
+    allowed = torch.zeros(64, dtype=torch.bool).index_fill_(0, ids, True)
+    edit_tensors(export, lambda t: t.update(d2t=ids - torch.arange(58), t2d=allowed))
     reseal(export / "drafter-eagle3")
     found = refusals(export)
     assert list(found) == ["drafter replay"]

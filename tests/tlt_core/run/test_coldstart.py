@@ -1,8 +1,5 @@
-"""The folder of a cold start is named by everything that it depends on, and made once."""
+"""The folder of a cold start is named by everything that it depends on."""
 
-import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,26 +29,6 @@ def test_what_changes_the_model_changes_the_folder_and_nothing_else_does(config,
     before = folder()
     monkeypatch.setattr(solutions, "version", lambda: "another")  # of the worked solutions
     assert folder() != before
-
-
-def test_of_two_runs_that_want_it_one_trains(config, tmp_path, monkeypatch):
-    """The second waits until the first has written the folder, and reads it."""
-    both_inside, makers = threading.Event(), []
-
-    def make(cfg, *, out_dir, **_):
-        makers.append(out_dir)
-        if len(makers) == 2:
-            both_inside.set()
-        both_inside.wait(1.0)  # the other one would come in now
-        out_dir.mkdir(parents=True)
-        (out_dir / "coldstart.json").write_text(json.dumps({"metrics": {"made_by": len(makers)}}))
-
-    monkeypatch.setattr(coldstart, "_make", make)
-    arguments = {"model_dir": tmp_path, "data_dir": tmp_path, "out_dir": tmp_path / "coldstart" / "x"}
-    cfg = config()
-    with ThreadPoolExecutor(2) as pool:
-        found = pool.map(lambda _: coldstart.run(cfg, **arguments, on_progress=lambda *_: None), range(2))
-    assert [*found] == [{"made_by": 1}, {"made_by": 1}]
 
 
 def test_it_is_sharded_as_the_update_is(config):

@@ -55,13 +55,6 @@ def test_vllm_samples_where_it_is_installed_for_gpus(
     assert as_config(config(tmp_path), None).rollout.engine == engine, "every flow begins so"
 
 
-def test_a_vllm_without_the_plug_in_is_named(tmp_path: Path, python: Path) -> None:
-    vllm_environment(python.parents[1], "vllm", "0.32.0")
-    (plug_in,) = python.parents[1].glob("lib/python3*/site-packages/tlt_vllm")
-    plug_in.rename(plug_in.with_name("other"))
-    assert "has no package tlt_vllm: run 'make vllm-env'" in choose(config(tmp_path)).why
-
-
 def test_a_resumed_run_keeps_its_engine(tmp_path: Path, python: Path) -> None:
     vllm_environment(python.parents[1], "vllm", "0.32.0")
     cfg = config(tmp_path)
@@ -70,3 +63,6 @@ def test_a_resumed_run_keeps_its_engine(tmp_path: Path, python: Path) -> None:
         checkpoint.save(cfg.run_dir / "checkpoints", state, lambda _: None)
         assert choose(cfg).engine == kept
     assert choose(config(tmp_path, "rollout.engine=vllm")).engine == "vllm", "what is asked for counts"
+    (plug_in,) = python.parents[1].glob("lib/python3*/site-packages/tlt_vllm")
+    plug_in.rename(plug_in.with_name("other"))
+    assert "has no package tlt_vllm: run 'make vllm-env'" in choose(config(tmp_path, "name=new")).why

@@ -1,5 +1,6 @@
 """Start model and data folder."""
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,17 +11,12 @@ import torch
 from conf.load import load
 from conf.model import RandomModel
 from tlt_core.model.load import load_decoder, load_tokenizer
-from tlt_core.run import inputs
-
-
-def _folder(*overrides: str) -> Path:
-    return inputs.data_dir(load("conf/smoke.yaml", overrides))
+from tlt_core.run import coldstart, inputs
 
 
 def test_the_data_folder_changes_with_what_decides_its_content_and_with_nothing_else() -> None:
-    assert _folder() == _folder("seed=3", "rollout.num_samples=8", "name=other")
-    changed = [_folder("data.num_train=33"), _folder("rollout.max_prompt_tokens=64"), _folder("model.num_layers=3")]
-    assert len({_folder(), *changed}) == 4
+    changes = ("data.num_train=33", "rollout.max_prompt_tokens=64", "model.num_layers=3", "seed=3", "name=other")
+    assert len({inputs.data_dir(load("conf/smoke.yaml", [change])) for change in changes}) == 4
 
 
 def test_a_random_model_loads(embedded_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,21 +30,32 @@ def test_a_random_model_loads(embedded_model: Path, tmp_path: Path, monkeypatch:
     assert not torch.equal(decoder.head_weight, other.head_weight)
 
 
-def test_of_two_runs_that_want_a_random_model_one_makes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("wanted", ["start model", "cold start"])
+def test_of_two_runs_that_want_a_folder_one_makes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
     """A second one would replace the folder that the first has begun to read."""
     monkeypatch.setenv("TLT_HOME", str(tmp_path))
-    both_inside, making = threading.Event(), []
+    both_inside, makers, folder = threading.Event(), [], tmp_path / "coldstart" / "x"
 
-    def write(_: RandomModel, folder: Path, *, seed: int) -> None:
-        making.append(seed)
-        if len(making) == 2:
+    def write(_: object, folder: Path, **__: object) -> None:
+        makers.append(folder)
+        if len(makers) == 2:
             both_inside.set()
         both_inside.wait(1.0)  # the other one would come in now
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text("{}")
+        (folder / "coldstart.json").write_text(json.dumps({"metrics": {"made_by": len(makers)}}))
+
+    def run(_: int) -> object:
+        if wanted == "start model":
+            return inputs.start_model(RandomModel(kind="random"), seed=5)
+        cfg, nothing = load("conf/smoke.yaml"), lambda *_: None
+        return coldstart.run(cfg, model_dir=tmp_path, data_dir=tmp_path, out_dir=folder, on_progress=nothing)
 
     monkeypatch.setattr(inputs, "_write_random", write)
+    monkeypatch.setattr(coldstart, "_make", lambda cfg, *, out_dir, **_: write(cfg, out_dir))
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: inputs.start_model(RandomModel(kind="random"), seed=5), range(2))
+        first, second = pool.map(run, range(2))
     assert first == second
-    assert making == [5]
+    assert len(makers) == 1

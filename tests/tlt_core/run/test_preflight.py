@@ -22,7 +22,7 @@ from tlt_core.run import preflight, step_files
 
 LORA = "update.lora={enabled: true, target_modules: [q_proj, o_proj, v_proj]}"
 METRIC, TWO_SAMPLES = "checkpoint.best_metric=val-core", "evaluation.num_samples=2"
-TINY = "model={kind: pretrained, path: TINY}"
+TINY, EXACT = "model={kind: pretrained, path: TINY}", "reward.functions=[{kind: exact}]"
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,8 @@ TINY = "model={kind: pretrained, path: TINY}"
         (["model={kind: pretrained, path: NO_WEIGHTS}"], ModelError, r"holds no \.safetensors"),
         (["model={kind: pretrained, path: ./nowhere}"], ModelError, "does not exist"),
         (["reward.functions=[{kind: python, path: 'no_such_module:f'}]"], RewardError, "no_such_module"),
-        (["output_dir=FILE"], FolderError, r"file/smoke' .*set output_dir"),
+        (["output_dir=FILE"], FolderError, r"rows\.jsonl/smoke' .*set output_dir"),
+        (["data={kind: file, train_path: FILE}", EXACT], DataError, r"rows\.jsonl, line 2: 'answer' is a list"),
         (["cluster.num_workers=4096"], TooManyWorkers, r"cluster\.num_workers"),
         ([TINY, "rollout.max_new_tokens=600"], ModelError, r"max_new_tokens=600 .* 512 positions"),
         ([TINY, "rollout.stop_token_ids=[-1, 63, 64]"], ModelError, r"stop_token_ids=\[-1, 64\]: .* 0 to 63"),
@@ -53,8 +54,8 @@ def test_refused(tiny_folder: Path, tmp_path: Path, settings: list[str], error: 
     (cut / "model.safetensors").write_bytes((cut / "model.safetensors").read_bytes()[:-100])
     bare.mkdir()
     shutil.copyfile(tiny_folder / "config.json", bare / "config.json")
-    (tmp_path / "file").write_text("")
-    places = {"TINY": tiny_folder, "CUT": cut, "NO_WEIGHTS": bare, "FILE": tmp_path / "file"}
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 + 1 =", "answer": 2}\n{"prompt": "1 + 2 =", "answer": [3]}\n')
+    places = {"TINY": tiny_folder, "CUT": cut, "NO_WEIGHTS": bare, "FILE": tmp_path / "rows.jsonl"}
     for name, place in places.items():
         settings = [setting.replace(name, str(place)) for setting in settings]
     with pytest.raises(error, match=said):
@@ -74,17 +75,6 @@ def test_refused(tiny_folder: Path, tmp_path: Path, settings: list[str], error: 
 )
 def test_allowed(tiny_folder: Path, settings: list[str]) -> None:
     preflight.check_run(load("conf/smoke.yaml", [setting.replace("TINY", str(tiny_folder)) for setting in settings]))
-
-
-def test_a_bad_row_is_named(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "1 + 1 =", "answer": 2}\n{"prompt": "1 + 2 =", "answer": [3]}\n')
-    data = [f"data={{kind: file, train_path: {rows}}}", "reward.functions=[{kind: exact}]"]
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 2: 'answer' is a list"):
-        preflight.check_run(load("conf/smoke.yaml", data))
-    rows.write_text('{"prompt": "1 + 1 =", "answer": 2}\n')
-    with pytest.raises(DataError, match=r"none\.jsonl does not exist; data\.validation_path"):
-        preflight.check_run(load("conf/smoke.yaml", [*data, f"data.validation_path={tmp_path}/none.jsonl"]))
 
 
 def test_checkpoints_and_saved_steps_need_space(
@@ -130,8 +120,8 @@ def _uses(target: DecoderConfig, folder: Path) -> str:
     return f"rollout.speculation.drafter_path={folder}"
 
 
-def test_the_drafter_of_another_model_is_refused(tmp_path: Path) -> None:
-    """The random model, which is not there yet."""
+def test_the_drafter_of_another_model_is_refused(tmp_path: Path, tiny_folder: Path, tiny_config: DecoderConfig) -> None:
+    """First of the random model, which is not there yet."""
     target = shape_of(load("conf/smoke.yaml").model)
     assert target is not None
     preflight.check_run(load("conf/smoke.yaml", [_uses(target, tmp_path / "own-eagle3")]))
@@ -140,14 +130,9 @@ def test_the_drafter_of_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=said):
         preflight.check_run(load("conf/smoke.yaml", [other]))
     preflight.check_run(load("conf/smoke.yaml", [other, "rollout.speculation.policy=off"]))
-
-
-def test_a_drafter_folder_is_compared_with_a_model_folder(
-    tiny_folder: Path, tiny_config: DecoderConfig, tmp_path: Path
-) -> None:
-    settings = [f"model={{kind: pretrained, path: {tiny_folder}}}", _uses(tiny_config, tmp_path / "own-eagle3")]
+    settings = [TINY.replace("TINY", str(tiny_folder)), _uses(tiny_config, tmp_path / "tiny-eagle3")]
     preflight.check_run(load("conf/smoke.yaml", settings))
-    (tmp_path / "own-eagle3" / "model.safetensors").unlink()
+    (tmp_path / "tiny-eagle3" / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="not a readable drafter folder"):
         preflight.check_run(load("conf/smoke.yaml", settings))
 

@@ -113,8 +113,6 @@ def test_a_drafter_helps_only_beyond_chance() -> None:
     assert _part(refused, "drafter training")[0] == "did not help"
     assert "no new drafter came into use" in refused.parts[2].finding
 
-
-def test_a_run_without_a_step_has_no_verdict() -> None:
     found = savings(_ROWS[:1], _cfg())
     assert found.verdict == "nothing to judge: no step was recorded"
     assert {part.outcome for part in found.parts} == {"not measured"}

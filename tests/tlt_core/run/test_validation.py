@@ -10,8 +10,8 @@ from conf.load import load
 from conf.reward import RewardConfig, RewardFunction
 from tlt_core.grpo.reward import Score
 from tlt_core.items.types import SamplingParams, ScoreStatus
+from tlt_core.run.rollout_phase import Validation, passes
 from tlt_core.run.step_metrics import StepMetrics, greedy_metrics, sampled_metrics
-from tlt_core.run.validation import Validation, passes
 from tlt_core.run.worker_spec import worker_spec
 
 
@@ -30,29 +30,18 @@ def test_when_validation_is_due_and_how_long_its_responses_are(tiny_folder: Path
 
 def test_a_response_passes_when_its_main_reward_is_full() -> None:
     cfg = RewardConfig(functions=(RewardFunction(kind="format", weight=0.1), RewardFunction(kind="exact")))
-    scores = [
-        Score((1.0, 0.0), 0.1, ScoreStatus.OK, 0.0),  # wrong, in the right format
-        Score((0.0, 1.0), 1.0, ScoreStatus.OK, 0.0),
-        Score((1.0, 0.5), 0.6, ScoreStatus.OK, 0.0),
-    ]
-    assert passes(scores, cfg) == [False, True, False]
+    components = [(1.0, 0.0), (0.0, 1.0), (1.0, 0.5)]  # the first is wrong, in the right format
+    assert passes([Score(own, 0.5, ScoreStatus.OK, 0.0) for own in components], cfg) == [False, True, False]
 
 
 def test_pass_at_k_counts_prompts_with_one_passing_sample_and_mean_at_k_all_samples() -> None:
-    scores_PS = torch.tensor([[0.1, 1.0], [0.1, 0.1], [1.0, 1.0]])
-    metrics = sampled_metrics(scores_PS, scores_PS >= 1, ["sums", "words", "sums"])
-    assert metrics == pytest.approx(
-        {
-            "val-core/all/reward/mean_at_2": 3.3 / 6,
-            "val-core/all/reward/pass_at_2": 2 / 3,
-            "val-core/sums/reward/mean_at_2": 3.1 / 4,
-            "val-core/sums/reward/pass_at_2": 1.0,
-            "val-core/words/reward/mean_at_2": 0.1,
-            "val-core/words/reward/pass_at_2": 0.0,
-        }
-    )
-    assert greedy_metrics(torch.tensor([1.0, 0.0, 0.5]), ["sums", "words", "sums"]) == {
-        "val-core/all/reward/greedy": 0.5,
-        "val-core/sums/reward/greedy": 0.75,
-        "val-core/words/reward/greedy": 0.0,
+    scores_PS, tasks = torch.tensor([[0.1, 1.0], [0.1, 0.1], [1.0, 1.0]]), ["sums", "words", "sums"]
+    found = sampled_metrics(scores_PS, scores_PS >= 1, tasks) | greedy_metrics(torch.tensor([1.0, 0.0, 0.5]), tasks)
+    expected = {  # mean@2, pass@2, greedy
+        "all": (3.3 / 6, 2 / 3, 0.5),
+        "sums": (3.1 / 4, 1.0, 0.75),
+        "words": (0.1, 0.0, 0.0),
     }
+    for task, values in expected.items():
+        names = (f"val-core/{task}/reward/{figure}" for figure in ("mean_at_2", "pass_at_2", "greedy"))
+        assert [found[name] for name in names] == pytest.approx(values)
