@@ -1,5 +1,4 @@
-// Consecutive decoder layers over T tokens (`tlt_core.model.decoder.Layer`) in one call: at decode shapes, separate calls
-// cost as much as the operations.
+// Consecutive decoder layers over T tokens (`tlt_core.model.decoder.Layer`) in one call.
 //
 //     x += W_o attend(rope(W_qkv norm(x)));   x += W_down (silu(gate) * up),   gate, up = W_gate_up norm(x)
 //
