@@ -44,18 +44,6 @@ def _native(library: ctypes.CDLL, x: Tensor, weight_D: Tensor, eps: float) -> Te
     return y
 
 
-def _native_gradient(
-    library: ctypes.CDLL, x_TD: Tensor, weight_D: Tensor, grad_TD: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    grad_x_TD = torch.empty_like(x_TD)
-    parts_PD = torch.empty(-(-len(x_TD) // _NATIVE_ROWS), x_TD.shape[1])
-    library.tlt_rms_norm_gradient(
-        x_TD.data_ptr(), weight_D.data_ptr(), grad_TD.data_ptr(), *x_TD.shape, eps, grad_x_TD.data_ptr(),
-        parts_PD.data_ptr(),
-    )  # fmt: skip
-    return grad_x_TD, parts_PD.sum(0).to(weight_D.dtype)
-
-
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_D: Tensor, eps: float, library: ctypes.CDLL | None) -> Tensor:
@@ -80,7 +68,13 @@ class _RmsNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         if ctx.library is not None:
             x_TD, weight_D = ctx.saved_tensors
-            return *_native_gradient(ctx.library, x_TD, weight_D, grads[0].contiguous(), ctx.eps), None, None
+            grad_TD, grad_x_TD = grads[0].contiguous(), torch.empty_like(x_TD)
+            parts_PD = torch.empty(-(-len(x_TD) // _NATIVE_ROWS), x_TD.shape[1])
+            ctx.library.tlt_rms_norm_gradient(
+                x_TD.data_ptr(), weight_D.data_ptr(), grad_TD.data_ptr(), *x_TD.shape, ctx.eps, grad_x_TD.data_ptr(),
+                parts_PD.data_ptr(),
+            )  # fmt: skip
+            return grad_x_TD, parts_PD.sum(0).to(weight_D.dtype), None, None
         x_TD, weight_D, r_T1 = ctx.saved_tensors
         grad_x_TD = torch.empty_like(x_TD)
         grad_weight_D = torch.zeros_like(weight_D, dtype=torch.float32)

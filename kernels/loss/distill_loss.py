@@ -17,8 +17,6 @@ Shapes: N positions, J draft vocabulary.
 from __future__ import annotations
 
 import ctypes
-import functools
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -31,9 +29,6 @@ _KINDS: tuple[LossKind, ...] = get_args(LossKind)  # in the order of loss.c
 
 _NATIVE_DTYPES = (torch.bfloat16, torch.float32)
 _BLOCK = 4096  # logits that a program holds in registers
-
-
-_Kernel = Callable[[Tensor, Tensor, LossKind, Tensor, Tensor, Tensor], None]  # fills the last three
 
 
 class DistillLoss(NamedTuple):
@@ -53,9 +48,9 @@ def distill_loss(
     if impl == "native" or (impl == "auto" and runs_native(logits_NJ)):
         library = native_library("native", logits_NJ, op="distill_loss")
         assert library is not None, "native_library raises when it is missing"
-        return DistillLoss(*_Fused.apply(logits_NJ, probs_NJ, kind, functools.partial(_native, library)))
+        return DistillLoss(*_Fused.apply(logits_NJ, probs_NJ, kind, library))
     if uses_triton(impl, logits_NJ, op="distill_loss"):
-        return DistillLoss(*_Fused.apply(logits_NJ, probs_NJ, kind, _triton))
+        return DistillLoss(*_Fused.apply(logits_NJ, probs_NJ, kind, None))
     return distill_loss_reference(logits_NJ, probs_NJ, kind=kind)
 
 
@@ -75,13 +70,21 @@ def distill_loss_reference(logits_NJ: Tensor, probs_NJ: Tensor, *, kind: LossKin
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits_NJ: Tensor, probs_NJ: Tensor, kind: LossKind, kernel: _Kernel
+        ctx: Any, logits_NJ: Tensor, probs_NJ: Tensor, kind: LossKind, library: ctypes.CDLL | None
     ) -> tuple[Tensor, Tensor]:
         logits_NJ, probs_NJ = logits_NJ.contiguous(), probs_NJ.contiguous()
         loss_N, overlap_N = torch.empty(2, len(logits_NJ), dtype=torch.float32, device=logits_NJ.device)
         grad_NJ = torch.empty_like(logits_NJ)
-        if len(logits_NJ):
-            kernel(logits_NJ, probs_NJ, kind, loss_N, overlap_N, grad_NJ)
+        if library is not None:
+            probs_NJ = probs_NJ.float()
+            library.tlt_distill_loss(
+                logits_NJ.data_ptr(), logits_NJ.dtype == torch.bfloat16, probs_NJ.data_ptr(), *logits_NJ.shape,
+                _KINDS.index(kind), loss_N.data_ptr(), overlap_N.data_ptr(), grad_NJ.data_ptr(),
+            )  # fmt: skip
+        elif len(logits_NJ):
+            _loss_and_gradient[(len(logits_NJ),)](
+                logits_NJ, probs_NJ, loss_N, overlap_N, grad_NJ, logits_NJ.shape[1], KIND=kind, BLOCK=_BLOCK
+            )
         ctx.save_for_backward(grad_NJ)
         overlap = overlap_N.sum()
         ctx.mark_non_differentiable(overlap)
@@ -91,25 +94,6 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         (grad_NJ,) = ctx.saved_tensors
         return grad_NJ * grads[0].to(grad_NJ.dtype), None, None, None
-
-
-def _triton(
-    logits_NJ: Tensor, probs_NJ: Tensor, kind: LossKind, loss_N: Tensor, overlap_N: Tensor, grad_NJ: Tensor
-) -> None:
-    _loss_and_gradient[(len(logits_NJ),)](
-        logits_NJ, probs_NJ, loss_N, overlap_N, grad_NJ, logits_NJ.shape[1], KIND=kind, BLOCK=_BLOCK
-    )
-
-
-def _native(
-    library: ctypes.CDLL, logits_NJ: Tensor, probs_NJ: Tensor, kind: LossKind,
-    loss_N: Tensor, overlap_N: Tensor, grad_NJ: Tensor,
-) -> None:  # fmt: skip
-    probs_NJ = probs_NJ.float()
-    library.tlt_distill_loss(
-        logits_NJ.data_ptr(), logits_NJ.dtype == torch.bfloat16, probs_NJ.data_ptr(),
-        *logits_NJ.shape, _KINDS.index(kind), loss_N.data_ptr(), overlap_N.data_ptr(), grad_NJ.data_ptr(),
-    )  # fmt: skip
 
 
 @jit()

@@ -39,8 +39,8 @@ void attention(const bf16 *q, int64_t row_stride, const Layout *layout, const Ca
                int64_t kv_heads, int64_t dim, bf16 *out);
 
 // the drafter's best guesses of each row, see sample.c
-void draft_children(const bf16 *logits, const int32_t *keys, const int32_t *ids, int64_t rows, int64_t count,
-                    float temperature, float scale, int64_t width, int64_t *columns, float *values);
+void tlt_draft_children(const bf16 *logits, const int32_t *keys, const int32_t *ids, int64_t rows, int64_t count,
+                        float temperature, float scale, int64_t width, int64_t *columns, float *values);
 
 // Numbers in bfloat16 (half) or float32, where the caller's type is known when it is compiled.
 INLINE const void *numbers_at(const int half, const void *x, int64_t at) {

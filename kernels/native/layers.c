@@ -1,5 +1,4 @@
-// Consecutive decoder layers over T tokens (`tlt_core.model.decoder.Layer`) in one call: at decode shapes, separate calls
-// cost as much as the operations.
+// Consecutive decoder layers over T tokens (`tlt_core.model.decoder.Layer`) in one call.
 //
 //     x += W_o attend(rope(W_qkv norm(x)));   x += W_down (silu(gate) * up),   gate, up = W_gate_up norm(x)
 //
@@ -127,8 +126,8 @@ EXPORT void tlt_eagle3_chain(const Shape *s, const Layer *layer, const bf16 *hid
         for (int64_t b = 0; b < rows; b++) rms_norm(y + b * size, c->norm, size, s->eps, normed + b * size);
         linear(normed, rows, head, logits, 0);
         for (int64_t b = 0; b < rows; b++) {
-            draft_children(logits + b * head->out, c->keys + 2 * (b * width + level), c->ids, 1, head->out, c->temperature,
-                           c->error_scale, 1, column + b, value + b);
+            tlt_draft_children(logits + b * head->out, c->keys + 2 * (b * width + level), c->ids, 1, head->out,
+                               c->temperature, c->error_scale, 1, column + b, value + b);
             columns[b * width + level] = column[b];
             float sum = value[b] + (level ? values[b * width + level - 1] : 0.0f);
             values[b * width + level] = sum;

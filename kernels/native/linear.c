@@ -12,9 +12,9 @@
 // not change that order: a token's result is bitwise the same in every batch.
 //
 // Processors with matrix tiles (AMX) use the same panels: 16 pairs of inputs of 16 outputs are a tile, 16 tokens of 32
-// inputs another, and one instruction multiplies them.  So 16 tokens cost hardly more than one, and a pass takes the time
-// to read its weights.  Sums in tiles run in another order than in registers (even and odd inputs of each 32 apart), but
-// in the same order for any number of tokens.  Processor and weight decide which of the two is used, never the batch.
+// inputs another, and one instruction multiplies them.  Sums in tiles run in another order than in registers (even and
+// odd inputs of each 32 apart), but in the same order for any number of tokens.  Processor and weight decide which of the
+// two is used, never the batch.
 #include <unistd.h>
 
 #include "common.h"

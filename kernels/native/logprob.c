@@ -1,7 +1,4 @@
 // `token_logprob.py`: what a row of logits says of one token, and the gradient of its log-probability.
-//
-// A row is read twice and stays in the second-level cache; torch's operations go over it ten times, and its exponential
-// takes longer than a matrix product on tiles.
 #include <math.h>
 
 #include "common.h"

@@ -1,7 +1,4 @@
 // `distill_loss.py`: what teaches a drafter the target's distribution, value and gradient of one row after the other.
-//
-// A row is read once; what is made of it on the way stays in the first-level cache.  torch's operations go through
-// memory a dozen times, and on a CPU those who still decode share that memory.
 #include <math.h>
 
 #include "common.h"

@@ -155,18 +155,13 @@ static void children_of_row(const bf16 *logits, const int32_t *key, const int32_
     }
 }
 
-void draft_children(const bf16 *logits, const int32_t *keys, const int32_t *ids, int64_t rows, int64_t count,
-                    float temperature, float scale, int64_t width, int64_t *columns, float *values) {
+EXPORT void tlt_draft_children(const bf16 *logits, const int32_t *keys, const int32_t *ids, int64_t rows, int64_t count,
+                               float temperature, float scale, int64_t width, int64_t *columns, float *values) {
     float *scores = malloc(sizeof(float) * (count + 16));
     for (int64_t r = 0; r < rows; r++)
         children_of_row(logits + r * count, keys + 2 * r, ids, count, temperature, scale, width, scores,
                         columns + r * width, values + r * width);
     free(scores);
-}
-
-EXPORT void tlt_draft_children(const bf16 *logits, const int32_t *keys, const int32_t *ids, int64_t rows, int64_t count,
-                               float temperature, float scale, int64_t width, int64_t *columns, float *values) {
-    draft_children(logits, keys, ids, rows, count, temperature, scale, width, columns, values);
 }
 
 // rows [N, 2] keys, ids [V] -> [N, V], for tests

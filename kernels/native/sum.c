@@ -1,6 +1,4 @@
 // `tlt_core/grpo/exact_sum.py`: sums of gradients that do not depend on the order.
-//
-// One pass through memory: torch's operations need a double-precision copy of the summands besides.
 #include "common.h"
 
 #define SHIFT 96.0

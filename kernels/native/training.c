@@ -1,6 +1,5 @@
 // Gradients of what lies between a layer's matrix products, in bfloat16: `rms_norm.py`, `swiglu.py`, `rotate.py`.
-//
-// Each works on one token after the other, in float32, and rounds once.  torch's operations go through memory many times.
+// Each works on one token after the other, in float32, and rounds once.
 #include "layers.h"
 
 enum { ROWS = 64 };  // tokens whose shares of a weight's gradient are added up by themselves

@@ -1,6 +1,6 @@
 """Hands out requests to workers and gathers what they finish.  A plain class; the group runs it as a Ray actor.
 
-    driver  --begin(groups), offer(passes)-->  Dispatcher  <--pull / push / report / ask / take--  workers (`feed`)
+    driver  --begin(groups), offer(passes)-->  Dispatcher  <--pull / push / report / ask / take--  workers
     driver  <--drain()-----------------------
 
 Orders for idle workers (compute a pass of the update, train the drafter, wait, stop) are `idle_training/coordinator`'s.

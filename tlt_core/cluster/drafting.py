@@ -129,7 +129,11 @@ class Drafting:
         the drafter in use.
         """
         idle_training, parameters_N = self._idle_training(), self._weighted(shares)
-        trial = self._tried(parameters_N) if measured is None else measured
+        trial = measured
+        if trial is None:
+            sums = torch.tensor(idle_training.candidate.compare(parameters_N), dtype=torch.float64)
+            self._sum(sums)
+            trial = Comparison(*sums.tolist())
         accepted = measured is not None or not trial.is_worse(errors=self._trial_errors)
         if accepted:
             assert self._drafts is not None, "there is training, so something is drafted"
@@ -189,11 +193,6 @@ class Drafting:
 
     def _share(self, shares: Sequence[float]) -> float:
         return shares[self._hosts.index(self._rank)]
-
-    def _tried(self, parameters_N: Tensor) -> Comparison:
-        sums = torch.tensor(self._idle_training().candidate.compare(parameters_N), dtype=torch.float64)
-        self._sum(sums)
-        return Comparison(*sums.tolist())
 
     def _sum(self, values: Tensor) -> None:
         """In place, over all workers that run an engine."""

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from conf.system import ClusterConfig
 from tlt_core.cluster.dispatcher import Dispatcher, Drained, OfferedPass
@@ -89,13 +90,17 @@ class WorkerGroup:
             for rank in range(self.num_workers)
         ]
         dispatcher = ray.remote(num_cpus=0)(Dispatcher)
-        self._dispatcher: Any = dispatcher.options(scheduling_strategy=self._placement.beside_driver()).remote()
+        here = NodeAffinitySchedulingStrategy(self._placement.driver.id, soft=False)
+        self._dispatcher: Any = dispatcher.options(scheduling_strategy=here).remote()
         self._watch = Watch(cluster, self._placement, self._ask_dispatcher, shared=shared)
         self._watch.begin_heartbeats(self._workers, self._dispatcher)
         if not self._placement.is_local:
             self._require_shared_folders(spec, shared)
         if self.num_workers > 1 or (spec.trainer is not None and spec.trainer.update.backend.kind == "deepspeed"):
-            self._join(backend_of(spec.device, shares_gpus=cluster.shares_gpus))
+            backend = backend_of(spec.device, shares_gpus=cluster.shares_gpus)
+            addresses = [LOOPBACK if self._placement.is_local else node.address for node in self._placement.nodes]
+            (meeting_point,) = self._wait_for([self._workers[0].host_group.remote(addresses[0])], "join")
+            self._gpus = self._on_each("join", [(meeting_point, address, backend) for address in addresses])
 
     def _require_shared_folders(self, spec: WorkerSpec, shared: Path | None) -> None:
         drafter = spec.rollout.speculation.drafter_path
@@ -105,11 +110,6 @@ class WorkerGroup:
                 files |= stack.enter_context(probe_file(shared.resolve()))
             missing = self._on_all("unseen", files)
         require_seen(missing, self._placement)
-
-    def _join(self, backend: str) -> None:
-        addresses = [LOOPBACK if self._placement.is_local else node.address for node in self._placement.nodes]
-        (meeting_point,) = self._wait_for([self._workers[0].host_group.remote(addresses[0])], "join")
-        self._gpus = self._on_each("join", [(meeting_point, address, backend) for address in addresses])
 
     def __enter__(self) -> "WorkerGroup":
         return self

@@ -23,7 +23,7 @@ import torch
 from ray._private import ray_constants
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from conf.system import ClusterConfig
 from tlt_core.machine.disk import SHORT, socket_folder
@@ -65,10 +65,6 @@ class Placement(NamedTuple):
 
     def worker(self, rank: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[rank])
-
-    def beside_driver(self) -> NodeAffinitySchedulingStrategy:
-        """For an actor that is the driver's own."""
-        return NodeAffinitySchedulingStrategy(self.driver.id, soft=False)
 
 
 def check_cluster(cluster: ClusterConfig, *, workers_per_engine: int = 1) -> None:

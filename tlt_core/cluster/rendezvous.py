@@ -41,7 +41,13 @@ def join_group(
     host, _, port = meeting_point.rpartition(":")
     if store is None:
         store = dist.TCPStore(host, int(port), world_size, is_master=False, wait_for_workers=False)
-    interface = interface_of(own_address, _addresses())
+    known = [
+        (name, found.address, found.netmask)
+        for name, addresses in psutil.net_if_addrs().items()
+        for found in addresses
+        if found.family == socket.AF_INET
+    ]
+    interface = interface_of(own_address, known)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if "nccl" in backend and not ipaddress.ip_address(own_address).is_loopback:
@@ -65,12 +71,3 @@ def interface_of(address: str, known: Iterable[tuple[str, str, str | None]]) -> 
         if wanted in interface.network:
             same_network = same_network or name
     return same_network
-
-
-def _addresses() -> list[tuple[str, str, str | None]]:
-    return [
-        (name, found.address, found.netmask)
-        for name, addresses in psutil.net_if_addrs().items()
-        for found in addresses
-        if found.family == socket.AF_INET
-    ]

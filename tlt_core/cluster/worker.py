@@ -192,7 +192,9 @@ class Worker:
         feed.flush()
         self._use_idle_time(idle, feed, idle_training, streamed)
         if idle_training is not None:
-            self._train_after_rollout(idle_training)
+            until_s = time.monotonic() + self._spec.drafter.idle_training.after_rollout_s
+            while idle_training.has_data and time.monotonic() < until_s:
+                idle_training.micro_step()
             idle_training.end()
         return GenerateReport(
             **self._replica.report()._asdict(),
@@ -228,11 +230,6 @@ class Worker:
             else:
                 time.sleep(_POLL_S)
             order = feed.ask(Progress(self._rank, done, time.time(), _has_data(idle_training)))
-
-    def _train_after_rollout(self, idle_training: IdleTraining) -> None:
-        until_s = time.monotonic() + self._spec.drafter.idle_training.after_rollout_s
-        while idle_training.has_data and time.monotonic() < until_s:
-            idle_training.micro_step()
 
     def call_drafting(self, method: str, *arguments: Any, **options: Any) -> Any:
         return getattr(self._drafting, method)(*arguments, **options)

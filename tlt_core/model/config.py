@@ -67,11 +67,6 @@ class DecoderConfig:
     pad_token_id: int | None = None
 
     @property
-    def qkv_bias(self) -> bool:
-        """Qwen2 has biases on query, key and value."""
-        return self.family == "qwen2"
-
-    @property
     def qk_norm(self) -> bool:
         """Qwen3 normalises query and key heads."""
         return self.family == "qwen3"

@@ -67,7 +67,7 @@ class Layer(nn.Module):
         self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self.head_dim, self.qk_norm = d, config.qk_norm
         self.input_norm = RmsNorm(hidden, config.rms_norm_eps)
-        self.qkv_proj = nn.Linear(hidden, sum(self.heads) * d, bias=config.qkv_bias)
+        self.qkv_proj = nn.Linear(hidden, sum(self.heads) * d, bias=config.family == "qwen2")
         self.q_norm = RmsNorm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RmsNorm(d, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.o_proj = nn.Linear(config.num_heads * d, hidden, bias=False)

@@ -198,8 +198,14 @@ def hf_tensors(
     weights: Iterable[tuple[str, Tensor]], config: DecoderConfig, *, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """The decoder's parameters by name -> the tensors of a Hugging Face folder, on the CPU, one after the other."""
+    d = config.head_dim
     for name, weight in weights:
-        for hf, part in _to_hf(name, weight, config):
+        names = _hf_names(name)
+        if ".qkv_proj." in name:
+            parts = weight.split([config.num_heads * d, config.num_kv_heads * d, config.num_kv_heads * d])
+        else:
+            parts = weight.chunk(len(names))
+        for hf, part in zip(names, parts, strict=True):
             yield hf, part.to("cpu", dtype).contiguous()
 
 
@@ -317,13 +323,3 @@ def _hf_names(name: str) -> list[str]:
     if module == "gate_up_proj":
         return [f"{prefix}mlp.{x}_proj.{kind}" for x in ("gate", "up")]
     return [prefix + _PLAIN[rest]]
-
-
-def _to_hf(name: str, value: Tensor, config: DecoderConfig) -> Iterator[tuple[str, Tensor]]:
-    names = _hf_names(name)
-    if ".qkv_proj." in name:
-        d = config.head_dim
-        parts = value.split([config.num_heads * d, config.num_kv_heads * d, config.num_kv_heads * d])
-    else:
-        parts = value.chunk(len(names))
-    yield from zip(names, parts, strict=True)

@@ -86,11 +86,9 @@ def can_pack(decoder: Decoder) -> bool:
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return False
     linears = [m for layer in decoder.layers for m in layer.children() if isinstance(m, nn.Linear)]
-    return _onednn_packs() or all(can_pack_panels(w) for w in (weight, *(linear.weight for linear in linears)))
-
-
-def _onednn_packs() -> bool:
-    return hasattr(torch.ops.mkldnn, "_linear_pointwise") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if hasattr(torch.ops.mkldnn, "_linear_pointwise") and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return True
+    return all(can_pack_panels(w) for w in (weight, *(linear.weight for linear in linears)))
 
 
 def pack_linears(decoder: Decoder) -> PackedWeights:

@@ -25,7 +25,7 @@ def _inputs(reaches: list[Reach], own: int, *, seed: int = 0) -> list[torch.Tens
         [Reach(rows=33, keys=200, first=160), Reach(rows=1, keys=4, first=2), Reach(rows=64, keys=64, first=-1)],
     ],
 )
-@pytest.mark.parametrize("builtin", [1, 4])
+@pytest.mark.parametrize("own", [1, 4])
 def test_blocks_are_the_specification(reaches: list[Reach], own: int) -> None:
     inputs = _inputs(reaches, own)
     expected = draft_attention_reference(*inputs, reaches)

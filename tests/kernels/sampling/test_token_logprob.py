@@ -1,21 +1,23 @@
 """The fused op against its specification, in value and gradient.
 
 Tolerances: float32 differs by the order of sums only.  In bf16 both sides round the logits to 8 bits in the same matrix
-product, so log-probs agree to float32 rounding; gradients are rounded to bf16 (2^-8 relative) in different places.
+product, so log-probs agree to float32 rounding; a GPU's product rounds an occasional logit the other way (2^-8 of a
+logit of up to 4).  Gradients are rounded to bf16 (2^-8 relative) in different places.
 """
 
 import pytest
 import torch
 from torch import Tensor
 
+from kernels import native
 from kernels.sampling import token_logprob
 from kernels.sampling.token_logprob import linear_token_logprob
 
 CASES = {
-    "float32": dict(tokens=37, vocab=64, hidden=16, scale=1.0, dtype=torch.float32),
-    "odd vocabulary": dict(tokens=29, vocab=101, hidden=24, scale=1.0, dtype=torch.float32),
-    "saturated": dict(tokens=29, vocab=101, hidden=24, scale=40.0, dtype=torch.float32),
-    "bf16": dict(tokens=37, vocab=101, hidden=24, scale=1.0, dtype=torch.bfloat16),
+    "one block": dict(tokens=37, vocab=64, hidden=16, scale=1.0, dtype=torch.float32),
+    "odd, several blocks": dict(tokens=29, vocab=3 * 128 + 5, hidden=24, scale=1.0, dtype=torch.float32),
+    "saturated": dict(tokens=29, vocab=301, hidden=24, scale=40.0, dtype=torch.float32),
+    "bf16": dict(tokens=37, vocab=301, hidden=24, scale=1.0, dtype=torch.bfloat16),
     "bf16 saturated": dict(tokens=37, vocab=64, hidden=16, scale=20.0, dtype=torch.bfloat16),
     "one token": dict(tokens=1, vocab=64, hidden=16, scale=1.0, dtype=torch.float32),
 }
@@ -26,40 +28,52 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several chunks of several blocks, the last of each incomplete."""
     monkeypatch.setattr(token_logprob, "CHUNK_ELEMENTS", 64 * 16)
     monkeypatch.setattr(token_logprob, "_CACHED_ELEMENTS", 64 * 3)
+    monkeypatch.setattr(token_logprob, "_BLOCK", 128)
+
+
+@pytest.fixture(params=["chunked", "native", "triton"])
+def impl(request: pytest.FixtureRequest, device: str) -> str:
+    if request.param == "native" and (device != "cpu" or native.library() is None):
+        pytest.skip("the C kernels do not run here")
+    return request.param
 
 
 def _case(tokens: int, vocab: int, hidden: int, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    hidden_TD = (scale * torch.randn(tokens, hidden, generator=generator)).to(dtype).requires_grad_()
-    weight_VD = (torch.randn(vocab, hidden, generator=generator) / hidden**0.5).to(dtype).requires_grad_()
+    hidden_TD = (scale * torch.randn(tokens, hidden, generator=generator)).to(dtype)
+    weight_VD = (torch.randn(vocab, hidden, generator=generator) / hidden**0.5).to(dtype)
     return hidden_TD, weight_VD, torch.randint(0, vocab, (tokens,), generator=generator)
 
 
+def value_and_gradient(inputs: tuple[Tensor, ...], device: str, impl: str, temperature: float) -> list[Tensor]:
+    hidden_TD, weight_VD, ids_T = (x.to(device, copy=True) for x in inputs)
+    leaves = hidden_TD.requires_grad_(), weight_VD.requires_grad_()
+    out = linear_token_logprob(*leaves, ids_T, temperature=temperature, impl=impl)
+    assert out.logprob_T.dtype == out.entropy_T.dtype == torch.float32
+    share_T = torch.randn(len(ids_T), generator=torch.Generator().manual_seed(1)).to(device)
+    grads = torch.autograd.grad((out.logprob_T * share_T).sum(), leaves)
+    return [x.detach().float().cpu() for x in (*out, *grads)]
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("impl", ["chunked", "native"])
 @pytest.mark.parametrize("name", list(CASES))
-def test_agrees_with_reference(small_chunks: None, name: str, impl: str, temperature: float) -> None:
-    hidden_TD, weight_VD, ids_T = _case(**CASES[name])
-    share_T = torch.randn(len(ids_T), generator=torch.Generator().manual_seed(1))
-    results = {}
-    for chosen in ("torch", impl):
-        out = linear_token_logprob(hidden_TD, weight_VD, ids_T, temperature=temperature, impl=chosen)
-        grads = torch.autograd.grad((out.logprob_T * share_T).sum(), (hidden_TD, weight_VD))
-        results[chosen] = (out, *(g.float() for g in grads))
-    (want, *want_grads), (got, *got_grads) = results["torch"], results[impl]
-    assert got.logprob_T.dtype == got.entropy_T.dtype == torch.float32
-    assert got.logprob_T.isfinite().all()
-    torch.testing.assert_close(got.logprob_T, want.logprob_T, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got.entropy_T, want.entropy_T, rtol=1e-5, atol=1e-5)
-    for got_grad, want_grad in zip(got_grads, want_grads, strict=True):
-        tolerance = (2**-6 if hidden_TD.dtype == torch.bfloat16 else 1e-5) * want_grad.abs().max().item()
-        torch.testing.assert_close(got_grad, want_grad, rtol=0, atol=tolerance)
+def test_agrees_with_reference(small_chunks: None, device: str, name: str, impl: str, temperature: float) -> None:
+    inputs = _case(**CASES[name])
+    wanted = value_and_gradient(inputs, "cpu", "torch", temperature)
+    found = value_and_gradient(inputs, device, impl, temperature)
+    is_bf16 = inputs[0].dtype == torch.bfloat16
+    for ours, theirs in zip(found[:2], wanted[:2], strict=True):
+        assert ours.isfinite().all()
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0.04 if is_bf16 and device == "cuda" else 1e-5)
+    for ours, theirs in zip(found[2:], wanted[2:], strict=True):
+        tolerance = (2**-6 if is_bf16 else 1e-5) * theirs.abs().max().item()
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("impl", ["chunked", "native"])
-def test_backward_twice_gives_the_same(small_chunks: None, impl: str) -> None:
+def test_backward_twice_gives_the_same(small_chunks: None, device: str, impl: str) -> None:
     """The first backward overwrites the logits that forward has kept."""
-    hidden_TD, weight_VD, ids_T = _case(**CASES["bf16"])
+    hidden_TD, weight_VD, ids_T = (x.to(device) for x in _case(**CASES["bf16"]))
+    hidden_TD.requires_grad_(), weight_VD.requires_grad_()
     total = linear_token_logprob(hidden_TD, weight_VD, ids_T, impl=impl).logprob_T.sum()
     first = torch.autograd.grad(total, (hidden_TD, weight_VD), retain_graph=True)
     for got, want in zip(torch.autograd.grad(total, (hidden_TD, weight_VD)), first, strict=True):
@@ -67,12 +81,13 @@ def test_backward_twice_gives_the_same(small_chunks: None, impl: str) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 4200, 4999])
-def test_nan_is_not_hidden_by_c(at: int) -> None:
+def test_nan_is_not_hidden(device: str, impl: str, at: int) -> None:
     """In its row alone, wherever in the vocabulary it stands and whatever token is asked for."""
     logits_CV = torch.randn(3, 5000, generator=torch.Generator().manual_seed(3))
     logits_CV[1, at] = torch.nan
-    results = [torch.zeros(3) for _ in range(3)]
-    token_logprob._kernels(logits_CV, "native").measure(logits_CV, torch.tensor([7, 7, 7]), 1.0, *results)
+    logits_CV, ids_C = logits_CV.to(device), torch.tensor([7, 7, 7], device=device)
+    results = [torch.zeros(3, device=device) for _ in range(3)]
+    token_logprob._kernels(logits_CV, impl).measure(logits_CV, ids_C, 1.0, *results)
     assert all(x.isnan().tolist() == [False, True, False] for x in results)
 
 
@@ -94,6 +109,7 @@ def test_never_holds_all_logits_in_float32(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(token_logprob, "CHUNK_ELEMENTS", 512 * 16)
     monkeypatch.setattr(token_logprob, "_CACHED_ELEMENTS", 512 * 4)
     hidden_TD, weight_VD, ids_T = _case(tokens=128, vocab=512, hidden=8, scale=1.0, dtype=torch.bfloat16)
+    hidden_TD.requires_grad_(), weight_VD.requires_grad_()
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import native
+from kernels.sampling import spec_verify
 from kernels.sampling.spec_verify import accepted_path
 from kernels.tree.tree_layout import tree_layout
 from tests.fuzz import cases, fuzz
@@ -82,8 +83,16 @@ def test_layout_of_any_tree(count: int, impl: str) -> None:
     check()
 
 
+@pytest.fixture(params=[*IMPLS, "triton"])
+def walker(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "native" and (device != "cpu" or native.library() is None):
+        pytest.skip("the C kernels do not run here")
+    monkeypatch.setattr(spec_verify, "_MOST_NODES", 16)  # several blocks of nodes
+    return str(request.param)
+
+
 @cases(few=40, many=1000)
-def test_walk_of_any_tree(count: int, impl: str) -> None:
+def test_walk_of_any_tree(count: int, walker: str, device: str) -> None:
     @fuzz(count)
     @given(trees(), st.data(), st.integers(0, 2))
     def check(tree: Tree, data: st.DataObject, more: int) -> None:
@@ -91,7 +100,8 @@ def test_walk_of_any_tree(count: int, impl: str) -> None:
         nodes = live + len(tree.tokens)
         choice = data.draw(st.lists(st.integers(0, TOKENS - 1), min_size=nodes, max_size=nodes))
         arrays = (choice, tree.tokens, tree.parents, tree.rows)
-        found = accepted_path(*map(_tensor, arrays), num_rows=live, depth=depth, impl=impl)
+        inputs = (_tensor(values).to(device) for values in arrays)
+        found = accepted_path(*inputs, num_rows=live, depth=depth, impl=walker)
         for row in range(live):
             path, parent = [row], -1
             while True:

@@ -103,30 +103,25 @@ def test_a_worker_that_is_heard_again_is_not_given_up(
 def test_workers_that_live_and_do_not_get_on_are_given_up_and_their_stacks_asked_for(
     dispatcher: _Dispatcher, tmp_path: Path
 ) -> None:
-    watch = _watch(dispatcher, tmp_path, stuck_s=0.4)
+    watch, done = _watch(dispatcher, tmp_path, stuck_s=0.4), iter(range(10**6))
 
     def beat() -> None:
         for rank in (0, 1):
             dispatcher.known.beat(rank, rank, 7)
 
+    def one_gets_on() -> None:
+        dispatcher.known.beat(0, 0, 7)
+        dispatcher.known.beat(1, 1, next(done))
+
     assert _look_for(watch, 0.8, beats=beat, may_idle=True) is None
     watch.begin("update")
+    assert _look_for(watch, 0.8, beats=one_gets_on) is None, "one worker that gets on is enough"
     problem = _look_for(watch, 5.0, beats=beat)
     assert problem is not None
     assert "cluster.stuck_s=0" in problem
     assert "'update'" in problem
     assert str(tmp_path / "stacks") in problem
     assert dispatcher.stacks_wanted == 1
-
-
-def test_one_worker_that_gets_on_is_enough(dispatcher: _Dispatcher, tmp_path: Path) -> None:
-    watch, done = _watch(dispatcher, tmp_path, stuck_s=0.2), iter(range(10**6))
-
-    def beat() -> None:
-        dispatcher.known.beat(0, 1, 7)
-        dispatcher.known.beat(1, 2, next(done))
-
-    assert _look_for(watch, 0.8, beats=beat) is None
 
 
 def _requests() -> list[list[GenerationRequest]]:

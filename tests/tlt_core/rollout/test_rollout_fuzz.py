@@ -49,6 +49,17 @@ def test_any_arrays_are_a_tree_or_are_refused(count: int) -> None:
     check()
 
 
+@pytest.mark.parametrize("array", DraftTree._fields)
+def test_another_type_or_length_is_refused(array: str) -> None:
+    good, strategy = DraftTree.of_lists([5, 6], [-1, 0], [0, 0], [1, 2]), STRATEGIES[2]
+    view = LiveView([], torch.zeros(1, 1), [1], [9], torch.zeros(1), SamplingParams())
+    check_tree(good, view, strategy, vocab_size=VOCAB)
+    values = getattr(good, array)
+    for wrong in (values.int(), values.double(), values[None], torch.cat([values, values])):
+        with pytest.raises(DraftError, match="must be int64 of one length"):
+            check_tree(good._replace(**{array: wrong}), view, strategy, vocab_size=VOCAB)
+
+
 def _tree(
     rng: random.Random, room: list[int], strategy: Strategy, truths: Mapping[int, list[int]] = {}
 ) -> list[list[int]]:

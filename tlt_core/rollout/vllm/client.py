@@ -140,7 +140,10 @@ class VllmRollout:
             live |= {name: (request, time.time()) for name, request in started.items()}
             if not live:
                 return
-            rows = [_row(name, request) for name, request in started.items()]
+            rows = [
+                {"id": name, "tokens": request.prompt_tokens.tolist(), "stream": stream_key(request.key)}
+                for name, request in started.items()
+            ]
             answer = self.ask({"ask": "decode", "params": sampling, "requests": rows})
             if answer["version"] != self._version:
                 raise VllmError(f"vLLM decoded with policy {answer['version']}, {self._version} was published to it")
@@ -227,10 +230,6 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
         "max_tokens": params.max_new_tokens,
         "stop_token_ids": list(params.stop_token_ids),
     }
-
-
-def _row(name: str, request: GenerationRequest) -> dict[str, Any]:
-    return {"id": name, "tokens": request.prompt_tokens.tolist(), "stream": stream_key(request.key)}
 
 
 def _sequence(rollout: Rollout, states: Path) -> TrainSequence:
