@@ -62,12 +62,11 @@ def test_settings_may_stand_behind_options() -> None:
     assert (args.config, args.overrides) == ("conf/demo.yaml", ["seed=1", "name=x"])
 
 
-@pytest.mark.parametrize("argv", [["train", "conf/smoke.yaml", "--resume"], ["ui", "a=1"], ["fly"]])
-def test_unknown_arguments_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.parse(argv)
-    assert ended.value.code == 2
-    assert argv[-1] in capsys.readouterr().err
+def test_unknown_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["train", "conf/smoke.yaml", "--resume"], ["ui", "a=1"], ["fly"]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.parse(argv)
+        assert argv[-1] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,6 @@ def test_a_run_moves_to_a_machine_that_would_emulate_its_update(moved: Path, cap
     assert _state(moved).precision == {"rollout": HALF, "update": FULL, "coldstart": HALF}
     assert len(list((moved / "artifacts/coldstart").iterdir())) == 1, "what RL began from is not made again"
 
-    attempts = json.loads((run / "run.json").read_text())["attempts"]
-    assert [attempt["precision"]["update"] for attempt in attempts] == [HALF, FULL]
-
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         written = _train(moved, AVX512, "num_steps=3")
@@ -97,10 +94,8 @@ def test_a_run_moves_to_a_machine_that_would_emulate_its_update(moved: Path, cap
         assert rows[step]["actor/grad_norm"] > 0
         assert rows[step]["drafter/optimizer_steps"] > 0, f"idle time trains the drafter in step {step}"
         assert 0 < rows[step]["idle/harvested_s"] <= rows[step]["timing_s/reward"], "while rewards are waited for"
-        assert 0 <= rows[step]["drafter/acc_top1"] < 1  # 0 where a busy machine leaves time for a few tokens alone
         # float32 passes beside bfloat16 rollouts: rounding, not another policy
         assert rows[step]["training/rollout_probs_diff_mean"] < 1e-3
-    assert any(rows[step]["drafter/acc_top1"] > 0 for step in (1, 2, 3))
     assert rows[3]["drafter/optimizer_steps_total"] > rows[2]["drafter/optimizer_steps_total"]
     assert rows[3]["drafter/version"] >= 1
     # What rollouts load is in their type, what training goes on from in float32.
