@@ -60,16 +60,12 @@ def _state(folder: Path) -> checkpoint.DriverState:
     return checkpoint.load_state(newest)
 
 
-@pytest.fixture(scope="module")
-def moved(runs_home: Path) -> Path:
-    """A run of one step, all in bfloat16."""
-    written = _train(runs_home, AVX512, "num_steps=1")
+def test_a_run_moves_to_a_machine_that_would_emulate_its_update(
+    runs_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    moved, run = runs_home, runs_home / "runs/moved"
+    written = _train(moved, AVX512, "num_steps=1")
     assert (written.rollout.dtype, written.update.dtype, written.coldstart.dtype) == (HALF, HALF, HALF)
-    return runs_home
-
-
-def test_a_run_moves_to_a_machine_that_would_emulate_its_update(moved: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = moved / "runs/moved"
     with pytest.raises(PrecisionError, match=r"updates in bfloat16 would be emulated.*update\.dtype=float32"):
         _train(moved, AVX2, "num_steps=2")
     assert _state(moved).step == 1
