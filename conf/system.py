@@ -134,8 +134,8 @@ def why_no_store(uri: str) -> str:
             else "use the database's password file: ~/.pgpass for PostgreSQL, ?read_default_file=~/.my.cnf for MySQL"
         )
         return f"{shown!r} holds a password, which would stand in logs and checkpoints; leave it out and {remedy}"
-    known = (*_FOLDER, *_DATABASES, *_SERVERS)
-    if scheme.partition("+")[0] not in known and scheme not in _plugged_in():
+    plugged_in = {point.name for point in importlib.metadata.entry_points(group="mlflow.tracking_store")}
+    if scheme.partition("+")[0] not in (*_FOLDER, *_DATABASES, *_SERVERS) and scheme not in plugged_in:
         return (
             f"{shown!r}: MLflow knows no store of kind {scheme!r}; give a SQLite file (sqlite:///FOLDER/mlflow.db), a "
             f"server (http://HOST:5000) or a database ({', '.join(f'{name}://' for name in _DATABASES)})"
@@ -143,8 +143,3 @@ def why_no_store(uri: str) -> str:
     if (scheme == "sqlite" and not rest.startswith("///")) or (is_server and not re.match(r"//[^/]", rest)):
         return f"{shown!r} is incomplete; write sqlite:///FOLDER/mlflow.db, or http://HOST:5000"
     return ""
-
-
-def _plugged_in() -> set[str]:
-    """Kinds of stores that installed packages add to MLflow."""
-    return {point.name for point in importlib.metadata.entry_points(group="mlflow.tracking_store")}

@@ -149,17 +149,11 @@ def generate(args: argparse.Namespace) -> None:
     params = SamplingParams(
         temperature=args.temperature, top_p=args.top_p, top_k=args.top_k, max_new_tokens=args.max_new_tokens
     )
+    same = ("model", "prompts", "out", "seed", "dtype", "batch_size", "num_workers", "system_prompt")
     count = generate_file(
-        model=args.model,
-        prompts=args.prompts,
-        out=args.out,
+        **{name: getattr(args, name) for name in same},
         params=params,
-        seed=args.seed,
-        dtype=args.dtype,
-        batch_size=args.batch_size,
-        num_workers=args.num_workers,
         speculation=_speculation(args.speculation),
-        system_prompt=args.system_prompt,
         template_kwargs=args.chat_template_kwargs,
     )
     print(f"{count} responses in {args.out}")
@@ -195,7 +189,7 @@ def status(args: argparse.Namespace) -> int:
 
 
 def ui(args: argparse.Namespace) -> None:
-    from flows.ui import serve
+    from flows.deploy import serve
 
     serve(uri=args.uri, host=args.host, port=args.port)
 

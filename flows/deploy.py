@@ -1,4 +1,5 @@
-"""`tlt deploy`: a Prefect server and a worker on this machine, and every deployment of prefect.yaml on them.
+"""`tlt deploy`: a Prefect server and a worker on this machine, and every deployment of prefect.yaml on them.  `tlt ui`:
+MLflow's pages for the runs of this machine.
 
 It can be repeated: what is alive stays, what has died is started, and lost runs are recovered first.
 `tlt deploy --stop` ends worker, flow processes and server, each with a deadline.  Interrupted runs resume at the next
@@ -7,20 +8,22 @@ deployment.
 
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
+from conf.load import ConfigError
+from conf.system import TrackingConfig, why_no_store
 from flows import _environment as _environment_defaults
 from flows._server import answers
-from flows.ui import require_free
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -33,8 +36,19 @@ _START_S = 180.0
 _STOP_WORKER_S, _STOP_FLOWS_S, _STOP_SERVER_S = 5.0, 20.0, 10.0
 
 
+_MLFLOW = {
+    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "DO_NOT_TRACK": "true",
+}
+
+
 class DeployError(ValueError):
     """The deployment failed.  The text says what to do."""
+
+
+class PortInUse(ValueError):
+    """Another program uses the port.  The text names the port and the remedy."""
 
 
 class Daemon:
@@ -63,9 +77,8 @@ class Daemon:
         """Start `python ARGUMENTS` in a session of its own, out of reach of the terminal's Ctrl-C."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("a") as log:
-            started = subprocess.Popen(
-                [sys.executable, *arguments], env=dict(env), stdout=log, stderr=log, start_new_session=True
-            )
+            command = [sys.executable, *arguments]
+            started = subprocess.Popen(command, env=dict(env), stdout=log, stderr=log, start_new_session=True)
         process = psutil.Process(started.pid)
         self._pid_file.write_text(f"{process.pid} {process.create_time()}\n")
         return process
@@ -225,3 +238,37 @@ def _deploy_all(file: Path, *, env: Mapping[str, str]) -> None:
 
 def _is_local(url: str) -> bool:
     return urllib.parse.urlsplit(url).hostname in (_HOST, "localhost")
+
+
+def serve(*, uri: str | None, host: str, port: int) -> None:
+    """Replace this process with MLflow's server.  Raises ConfigError for a store that cannot be, PortInUse."""
+    uri = uri or TrackingConfig().uri
+    if problem := why_no_store(uri):
+        raise ConfigError(f"--uri {problem}")
+    require_free(host, port)
+    print(f"MLflow on http://{host}:{port} for {uri}; stop it with Ctrl-C", file=sys.stderr, flush=True)
+    os.execve(sys.executable, server_command(uri=uri, host=host, port=port), {**os.environ, **_MLFLOW})
+
+
+def server_command(*, uri: str, host: str, port: int) -> list[str]:
+    """Command line of MLflow's server, with one process: the default of four takes 2 GB."""
+    from tasks.mlflow_run import store_folder
+
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", uri, "--workers", "1"]
+    folder = store_folder(uri)
+    if folder is not None:
+        command += ["--artifacts-destination", str(folder / "mlartifacts")]
+    return [*command, "--host", host, "--port", str(port)]
+
+
+def require_free(host: str, port: int) -> None:
+    """Raises PortInUse if a port is taken."""
+    with closing(socket.socket()) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise PortInUse(
+                f"port {port} on {host} cannot be used ({error.strerror}); choose another: tlt ui --port {port + 1} "
+                f"(make ui PORT={port + 1})"
+            ) from None

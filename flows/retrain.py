@@ -94,6 +94,7 @@ def check_drafter(config: RunConfig | str, overrides: list[str] | None = None) -
 
 
 def attempt(cfg: RunConfig, journal: Path, show: Terminal) -> Decision:
+    """Train a candidate, try it, decide, register the result and write it down."""
     made = newest_policy(cfg, show)
     if made is None:
         return Decision("nothing", _NO_POLICY.format(cfg.run_dir))
@@ -104,7 +105,30 @@ def attempt(cfg: RunConfig, journal: Path, show: Terminal) -> Decision:
         return Decision("unchanged", f"policy, data and settings are those of {last['time']}: {last['outcome']} then")
     candidate = cfg.run_dir / "retrain" / "candidate-eagle3"
     metrics = warm_up_drafter(cfg, policy, dataset, candidate, show.stage)
-    return conclude(cfg, journal, policy=policy, dataset=dataset, candidate=candidate, inputs=inputs, metrics=metrics)
+    champion = fetch_champion(cfg, policy)
+    trials = try_drafters(cfg, policy, dataset, candidate, champion)
+    known = find_version(cfg, candidate)
+    if known is not None and known.tags.get(ROLLED_BACK):
+        undo = f"'tlt rollback --to {known.number}' makes it the champion"
+        decision = Decision("refused", f"the candidate is {known}, which was rolled back: {undo}")
+    elif champion is not None and weights_digest(candidate) == champion.version.digest:
+        decision = Decision("refused", f"the candidate is {champion.version}, byte for byte")
+    else:
+        rival = "plain" if champion is None else "champion"
+        name = "plain decoding (there is no champion for this policy)" if champion is None else str(champion.version)
+        decision = decide(trials["candidate"], trials[rival], rival_name=name, cfg=cfg.retrain)
+    version = record_decision(cfg, policy, dataset, candidate, decision, trials, _digest(inputs))
+    row = {
+        **decision._asdict(),
+        "inputs": inputs,
+        "version": str(version),
+        "rival": None if champion is None else str(champion.version),
+        "trials": {name: trial._asdict() for name, trial in trials.items()},
+        "training": metrics,
+        "commit": provenance.commit(),
+    }
+    write_down(journal, row)
+    return decision
 
 
 def newest_policy(cfg: RunConfig, show: Terminal) -> tuple[Path, Ref] | None:
@@ -123,46 +147,6 @@ def newest_policy(cfg: RunConfig, show: Terminal) -> tuple[Path, Ref] | None:
             start, _ = cold_start(cfg, start, dataset, show.stage)
         policy, _ = export_checkpoint(cfg, start, dataset, show)
     return policy, dataset
-
-
-def conclude(
-    cfg: RunConfig,
-    journal: Path,
-    *,
-    policy: Path,
-    dataset: Ref,
-    candidate: Path,
-    inputs: dict[str, str],
-    metrics: dict[str, float],
-) -> Decision:
-    """Try the candidate, decide, register the result and write it down."""
-    champion = fetch_champion(cfg, policy)
-    trials = try_drafters(cfg, policy, dataset, candidate, champion)
-    known = find_version(cfg, candidate)
-    if known is not None and known.tags.get(ROLLED_BACK):
-        undo = f"'tlt rollback --to {known.number}' makes it the champion"
-        decision = Decision("refused", f"the candidate is {known}, which was rolled back: {undo}")
-    elif champion is not None and weights_digest(candidate) == champion.version.digest:
-        decision = Decision("refused", f"the candidate is {champion.version}, byte for byte")
-    else:
-        rival = "plain" if champion is None else "champion"
-        name = "plain decoding (there is no champion for this policy)" if champion is None else str(champion.version)
-        decision = decide(trials["candidate"], trials[rival], rival_name=name, cfg=cfg.retrain)
-    version = record_decision(cfg, policy, dataset, candidate, decision, trials, _digest(inputs))
-    write_down(
-        journal,
-        {
-            "outcome": decision.outcome,
-            "reason": decision.reason,
-            "inputs": inputs,
-            "version": str(version),
-            "rival": None if champion is None else str(champion.version),
-            "trials": {name: trial._asdict() for name, trial in trials.items()},
-            "training": metrics,
-            "commit": provenance.commit(),
-        },
-    )
-    return decision
 
 
 def inputs_of(cfg: RunConfig, policy: Path, dataset: Ref) -> dict[str, str]:

@@ -196,12 +196,15 @@ def roll_back(cfg: RunConfig, *, kind: str, to: str | None) -> tuple[Version, Ve
     """
     try:
         with exclusive(cfg.run_dir / "retrain" / "lock"):  # a retraining at work could promote against the old champion
-            return _roll_back(cfg, model_name(cfg, kind), to)
+            left, version = _move_champion(cfg, model_name(cfg, kind), to)
     except Locked as other:
         raise RegistryError(f"{other}; end it first, or wait for its decision") from None
+    reason = f"{version.model}: from version {left.number} to version {version.number} by hand"
+    write_down(cfg.run_dir / "retrain.jsonl", {"outcome": "rolled back", "reason": reason})
+    return left, version
 
 
-def _roll_back(cfg: RunConfig, model: str, to: str | None) -> tuple[Version, Version]:
+def _move_champion(cfg: RunConfig, model: str, to: str | None) -> tuple[Version, Version]:
     registry = Registry(cfg.tracking)
     registry.require()
     left = registry.by_alias(model, CHAMPION)
@@ -221,8 +224,6 @@ def _roll_back(cfg: RunConfig, model: str, to: str | None) -> tuple[Version, Ver
     else:
         registry.tag(left, ROLLED_BACK, _now())
         registry.set_alias(version, CHAMPION)
-    reason = f"from version {left.number} to version {version.number} by hand"
-    write_down(cfg.run_dir / "retrain.jsonl", {"outcome": "rolled back", "reason": f"{model}: {reason}"})
     return left, version
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mlflow import MlflowClient
 
-from flows.ui import server_command
+from flows.deploy import server_command
 
 _START_S = 240
 

@@ -29,11 +29,18 @@ class Deployed(NamedTuple):
     port: int
     env: dict[str, str]
 
-    def tlt(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "flows.cli", *arguments]
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=TIMEOUT_S)
+    def run(self, *command: str, **variables: str) -> str:
+        """A Python module with arguments."""
+        words = [sys.executable, "-m", *command]
+        done = subprocess.run(words, env=self.env | variables, capture_output=True, text=True, timeout=TIMEOUT_S)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
+
+    def tlt(self, *arguments: str) -> str:
+        return self.run("flows.cli", *arguments)
+
+    def prefect(self, *arguments: str) -> str:
+        return self.run("prefect", "--no-prompt", *arguments, PREFECT_API_URL=self.url)
 
     def up(self) -> None:
         self.tlt("deploy", "--port", str(self.port), "--file", str(self.root / "prefect.yaml"))
@@ -45,13 +52,6 @@ class Deployed(NamedTuple):
         env |= {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
         command = ["-m", "prefect", "worker", "start", "--pool", "tlt", "--type", "process"]
         Daemon("worker", folder=self.root / "prefect").start(command, env=env)
-
-    def prefect(self, *arguments: str) -> str:
-        command = [sys.executable, "-m", "prefect", "--no-prompt", *arguments]
-        env = self.env | {"PREFECT_API_URL": self.url}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_S)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
 
     @property
     def url(self) -> str:

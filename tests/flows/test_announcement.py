@@ -20,7 +20,8 @@ def test_the_plan_names_what_is_to_do_and_what_is_there(tmp_path: Path, monkeypa
     cfg = load("conf/demo.yaml", [f"output_dir={tmp_path}/runs"])
     cfg = cfg.with_dtypes(rollout="float32", update="float32", coldstart="float32")
     assert plan_in_words(cfg) == "to do: model, data, cold start, first drafter, 8 steps, export"
-    plain = load("conf/demo.yaml", ["coldstart.enabled=false", "rollout.speculation.policy=off"])
+    more = ["coldstart.enabled=false", "rollout.speculation.policy=off"]
+    plain = load("conf/demo.yaml", [f"output_dir={tmp_path}/plain", *more])
     assert plan_in_words(plain) == "to do: model, data, 8 steps, export"
     inputs.data_dir(cfg).mkdir(parents=True)
     (inputs.data_dir(cfg) / "manifest.json").write_text("{}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from conf.load import ConfigError
-from flows import _errors, _parser, cli, ui
+from flows import _errors, _parser, cli, deploy
 from tests.tlt_core.rollout.vllm.environments import vllm_environment
 from tlt_core.cluster.group import WorkerDied
 from tlt_core.cluster.placement import RayNotStarted
@@ -62,12 +62,11 @@ def test_settings_may_stand_behind_options() -> None:
     assert (args.config, args.overrides) == ("conf/demo.yaml", ["seed=1", "name=x"])
 
 
-@pytest.mark.parametrize("argv", [["train", "conf/smoke.yaml", "--resume"], ["ui", "a=1"], ["fly"]])
-def test_unknown_arguments_are_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.parse(argv)
-    assert ended.value.code == 2
-    assert argv[-1] in capsys.readouterr().err
+def test_unknown_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (["train", "conf/smoke.yaml", "--resume"], ["ui", "a=1"], ["fly"]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.parse(argv)
+        assert argv[-1] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_what_a_run_would_find_late_is_refused_before_prefect_starts(
 def test_pages_of_a_store_that_cannot_be(
     quiet_command: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ui.os, "execve", lambda *_: pytest.fail("MLflow's server was started"))
+    monkeypatch.setattr(deploy.os, "execve", lambda *_: pytest.fail("MLflow's server was started"))
     assert cli.main(["ui", "--uri", "https://me:geheim@host"]) == 2
     said = capsys.readouterr().err
     assert "MLFLOW_TRACKING_PASSWORD" in said
@@ -141,9 +140,9 @@ def test_a_port_in_use_names_another(quiet_command: None, capsys: pytest.Capture
 
 def test_the_server_listens_on_this_machine_only_and_keeps_files_beside_the_database(tmp_path: Path) -> None:
     assert _parser.parse(["ui"]).host == "127.0.0.1"
-    command = ui.server_command(uri=f"sqlite:///{tmp_path}/mlflow.db", host="127.0.0.1", port=5001)
+    command = deploy.server_command(uri=f"sqlite:///{tmp_path}/mlflow.db", host="127.0.0.1", port=5001)
     assert " ".join(command).endswith(f"--artifacts-destination {tmp_path}/mlartifacts --host 127.0.0.1 --port 5001")
-    assert "--artifacts-destination" not in ui.server_command(uri="postgresql://db/x", host="127.0.0.1", port=5001)
+    assert "--artifacts-destination" not in deploy.server_command(uri="postgresql://db/x", host="127.0.0.1", port=5001)
 
 
 def test_failures_and_their_exit_codes(tmp_path: Path) -> None:

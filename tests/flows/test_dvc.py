@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from conf.drafter import DrafterConfig
-from conf.load import load
+from conf.load import apply_override, load
 from conf.system import CheckpointConfig
 from flows import cli
 from tlt_core.export.record import weights_digest
@@ -90,12 +90,9 @@ class Clone:
 
     def put(self, override: str) -> None:
         """One value of params.yaml."""
-        path, dotted, value = self.folder / "params.yaml", *override.split("=")
-        tree = node = yaml.safe_load(path.read_text())
-        *sections, key = dotted.split(".")
-        for section in sections:
-            node = node[section]
-        node[key] = yaml.safe_load(value)
+        path = self.folder / "params.yaml"
+        tree = yaml.safe_load(path.read_text())
+        apply_override(tree, override)
         path.write_text(yaml.safe_dump(tree, sort_keys=False))
 
     def changed(self) -> set[str]:

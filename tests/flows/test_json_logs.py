@@ -37,6 +37,7 @@ def test_a_run_s_log_names_run_step_task_and_exception(tmp_path: Path, monkeypat
         with _logging.run_log(tmp_path / "demo"):
             log = logging.getLogger("tlt_core.run.session")
             log.info("two\nlines of %s", "one record")
+            logging.getLogger("some.library").info("chatter")
             _logging.at_step(3)
             log.warning("slow", extra={"task_run_name": "update-3"})
             _logging.at_step(None)

@@ -60,16 +60,12 @@ def _state(folder: Path) -> checkpoint.DriverState:
     return checkpoint.load_state(newest)
 
 
-@pytest.fixture(scope="module")
-def moved(runs_home: Path) -> Path:
-    """A run of one step, all in bfloat16."""
-    written = _train(runs_home, AVX512, "num_steps=1")
+def test_a_run_moves_to_a_machine_that_would_emulate_its_update(
+    runs_home: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    moved, run = runs_home, runs_home / "runs/moved"
+    written = _train(moved, AVX512, "num_steps=1")
     assert (written.rollout.dtype, written.update.dtype, written.coldstart.dtype) == (HALF, HALF, HALF)
-    return runs_home
-
-
-def test_a_run_moves_to_a_machine_that_would_emulate_its_update(moved: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = moved / "runs/moved"
     with pytest.raises(PrecisionError, match=r"updates in bfloat16 would be emulated.*update\.dtype=float32"):
         _train(moved, AVX2, "num_steps=2")
     assert _state(moved).step == 1
@@ -81,9 +77,6 @@ def test_a_run_moves_to_a_machine_that_would_emulate_its_update(moved: Path, cap
     assert (written.rollout.dtype, written.update.dtype, written.coldstart.dtype) == (HALF, FULL, HALF)
     assert _state(moved).precision == {"rollout": HALF, "update": FULL, "coldstart": HALF}
     assert len(list((moved / "artifacts/coldstart").iterdir())) == 1, "what RL began from is not made again"
-
-    attempts = json.loads((run / "run.json").read_text())["attempts"]
-    assert [attempt["precision"]["update"] for attempt in attempts] == [HALF, FULL]
 
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -97,10 +90,8 @@ def test_a_run_moves_to_a_machine_that_would_emulate_its_update(moved: Path, cap
         assert rows[step]["actor/grad_norm"] > 0
         assert rows[step]["drafter/optimizer_steps"] > 0, f"idle time trains the drafter in step {step}"
         assert 0 < rows[step]["idle/harvested_s"] <= rows[step]["timing_s/reward"], "while rewards are waited for"
-        assert 0 <= rows[step]["drafter/acc_top1"] < 1  # 0 where a busy machine leaves time for a few tokens alone
         # float32 passes beside bfloat16 rollouts: rounding, not another policy
         assert rows[step]["training/rollout_probs_diff_mean"] < 1e-3
-    assert any(rows[step]["drafter/acc_top1"] > 0 for step in (1, 2, 3))
     assert rows[3]["drafter/optimizer_steps_total"] > rows[2]["drafter/optimizer_steps_total"]
     assert rows[3]["drafter/version"] >= 1
     # What rollouts load is in their type, what training goes on from in float32.

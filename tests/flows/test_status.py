@@ -76,11 +76,15 @@ def test_a_run_whose_process_is_gone_is_called_dead_unless_it_is_elsewhere(tmp_p
 
 def test_progress_is_written_at_most_every_two_seconds_but_a_new_phase_at_once(tmp_path: Path) -> None:
     file = StatusFile(tmp_path)
-    for finished in range(41, 60):
-        file.show(NOW._replace(finished=finished))
-    assert json.loads((tmp_path / STATUS).read_text())["finished"] == 41
-    file.show(NOW._replace(phase="update"))
-    assert json.loads((tmp_path / STATUS).read_text())["phase"] == "update"
+    for now in (
+        NOW,
+        NOW._replace(finished=50),
+        NOW._replace(phase="update"),
+        NOW._replace(phase="update", finished=60),
+    ):
+        file.show(now)
+    known = json.loads((tmp_path / STATUS).read_text())
+    assert (known["phase"], known["finished"]) == ("update", 41)
 
 
 def test_stacks_are_asked_for_of_a_running_run_alone(tmp_path: Path) -> None:

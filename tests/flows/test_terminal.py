@@ -3,7 +3,6 @@
 import contextlib
 import io
 import logging
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -35,23 +34,6 @@ def test_a_terminal_shows_step_phase_rate_workers_and_the_last_reward_and_a_file
     assert "reward -  accepted length -" in shown
     assert "reward 0.412  accepted length 2.50" in shown
     assert _shown(terminal=False) == ""
-
-
-def test_the_run_log_has_info_lines_and_the_traceback_of_what_ended_the_run(tmp_path: Path) -> None:
-    def run() -> None:
-        with _logging.run_log(tmp_path / "run"):
-            logging.getLogger("tlt_core.run.session").info("resuming from %s", "step_000002")
-            logging.getLogger("some.library").info("chatter")
-            raise RuntimeError("a worker died")
-
-    with pytest.raises(RuntimeError):
-        run()
-    logging.getLogger("tlt_core").warning("after the run")
-    text = (tmp_path / "run" / "log.txt").read_text()
-    assert "INFO    tlt_core.run.session:  resuming from step_000002" in text
-    assert "RuntimeError: a worker died" in text
-    assert "chatter" not in text
-    assert "after the run" not in text
 
 
 def test_what_the_terminal_shows() -> None:

@@ -65,7 +65,6 @@ def test_the_speculation_figure_shows_strategies_over_time_and_by_live_requests(
     lives = [axes for axes in figure.axes if axes.get_ylabel().endswith("live requests")]
     assert [axes.get_ylabel().split("\n")[0] for axes in lives] == ["worker 0", "worker 1"]
     bars = {str(c.get_label()): [p.get_extents() for p in c.get_paths()] for c in lives[0].collections}
-    assert [(b.x0, b.x1, b.y1) for b in bars["off"]] == [pytest.approx((0.0, 0.1, 6)), pytest.approx((0.1, 0.2, 5))]
     assert [(b.x0, b.x1, b.y1) for b in bars[str(chain)]] == [pytest.approx((0.2, 0.3, 5))]
     (gain,) = (axes.lines[0] for axes in figure.axes if axes.lines and len(axes.lines[0].get_xdata()) == 3)
     assert list(gain.get_ydata()) == [1.0, 1.0, 2.0]

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,22 +53,22 @@ def _value(folder: Path) -> float:
     return float(load_file(folder / "model.safetensors")["fc.weight"])
 
 
-@pytest.mark.parametrize("store", ["sqlite", pytest.param("server", marks=pytest.mark.slow)])
-def test_versions_aliases_and_files(store: str, uri: str, tmp_path: Path) -> None:
-    if store == "sqlite":
-        _use_registry(uri, tmp_path)
+@pytest.fixture(params=["sqlite", pytest.param("server", marks=pytest.mark.slow)])
+def store(request: pytest.FixtureRequest, uri: str, tmp_path: Path) -> Iterator[str]:
+    if request.param == "sqlite":
+        yield uri
         return
     server = Mlflow(tmp_path)
     server.start()
     try:
         server.wait_ready()
-        _use_registry(server.uri, tmp_path)
+        yield server.uri
     finally:
         server.kill()
 
 
-def _use_registry(uri: str, tmp_path: Path) -> None:
-    registry = Registry(TrackingConfig(uri=uri))
+def test_versions_aliases_and_files(store: str, tmp_path: Path) -> None:
+    registry = Registry(TrackingConfig(uri=store))
     registry.require()
     model = "plain-drafter"
     assert registry.by_alias(model, CHAMPION) is None
@@ -84,7 +85,7 @@ def _use_registry(uri: str, tmp_path: Path) -> None:
     # same run, same folder name: the first version's files are still its own
     assert _value(registry.download(champion, tmp_path / "got")) == 1.0
     assert _value(registry.download(challenger, tmp_path / "got")) == 2.0
-    run = MlflowClient(uri).get_run(run_id)
+    run = MlflowClient(store).get_run(run_id)
     assert (run.info.status, run.data.metrics["accept_length"]) == ("FINISHED", 2.5)
 
 
