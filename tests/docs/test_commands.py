@@ -1,6 +1,6 @@
 """Commands in the documents are real: each parses with its program's own parser, and what it names exists.
 
-Those of `tlt` that take no time are run, too; `.ci/run` runs what the README names.
+Nothing is run here: see `test_commands_run.py`.
 """
 
 import ast
@@ -11,7 +11,7 @@ import re
 import shlex
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,50 +21,16 @@ from dvc.cli import DvcParserError, parse_args
 from conf.data import FileData
 from conf.load import ConfigError, load
 from flows import cli
+from tests.docs.commands import BLOCK, PAGES, ROOT, commands_of, files_of, text_of
 from tlt_core.data import file_questions
 from tlt_core.export.card import model_card
 from tlt_core.grpo import verifiers
 from tlt_core.items.metrics import undeclared
 
-ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md"]
-PAGES += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
-ENDS = {";", "&&", "||", "|", "&", "(", ")"}
-BLOCK = re.compile(r"^```bash\n(.*?)^```", re.DOTALL | re.MULTILINE)
-HEREDOC = re.compile(r"^cat > (\S+) <<'EOF'\n(.*?)^EOF\n", re.DOTALL | re.MULTILINE)
 GENERATED = {"docs/faults.md", "docs/results.md", "docs/metrics.md"}  # of older commits
 OURS = {path.parent.name for path in ROOT.glob("*/__init__.py")}
 NAMED = re.compile(r"`((?:bench|conf|docs|flows|kernels|tasks|tests|tlt_core|tlt_vllm)/[\w./-]*)`")
 SETTING = re.compile(r"(\w+(?:\.\w+)+)(?:=(\S+))?")
-
-
-def text_of(page: str) -> str:
-    return (ROOT / page).read_text(encoding="utf-8")
-
-
-def commands_of(text: str) -> Iterator[list[str]]:
-    """Words of each command, without variables set in front of it: a line of a fenced bash block, or a part of one
-    between `;`, `&&` and `|`.  Words in capitals (TAG, REPOSITORY) stand for the reader's own."""
-    for block in BLOCK.findall(text):
-        pending = ""
-        for line in HEREDOC.sub("", block).replace("\\\n", " ").splitlines():
-            pending += line
-            lexer = shlex.shlex(pending, posix=True, punctuation_chars=True)
-            lexer.whitespace_split = True
-            try:
-                words = list(lexer)
-            except ValueError:  # a quotation goes on in the next line
-                continue
-            pending = ""
-            while words:
-                end = next((i for i, word in enumerate(words) if word in ENDS), len(words))
-                command = list(itertools.dropwhile(re.compile(r"[A-Z_]+=").match, words[:end]))
-                words = words[end + 1 :]
-                if command:
-                    yield command
-        assert not pending, f"a quotation without end: {pending}"
-
-
 COMMANDS = [(page, command) for page in PAGES for command in commands_of(text_of(page))]
 
 
@@ -160,9 +126,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
     for path in ROOT.iterdir():
         if not path.name.startswith("."):
             (tmp_path / path.name).symlink_to(path)
-    for block in BLOCK.findall(text_of(request.getfixturevalue("page"))):
-        for name, text in HEREDOC.findall(block):  # `cat > NAME <<'EOF'`
-            (tmp_path / name).write_text(text)
+    for name, text in files_of(request.getfixturevalue("page")).items():
+        (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -170,16 +135,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fix
 @pytest.mark.parametrize(("page", "command"), COMMANDS, ids=[f"{p}: {shlex.join(c)[:70]}" for p, c in COMMANDS])
 def test_a_command_is_one(page: str, command: list[str], project: Path) -> None:
     check(command)
-
-
-def test_commands_that_take_no_time_do_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli._logging, "attach_terminal", lambda: None)
-    monkeypatch.setattr(cli._environment, "set_defaults", lambda: None)
-    (tmp_path / "conf").symlink_to(ROOT / "conf")
-    monkeypatch.chdir(tmp_path)
-    for _, (program, *words) in COMMANDS:
-        if program == "tlt" and words[0] in ("doctor", "params"):
-            assert cli.main(words) == 0, words
 
 
 @pytest.mark.parametrize("page", PAGES)
