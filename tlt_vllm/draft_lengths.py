@@ -72,11 +72,11 @@ class DraftLengths:
             self._chosen = self._guarded(lambda: self.tuner.choose(rows, sum(next_up.values())))
         return self._chosen.tokens
 
-    def finish(self, emitted: Mapping[str, int], *, draft_s: float | None) -> None:
+    def finish(self, emitted: Mapping[str, int], *, draft_s: float | None, late_s: float = 0.0) -> None:
         """The oldest step under way has ended.  emitted: tokens of each request; draft_s: seconds that it drafted for,
-        None where they are not measured."""
+        None where they are not measured; late_s: seconds of work that earlier steps have put off."""
         step, now_s = self._steps.popleft(), self._clock()
-        seconds = now_s - max(step.began_s, self._ended_s)
+        seconds = now_s - max(step.began_s, self._ended_s) - late_s
         self._ended_s, before_s = now_s, self._draft_s
         if draft_s is None:
             draft_s = before_s = self._drafting_share(step, seconds)

@@ -8,6 +8,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from tlt_vllm.deferred import Deferred
 from tlt_vllm.exact import ExactSampler
 from tlt_vllm.settings import Settings
 from tlt_vllm.tap import Tap
@@ -26,7 +27,19 @@ class Parts:
         self.exact = None
         if settings is not None and settings.exact:
             self.exact = ExactSampler(runner, self.tap, policy_logprobs=settings.policy_logprobs)
+        self.deferred = None if settings is None else Deferred(runner)
         self.draft_s = 0.0  # of the step under way
+        self.late_s = 0.0  # of it, for steps before
+
+    def propose(self, original: Any, options: dict[str, Any]) -> Any:
+        if self.deferred is not None:
+            nothing = self.deferred.put_off(original, options)
+            if nothing is not None:
+                return nothing
+            began_s = time.perf_counter()
+            self.deferred.make_up(original, options)
+            self.late_s = time.perf_counter() - began_s
+        return original(**options) if self.exact is None else self.exact.draft(original, options)
 
 
 def parts_of(runner: Any) -> Parts:
@@ -57,18 +70,18 @@ def install() -> None:
         hidden_states, aux_hidden_states = args[3], args[5]
         if parts.tap is not None and aux_hidden_states is not None:
             parts.tap.states(torch.cat(aux_hidden_states, dim=-1), hidden_states)
-        _stand_before(self, parts.exact)
+        _stand_before(self, parts)
         result = propose(self, *args, **options)
-        parts.draft_s = time.perf_counter() - began_s
+        parts.draft_s = time.perf_counter() - began_s - parts.late_s
         return result
 
     @functools.wraps(sample_tokens)
     def timed_sample_tokens(self: Any, *args: Any, **options: Any) -> Any:
         parts = parts_of(self)
-        parts.draft_s = 0.0
+        parts.draft_s = parts.late_s = 0.0
         output = sample_tokens(self, *args, **options)
         if output is not None and self.device.type == "cpu":  # on a GPU the work has only been queued by now
-            output.tlt_draft_s = parts.draft_s
+            output.tlt_draft_s, output.tlt_late_s = parts.draft_s, parts.late_s
         return output
 
     GPUModelRunner._sample = _sample
@@ -77,10 +90,10 @@ def install() -> None:
     setattr(GPUModelRunner, _INSTALLED, True)
 
 
-def _stand_before(runner: Any, exact: ExactSampler | None) -> None:
-    """Our `draft` before `propose` of the runner's drafter, where that is a model."""
+def _stand_before(runner: Any, parts: Parts) -> None:
+    """Our `propose` before that of the runner's drafter, where that is a model."""
     drafter = getattr(runner, "drafter", None)
-    if drafter is None or exact is None or "propose" in vars(drafter) or not hasattr(drafter, "_sample_draft_tokens"):
+    if drafter is None or "propose" in vars(drafter) or not hasattr(drafter, "_sample_draft_tokens"):
         return
     propose = drafter.propose
-    drafter.propose = lambda **options: exact.draft(propose, options)
+    drafter.propose = lambda **options: parts.propose(propose, options)

@@ -45,7 +45,11 @@ class AdaptiveScheduler(Scheduler):
         if scheduler_output.num_scheduled_tokens:
             sampled = model_runner_output.sampled_token_ids
             emitted = {name: len(sampled[row]) for name, row in model_runner_output.req_id_to_index.items()}
-            self.draft_lengths.finish(emitted, draft_s=getattr(model_runner_output, "tlt_draft_s", None))
+            self.draft_lengths.finish(
+                emitted,
+                draft_s=getattr(model_runner_output, "tlt_draft_s", None),
+                late_s=getattr(model_runner_output, "tlt_late_s", 0.0),
+            )
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.draft_lengths.forget([name for name in scheduler_output.num_scheduled_tokens if name not in self.requests])
         self._counters.write(self.draft_lengths, is_idle=not self.requests)

@@ -22,6 +22,7 @@ class Engine:
         self.lengths = DraftLengths(lengths_settings, "eagle3", clock=lambda: self.now_s)
         self.drafted = 0  # of each request, to be verified in the next step
         self.chosen: list[int] = []
+        self.late_s = 0.0
 
     def step(self, names: list[str], *, prefills: bool = False) -> int:
         began_s, verified = self.now_s, self.drafted
@@ -34,10 +35,10 @@ class Engine:
             began_s=began_s,
         )
         draft_s = DRAFT_S * (1 + length)
-        self.now_s += PASS_S + TOKEN_S * len(names) * (1 + verified) + draft_s
+        self.now_s += PASS_S + TOKEN_S * len(names) * (1 + verified) + draft_s + self.late_s
         accepted = 0 if prefills else min(verified, self.survives)
         emitted = dict.fromkeys(names, 1 + accepted)
-        self.lengths.finish(emitted, draft_s=draft_s if self.measured else None)
+        self.lengths.finish(emitted, draft_s=draft_s if self.measured else None, late_s=self.late_s)
         self.drafted = length
         self.chosen.append(length)
         return 1 + accepted
@@ -78,6 +79,7 @@ def test_a_round_is_a_draft_and_the_pass_that_verifies_it() -> None:
     engine.survives = 2
     engine.step(["a"], prefills=True)
     assert engine.lengths.trace == [], "the prompt's pass is no round"
+    engine.late_s = 0.5  # work that earlier steps have put off belongs to no round
     engine.step(["a"])
     (told,) = engine.lengths.trace
     report = told["report"]
