@@ -54,7 +54,7 @@ def chain_counters(
     decoded here, and rounds are counted that begin before the end.
     """
     chain = StrategyConfig(drafter="eagle3", depth=DEPTH, tokens=DEPTH)
-    cfg = SpeculationConfig(policy="fixed", draft_lengths=(chain,), drafter_path=str(drafter))
+    cfg = SpeculationConfig(policy="fixed", strategies=(chain,), drafter_path=str(drafter))
     begun = [[*prompt, first] for prompt, first in zip(prompts, firsts, strict=True)]
     emitted: dict[int, int] = {}
     drafts = draft_tokens = 0

@@ -129,7 +129,7 @@ def plain(engines, prompts) -> Run:
 
 def adaptive_speculation(drafter: Path) -> SpeculationConfig:
     draft_lengths = [{"drafter": "eagle3", "depth": k, "tokens": k} for k in (1, 3, 7)]
-    return SpeculationConfig(policy="cost_model", draft_lengths=draft_lengths, drafter_path=str(drafter))
+    return SpeculationConfig(policy="cost_model", strategies=draft_lengths, drafter_path=str(drafter))
 
 
 class Adaptive(NamedTuple):
@@ -172,7 +172,7 @@ def share_of_drafting(rounds) -> float:
 @pytest.mark.parametrize("length", [2, 7])
 def test_fixed_chains_change_no_token(engines, prompts, drafter, plain, length):
     draft_lengths = [{"drafter": "eagle3", "depth": length, "tokens": length}]
-    engine = engines.start(SpeculationConfig(policy="fixed", draft_lengths=draft_lengths, drafter_path=str(drafter)))
+    engine = engines.start(SpeculationConfig(policy="fixed", strategies=draft_lengths, drafter_path=str(drafter)))
     try:
         found = decode_all(engine.decode, prompts)
         counted = chains_of(engine)

@@ -127,7 +127,7 @@ def seen(vllm_python, target, drafter, other_policy, tmp_path_factory, request) 
         max_live_requests=16,
         speculation=SpeculationConfig(
             policy="fixed",
-            draft_lengths=[{"drafter": "eagle3", "depth": DEPTH, "tokens": DEPTH}],
+            strategies=[{"drafter": "eagle3", "depth": DEPTH, "tokens": DEPTH}],
             drafter_path=str(drafter),
         ),
     )

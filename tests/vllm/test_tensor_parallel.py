@@ -80,7 +80,7 @@ def start(python: Path, small: Small, folder: Path, *, parts: int) -> tuple[Vllm
     """parts: processes that share the model."""
     speculation = SpeculationConfig(
         policy="fixed",  # so that counts do not depend on time
-        draft_lengths=[{"drafter": "eagle3", "depth": 3, "tokens": 3}],
+        strategies=[{"drafter": "eagle3", "depth": 3, "tokens": 3}],
         drafter_path=str(small.drafter),
     )
     cfg = RolloutConfig(
