@@ -3,6 +3,8 @@
 Tolerances: float32 rounding of sums; in bf16 the gradient is rounded to bf16 (2^-9) once.
 """
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -62,6 +64,16 @@ def test_equals_the_specification(device: str, impl: str, name: str, kind: str) 
     torch.testing.assert_close(
         found[2], wanted[2], rtol=tolerance, atol=tolerance * wanted[2].abs().max().item() + 1e-6
     )
+
+
+def test_by_hand(device: str, impl: str) -> None:
+    """q = (1/5, 4/5), p = (1/2, 3/10): overlap 1/2, cross-entropy (log 5) / 2 - 0.3 log 0.8, gradient 0.8 q - p."""
+    logits = torch.tensor([[1.0, 4.0]]).log()
+    probs = torch.tensor([[0.5, 0.3]], device=device)
+    loss, overlap, grad = value_and_gradient(lambda z: distill_loss(z, probs, impl=impl), logits.to(device))
+    assert overlap.item() == pytest.approx(0.5)
+    assert loss.item() == pytest.approx(0.5 * math.log(5) - 0.3 * math.log(0.8))
+    assert grad.flatten().tolist() == pytest.approx([3 * (0.16 - 0.5), 3 * (0.64 - 0.3)])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -9,9 +9,10 @@ from transformers import AutoTokenizer
 
 from conf.data import GymData
 from tlt_core.data import dataset, solutions
-from tlt_core.data.chat import check_variables
+from tlt_core.data.chat import check_variables, encode_prompt
 from tlt_core.data.question import DataError
 
+_NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
 _THINKING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
@@ -32,6 +33,26 @@ def _gym(**changes: object) -> GymData:
 
 def _prepare(cfg: GymData, tokenizer: Any, folder: Path, *, vocab_size: int = _VOCAB) -> dataset.DataManifest:
     return dataset.prepare(cfg, tokenizer=tokenizer, vocab_size=vocab_size, max_prompt_tokens=200, out_dir=folder)
+
+
+def test_a_template_that_refuses_a_system_message_is_said_with_the_key(tokenizer: Any) -> None:
+    tokenizer.chat_template = _NO_SYSTEM + tokenizer.chat_template
+    assert encode_prompt(tokenizer, "1 + 1 =", system_prompt=None)
+    with pytest.raises(DataError, match=r"System role not supported\): leave data\.system_prompt .* out"):
+        encode_prompt(tokenizer, "1 + 1 =", system_prompt="Be brief.")
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[0].nothing.more }}", "{% if %}"])
+def test_a_broken_template_is_named(tokenizer: Any, template: str) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(DataError, match=r"chat template fails on a user's message .*edit the model's chat_template"):
+        encode_prompt(tokenizer, "1 + 1 =", system_prompt=None)
+
+
+def test_a_variable_of_a_kind_that_the_template_cannot_use_is_named(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ budget + 1 }}"
+    with pytest.raises(DataError, match=r"mend data\.chat_template_kwargs=\{'budget': 'low'\}"):
+        encode_prompt(tokenizer, "1 + 1 =", system_prompt=None, template_kwargs={"budget": "low"})
 
 
 def test_variables_reach_the_template_and_decide_which_data_set_it_is(tokenizer: Any, tmp_path: Path) -> None:

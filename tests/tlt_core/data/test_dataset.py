@@ -9,6 +9,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from conf.data import FileData, GymData
+from conf.run import RunConfig
 from tlt_core.data import dataset
 from tlt_core.data.dataset import DataError
 
@@ -40,6 +41,15 @@ def test_same_section_same_bytes(tokenizer, tmp_path):
     assert (tmp_path / "a" / "train.jsonl").read_bytes() == (tmp_path / "b" / "train.jsonl").read_bytes()
     assert first.digest != other.digest
     assert first.tasks == {"chain_sum": 150, "spell_backward": 50}
+
+
+def test_neighbouring_seeds_share_hardly_any_question(tokenizer, tmp_path):
+    """reasoning-gym's own seeds 0 and 1 share 499 of 500 items."""
+    questions = []
+    for seed in (0, 1):
+        prepare(gym(seed=seed), tokenizer, tmp_path / str(seed))
+        questions.append({p.text for p in dataset.load(tmp_path / str(seed), "train", tokenizer)})
+    assert len(questions[0] & questions[1]) < 20
 
 
 def test_no_validation_question_is_trained_on(tokenizer, tmp_path):
@@ -75,6 +85,13 @@ def test_changed_files_are_made_again(tokenizer, tmp_path):
     path.write_text(path.read_text()[:-100])
     assert prepare(gym(), tokenizer, tmp_path / "d") == manifest
     assert len(dataset.load(tmp_path / "d", "train", tokenizer)) == 200
+
+
+def test_a_small_task_that_runs_out_says_so(tokenizer, tmp_path):
+    tasks = [{"name": "chain_sum", "config": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}]
+    with pytest.raises(DataError, match="distinct questions"):
+        prepare(gym(tasks=tasks, num_train=500), tokenizer, tmp_path / "d")
+    assert not (tmp_path / "d").exists()
 
 
 ROWS = [{"question": f"{i} + 1 = ?", "label": i + 1, "level": "easy"} for i in range(40)]
@@ -152,6 +169,28 @@ def test_bad_line_is_named(tokenizer, tmp_path, line, problem):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.jsonl"]
 
 
+@pytest.mark.parametrize(("name", "problem"), [("rows.jsonl", "has no rows"), ("rows.csv", "convert it")])
+def test_a_file_without_rows_or_of_another_kind_is_refused(tokenizer, tmp_path, name, problem):
+    (tmp_path / name).write_text("\n")
+    cfg = FileData(kind="file", train_path=str(tmp_path / name))
+    with pytest.raises(DataError, match=problem):
+        prepare(cfg, tokenizer, tmp_path / "d")
+
+
+def test_odd_values_beside_prompt_and_answer_are_kept(tokenizer, tmp_path):
+    """The deepest nesting that is allowed, NaN, a number of a thousand digits, a whole surrogate pair."""
+    deep = "[" * 63 + "1" + "]" * 63
+    odd = f'"deep": {deep}, "nan": NaN, "long": {"7" * 1000}, "pair": "\\ud83d\\ude00"'
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"prompt": "q{i}", "answer": 1, {odd}}}\n' for i in range(4)))
+    prepare(FileData(kind="file", train_path=str(path)), tokenizer, tmp_path / "d")
+    metadata = dataset.load(tmp_path / "d", "train", tokenizer)[0].metadata
+    assert json.dumps(metadata["deep"]) == deep
+    assert metadata["nan"] != metadata["nan"]
+    assert metadata["long"] == int("7" * 1000)
+    assert metadata["pair"] == "\U0001f600"
+
+
 def test_a_parquet_file_with_a_column_twice_or_without_end_is_refused(tokenizer, tmp_path):
     path = tmp_path / "rows.parquet"
     twice = pyarrow.table([["a", "b"], ["1", "2"], ["3", "4"]], names=["prompt", "answer", "answer"])
@@ -164,15 +203,71 @@ def test_a_parquet_file_with_a_column_twice_or_without_end_is_refused(tokenizer,
         prepare(cfg, tokenizer, tmp_path / "d")
 
 
+@pytest.mark.parametrize(
+    ("column", "problem"),
+    [
+        (pyarrow.array([2**40], pyarrow.timestamp("s")), r"column 'when': a value cannot be read \(date value out"),
+        (pyarrow.array([0], pyarrow.timestamp("s", "Nowhere")), "column 'when': a value cannot be read"),
+        (pyarrow.array([2**30], pyarrow.date32()), "column 'when': a value cannot be read"),
+        (
+            pyarrow.StructArray.from_arrays([pyarrow.array([1])] * 2, names=["a", "a"]),
+            "column 'when': .*duplicate field names.*; leave the column out, or make it text",
+        ),
+        (pyarrow.array([json.loads("[" * 70 + "1" + "]" * 70)]), "row 1: values are nested 71 deep"),
+    ],
+    ids=["far year", "time zone", "far day", "twins", "deep"],
+)
+def test_a_parquet_value_that_python_or_json_cannot_hold_is_refused(tokenizer, tmp_path, column, problem):
+    path = tmp_path / "rows.parquet"
+    table = pyarrow.table({"prompt": ["a"], "answer": ["1"], "when": column})
+    pyarrow.parquet.write_table(table, path)
+    with pytest.raises(DataError, match=rf"rows\.parquet, {problem}"):
+        prepare(FileData(kind="file", train_path=str(path)), tokenizer, tmp_path / "d")
+
+
+def test_a_prepared_data_set_that_has_changed_is_not_read(tokenizer, tmp_path):
+    prepare(gym(), tokenizer, tmp_path / "d")
+    path, manifest = tmp_path / "d" / "train.jsonl", tmp_path / "d" / "manifest.json"
+    whole, good = path.read_text(), json.loads(manifest.read_text())
+    path.write_text('{"id": 1}\n')
+    with pytest.raises(DataError, match=r"train\.jsonl has changed .*; 'tlt prepare CONFIG' makes it again"):
+        dataset.load(tmp_path / "d", "train", tokenizer)
+    path.write_text(whole)
+    for change, problem in (
+        ({"sha256": 3}, "manifest.json, sha256: Input should be a valid dictionary; 'tlt prepare"),
+        ({"config": {"kind": "reasoning_gym"}}, "manifest.json, reasoning_gym.tasks: Field required"),
+    ):
+        manifest.write_text(json.dumps(good | change))
+        with pytest.raises(DataError, match=problem):
+            dataset.load(tmp_path / "d", "train", tokenizer)
+
+
 @pytest.mark.parametrize("task", ["graph_color", "arc_agi"])  # no reference answer; a scorer that compares tuples
 def test_a_task_whose_reference_scores_nothing_is_refused(tokenizer, tmp_path, task):
     with pytest.raises(DataError, match=f"{task}.*choose another task"):
         prepare(gym(tasks=[{"name": task}]), tokenizer, tmp_path / "d")
 
 
-def write_jsonl(path, questions):
-    path.write_text("\n".join(json.dumps({"prompt": q, "answer": "1"}) for q in questions))
+def write_jsonl(path, questions, *, encoding="utf-8"):
+    rows = (json.dumps({"prompt": q, "answer": "1"}, ensure_ascii=False) for q in questions)
+    path.write_bytes("\n".join(rows).encode(encoding))
     return str(path)
+
+
+def test_only_a_line_feed_ends_a_line(tokenizer, tmp_path):
+    """U+2028 and U+0085 are legal inside JSON strings; a byte order mark is not content."""
+    questions = {f"first\u2028second\x85third {i}" for i in range(10)}
+    path = write_jsonl(tmp_path / "rows.jsonl", sorted(questions), encoding="utf-8-sig")
+    prepare(FileData(kind="file", train_path=path), tokenizer, tmp_path / "d")
+    loaded = {p.text for split in ("train", "validation") for p in dataset.load(tmp_path / "d", split, tokenizer)}
+    assert loaded == questions
+
+
+def test_file_rows_with_a_scorer_that_does_not_know_them_fail_at_load():
+    rows = {"kind": "file", "train_path": "rows.jsonl"}
+    with pytest.raises(ValueError, match=r"reasoning_gym.*math_verify"):
+        RunConfig(data=rows)
+    assert RunConfig(data=rows, reward={"functions": [{"kind": "exact"}]}).data.kind == "file"
 
 
 def test_own_validation_file(tokenizer, tmp_path):
@@ -188,3 +283,10 @@ def test_own_validation_file(tokenizer, tmp_path):
     write_jsonl(held, [f"q{i}" for i in range(10)])
     with pytest.raises(DataError, match="every prompt of"):
         prepare(cfg, tokenizer, tmp_path / "d")
+
+
+def test_long_prompts_are_dropped_and_counted(tokenizer, tmp_path):
+    tasks = [{"name": "chain_sum", "config": {"min_terms": 2, "max_terms": 30}}]
+    manifest = prepare(gym(tasks=tasks), tokenizer, tmp_path / "d", max_prompt_tokens=80)
+    assert manifest.dropped_long > 0
+    assert max(len(p.tokens) for p in dataset.load(tmp_path / "d", "train", tokenizer)) <= 80

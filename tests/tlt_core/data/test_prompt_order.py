@@ -45,3 +45,10 @@ def test_prompts_that_were_taken_are_passed_over():
     first = ids(order.take(10))
     assert sorted(first + ids(order.take(99, without=first))) == list(range(16))
     assert order.take(1, without=range(16)) == []
+
+
+def test_a_resumed_order_goes_on_with_the_next_prompt():
+    whole = PromptOrder(prompts(), seed=0)
+    expected = [ids(whole.take(5)) for _ in range(6)]
+    resumed = PromptOrder(prompts(), seed=0, cursor=15)
+    assert [ids(resumed.take(5)) for _ in range(3)] == expected[3:]

@@ -38,6 +38,12 @@ def test_chain_sum_by_hand():
     assert text == "<think>\n15 - 43 = -28\n-28 + 6 = -22\n</think>\n<answer>-22</answer>"
 
 
+def test_letter_counting_by_hand():
+    """A word stands as in the question, with its space before it: the very tokens that the policy has to find again."""
+    text = worked_solution("letter_counting", {"span": ["No", "Sir"], "target_letter": "i"}, "1")
+    assert text == "<think>\n- No n o: 0, 0\n- Sir s i r: 1, 1\n</think>\n<answer>1</answer>"
+
+
 def test_examples_avoid_held_out_questions(embedded_model):
     tokenizer = AutoTokenizer.from_pretrained(embedded_model)
     both = cfg("chain_sum", "spell_backward")

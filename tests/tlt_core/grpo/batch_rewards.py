@@ -31,6 +31,16 @@ async def judge(*, prompt, response, answer, metadata):
     return 1.0 if response == answer else 0.5
 
 
+async def judges(*, prompts, responses, answers, metadata):
+    """As many clients do: all at once, on one loop."""
+    return await asyncio.gather(
+        *(
+            judge(prompt=p, response=r, answer=a, metadata={})
+            for p, r, a in zip(prompts, responses, answers, strict=True)
+        )
+    )
+
+
 def trl_style(completions, **kwargs):
     return [1.0 for _ in completions]
 

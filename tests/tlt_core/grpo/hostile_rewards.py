@@ -49,4 +49,5 @@ def killed_once(*, answer, response, **_):
 
 
 def modules(**_):
+    """Does a scoring process carry torch?"""
     return float("torch" in sys.modules)

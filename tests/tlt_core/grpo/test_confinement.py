@@ -1,11 +1,14 @@
 """A reward function sees no password and cannot take the machine's memory."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from conf.reward import RewardConfig, RewardFunction
 from tlt_core.grpo.confinement import secrets
-from tlt_core.grpo.reward import Scorer
+from tlt_core.grpo.reward import RewardError, Scorer, check_reward_functions
 from tlt_core.items.types import Prompt, ScoreStatus
 
 PROMPT = Prompt(0, torch.tensor([1], dtype=torch.int32), "2 + 3 =", "5", "chain_sum", {})
@@ -13,10 +16,16 @@ GREEDY = "tests.tlt_core.grpo.greedy_rewards"
 
 SECRET = {
     "HF_TOKEN": "x",
+    "WANDB_API_KEY": "x",
     "aws_session_token": "x",
+    "AWS_PROFILE": "x",
+    "MY_SECRET": "x",
     "PGPASSWORD": "x",
+    "MYSQL_PWD": "x",
     "GOOGLE_APPLICATION_CREDENTIALS": "x",
+    "SSH_AUTH_SOCK": "x",
     "AZURE_STORAGE_ACCOUNT": "x",
+    "S3_ACCESS_KEY_ID": "x",
     "MLFLOW_TRACKING_USERNAME": "x",
     "TLT_NOTIFY_URL": "https://chat.example/hook",
     "DATABASE_URL": "postgresql://me:geheim@host/db",
@@ -43,6 +52,23 @@ def test_secrets_are_gone_before_user_code_is_imported_unless_they_are_passed(mo
             assert scorer.collect([0])[0].components == (len(PLAIN) + len(passed),)
 
 
+def test_a_check_of_the_functions_sees_no_secret_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "geheim")
+    path = "tests.tlt_core.grpo.judge_rewards:judge"
+    functions = (RewardFunction(kind="python", path=path),)
+    with pytest.raises(
+        RewardError, match=r"KeyError: 'JUDGE_API_KEY'.*do not see .*JUDGE_API_KEY.*reward\.pass_variab"
+    ):
+        check_reward_functions(RewardConfig(functions=functions))
+    check_reward_functions(RewardConfig(functions=functions, pass_variables=("JUDGE_API_KEY",)))
+
+
+def test_a_function_that_ends_its_process_when_it_is_imported_is_refused() -> None:
+    functions = (RewardFunction(kind="python", path="tests.tlt_core.grpo.dying_rewards:f"),)
+    with pytest.raises(RewardError, match=r"dying_rewards:f' cannot be used \(importing it ends the process .* 3"):
+        check_reward_functions(RewardConfig(functions=functions))
+
+
 def test_a_greedy_response_costs_its_own_score_and_no_memory(caplog: pytest.LogCaptureFixture) -> None:
     with Scorer(config("take", max_memory_gb=1)) as scorer:
         for key, megabytes in (("little", "10"), ("much", "1500"), ("again", "10")):
@@ -52,3 +78,23 @@ def test_a_greedy_response_costs_its_own_score_and_no_memory(caplog: pytest.LogC
     assert (much.total, much.status) == (0.0, ScoreStatus.ERROR)
     assert "sample much" in caplog.text
     assert "more memory than reward.max_memory_gb=1; raise that (MemoryError)" in caplog.text
+
+
+def test_a_lower_limit_of_the_system_stays() -> None:
+    code = (
+        "import resource; from tlt_core.grpo.confinement import confine, limit_gb;"
+        "resource.setrlimit(resource.RLIMIT_DATA, (10**9, 10**9)); confine(max_memory_gb=4, pass_variables=());"
+        "print(limit_gb())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(done.stdout) == 1.0
+
+
+def test_a_scoring_process_writes_to_neither_stream() -> None:
+    """What a reward function prints, in Python or below it, must not garble the terminal."""
+    code = (
+        "import os; from tlt_core.grpo import verifiers; verifiers.start([], 64.0, []); "
+        "print('one', flush=True); os.write(1, b'two'); os.write(2, b'three')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")

@@ -75,6 +75,13 @@ def test_kl_in_loss_by_hand(kind: str, value: float, slope: float) -> None:
     assert loss_metrics(terms.sums_M, terms.largest)["actor/kl_loss"] == pytest.approx(value, abs=1e-6)
 
 
+def test_kl_in_reward_adds_nothing_to_the_loss() -> None:
+    algorithm = AlgorithmConfig(kl=KLConfig(kind="k1", coef=0.5, place="reward"))
+    data = _data([1], rollout=_logs(0.4), ref=_logs(0.2))
+    terms = policy_loss(_logs(0.4).requires_grad_(), torch.zeros(1), data, algorithm=algorithm)
+    assert terms.loss.item() == pytest.approx(-1)
+
+
 def test_token_weights_by_hand() -> None:
     lens = torch.tensor([2, 8])
     counts = {"num_tokens": 20, "num_sequences": 4, "max_new_tokens": 10}
@@ -95,6 +102,21 @@ def test_mismatch_metrics_against_numpy_style_formulas() -> None:
         torch.corrcoef(torch.stack([p, q]))[0, 1].item(), abs=1e-5
     )
     assert metrics["actor/entropy"] == pytest.approx(2.5)
+
+
+def test_sums_add_up_over_micro_batches() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logprobs, old, rollout, ref = (-3 * torch.rand(10, generator=generator) for _ in range(4))
+    data = TokenData(torch.randn(10, generator=generator), torch.rand(10, generator=generator), rollout, old, ref)
+    algorithm = AlgorithmConfig(kl=KLConfig(coef=0.1))
+    whole = policy_loss(logprobs, torch.ones(10), data, algorithm=algorithm)
+    parts = [
+        policy_loss(logprobs[s], torch.ones(10)[s], TokenData(*(x[s] for x in data)), algorithm=algorithm)
+        for s in (slice(0, 3), slice(3, 10))
+    ]
+    assert sum(p.loss.item() for p in parts) == pytest.approx(whole.loss.item(), abs=1e-6)
+    torch.testing.assert_close(parts[0].sums_M + parts[1].sums_M, whole.sums_M)
+    assert max(p.largest for p in parts) == whole.largest
 
 
 def test_wildly_different_policies_stay_finite() -> None:

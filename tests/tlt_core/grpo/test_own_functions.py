@@ -31,6 +31,15 @@ def test_a_batch_function_gets_all_that_wait_and_stands_beside_others() -> None:
     assert [score.status for score in scores] == [ScoreStatus.OK, ScoreStatus.UNPARSEABLE, ScoreStatus.UNPARSEABLE]
 
 
+def test_those_that_come_later_make_another_batch() -> None:
+    with Scorer(RewardConfig(functions=(own("lengths", batch=True),), timeout_s=60)) as scorer:
+        for number in range(3):
+            scorer.submit(number, PROMPT, "x")
+        assert [s.total for s in scorer.collect([1])] == [301.0]
+        scorer.submit(3, PROMPT, "xx")
+        assert [s.total for s in scorer.collect([3, 0, 2])] == [102.0, 301.0, 301.0]
+
+
 @pytest.mark.parametrize(
     ("bad", "status"),
     [
@@ -46,6 +55,17 @@ def test_a_bad_response_costs_no_other_of_its_batch_a_score(bad: str, status: Sc
     assert (good.total, good.status) == (1.0, ScoreStatus.OK)
     assert (also_good.total, also_good.status) == (1.0, ScoreStatus.OK)
     assert (hit.total, hit.status) == (0.0, status)
+
+
+def test_a_list_of_another_length_is_an_error() -> None:
+    (score,) = scored(RewardConfig(functions=(own("too_few", batch=True),), timeout_s=60), ["a"])
+    assert score.status is ScoreStatus.ERROR
+    assert "returned 0 rewards for 1 responses" in score.message
+
+
+def test_async_functions_are_run() -> None:
+    config = RewardConfig(functions=(own("judge"), own("judges", batch=True)), timeout_s=60)
+    assert [score.components for score in scored(config, ["5", "6", "5"])] == [(1.0, 1.0), (0.5, 0.5), (1.0, 1.0)]
 
 
 @pytest.mark.parametrize(

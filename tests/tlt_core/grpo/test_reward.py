@@ -1,11 +1,15 @@
 """Right answers earn 1, everything else 0, and no reward function can end a run."""
 
+import time
+
+import psutil
 import pytest
 import torch
 
 from conf.reward import RewardConfig, RewardFunction
 from tlt_core.grpo.reward import RewardError, Scorer, check_reward_functions
 from tlt_core.grpo.verifiers import (
+    ERROR,
     UNPARSEABLE,
     Item,
     format_reward,
@@ -92,6 +96,44 @@ def test_a_process_that_somebody_else_kills_costs_no_sample_its_score(tmp_path):
     assert (hit.components, hit.status) == ((5.0,), ScoreStatus.OK)
 
 
+def test_a_process_that_is_killed_while_it_has_nothing_to_score_is_replaced():
+    with Scorer(config(python("hostile"))) as scorer:
+        for number in range(3):
+            scorer.submit(number, PROMPT, "print")
+            (score,) = scorer.collect([number])
+            assert (score.components, score.status) == ((5.0,), ScoreStatus.OK)
+            for process in psutil.Process().children():
+                if "spawn_main" in " ".join(process.cmdline()):
+                    process.kill()
+            if number == 1:
+                time.sleep(1.0)  # the pool has noticed it
+
+
+def test_a_reward_out_of_range_is_reported_with_its_function_and_sample(caplog):
+    """1e39 is finite here, and infinite in the float32 of the advantages."""
+    with Scorer(config(python("hostile"))) as scorer:
+        scorer.submit((3, 1), PROMPT, "huge")
+        assert scorer.collect([(3, 1)])[0].total == 0.0
+    assert "sample (3, 1)" in caplog.text
+    assert f"{HOSTILE}:hostile: ValueError: the reward is 1e+39" in caplog.text
+
+
+def test_imports_do_not_count_against_the_time_of_a_sample():
+    function = RewardFunction(kind="python", path="tests.tlt_core.grpo.slow_to_import_rewards:one")
+    with Scorer(config(function, timeout_s=1.0)) as scorer:
+        scorer.submit("one", PROMPT, "any")
+        (scored,) = scorer.collect(["one"])
+    assert (scored.status, scored.total) == (ScoreStatus.OK, 1.0)
+
+
+def test_a_failing_term_is_worse_than_an_unparseable_one():
+    functions = (("exact", ""), ("python", f"{HOSTILE}:hostile"))
+    outcome = score_response(functions, item("raise", "5"))
+    assert outcome.components == (0.0, 0.0)
+    assert outcome.status == ERROR  # worse than unparseable
+    assert outcome.message == f"{HOSTILE}:hostile: KeyError: 'no such thing'"
+
+
 def test_scoring_processes_do_not_load_torch():
     with Scorer(config(RewardFunction(kind="exact"), python("modules"))) as scorer:
         scorer.submit(0, PROMPT, "<answer>5</answer>")
@@ -106,7 +148,6 @@ def test_scoring_processes_do_not_load_torch():
         ("math:pi", "not callable"),
         (":f", "Empty module name"),
         ("tests.tlt_core.grpo.unimportable_rewards:f", "judge are missing"),
-        ("tests.tlt_core.grpo.dying_rewards:f", "exit code 3"),
     ],
 )
 def test_bad_paths_are_found_before_any_work(path, reason):

@@ -4,15 +4,18 @@ import json
 import math
 import os
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.tlt_core.items.killed import killed_before
 from tlt_core.items import checkpoint
-from tlt_core.items.checkpoint import DriverState
+from tlt_core.items.checkpoint import CheckpointError, DriverState
 
 
 def state(step: int, best: float | None = None) -> DriverState:
@@ -190,3 +193,23 @@ def test_a_reader_that_comes_too_late_for_one_takes_the_newer_one(tmp_path, monk
     with checkpoint.newest(tmp_path) as found:
         assert found is not None
         assert found.state.step == 2
+
+
+def test_unreadable_state_names_the_folder(tmp_path):
+    folder = checkpoint.save(tmp_path, state(1), write_part)
+    (folder / "state.json").write_text(json.dumps({"step": 1}))
+    with pytest.raises(CheckpointError, match="step_000001"):
+        checkpoint.load_state(folder)
+
+
+def test_a_nan_written_into_a_weight_is_found(tmp_path):
+    def write_weights(folder):
+        save_file({"w": torch.ones(1000)}, folder / "trainer.safetensors")
+
+    older = checkpoint.save(tmp_path, state(1), write_weights)
+    newer = checkpoint.save(tmp_path, state(2), write_weights)
+    assert checkpoint.newest_valid(tmp_path) == newer
+    with (newer / "trainer.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(struct.pack("<f", math.nan))
+    assert checkpoint.newest_valid(tmp_path) == older

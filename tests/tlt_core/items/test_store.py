@@ -1,6 +1,8 @@
 """Files between the tasks: damage is told with the file and the remedy, and a kill at any moment makes none."""
 
 import errno
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +80,28 @@ def test_a_folder_that_is_replaced_is_there_after_a_kill_at_any_moment(tmp_path,
     assert seen[-1] == new
     assert all(one in (old, new) for one in seen)
     assert content(out) == new
+
+
+def test_names_are_on_the_disk_with_the_files(tmp_path, monkeypatch):
+    """A power cut keeps what was flushed: content, then names, those of new folders too."""
+    flushed = []
+    fsync = os.fsync
+
+    def flush(handle):
+        flushed.append(Path(f"/proc/self/fd/{handle}").readlink().relative_to(tmp_path).as_posix())
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    for _ in range(2):
+        store.write_atomically(tmp_path / "runs/demo/run.json", lambda partial: partial.write_text("{}"))
+    partial = f"runs/demo/.run.json.partial-{os.getpid()}"
+    assert flushed == [".", "runs", partial, "runs/demo", partial, "runs/demo"]
+    for _ in range(2):
+        flushed.clear()
+        write_folder_atomically(tmp_path / "exports/demo", lambda folder: write(folder, "x"))
+        partial = f"exports/.demo.partial-{os.getpid()}"
+        assert set(flushed[:-1]) - {"."} == {partial, f"{partial}/a.json", f"{partial}/b.json"}
+        assert flushed[-1] == "exports"
 
 
 def full_disk(folder):

@@ -1,8 +1,13 @@
 """Folders in and out: bitwise round trips, and errors that name the file and the remedy."""
 
 import dataclasses
+import http.server
 import json
+import os
 import shutil
+import subprocess
+import sys
+import threading
 
 import huggingface_hub
 import pytest
@@ -11,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from kernels.attention.packed_attention import packed_causal_attention
+from tlt_core.items.store import StoreError
 from tlt_core.model.config import ModelError
 from tlt_core.model.edge_weights import EdgeWeights
 from tlt_core.model.load import (
@@ -66,6 +72,32 @@ def test_save_converts_and_replaces(tiny_config, tiny_decoder, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
+def test_save_carries_the_tokenizer(embedded_model, tiny_config, tiny_decoder, tmp_path):
+    out = tmp_path / "model"
+    save_hf(tiny_decoder.named_parameters(), tiny_config, out, tokenizer_from=embedded_model, dtype=torch.float32)
+    chat = [{"role": "user", "content": "hello"}]
+    texts = [load_tokenizer(f).apply_chat_template(chat, tokenize=False) for f in (out, embedded_model)]
+    assert texts[0] == texts[1]
+
+
+def test_full_disk_leaves_the_old_folder_alone(tiny_config, tiny_decoder, tiny_folder, folder, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tlt_core.model.load.save_file", full)
+    with pytest.raises(StoreError, match=r"cannot be written .*No space left on device.*free some space"):
+        save_hf(tiny_decoder.named_parameters(), tiny_config, folder, tokenizer_from=tiny_folder, dtype=torch.float32)
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+    load_decoder(folder, dtype=torch.float32)
+
+
+def test_incomplete_weights_are_not_saved(tiny_config, tiny_decoder, tmp_path):
+    weights = [(n, p) for n, p in tiny_decoder.named_parameters() if n != "layers.1.o_proj.weight"]
+    with pytest.raises(AssertionError, match=r"lack model.layers.1.self_attn.o_proj.weight"):
+        save_hf(weights, tiny_config, tmp_path / "model", tokenizer_from=tmp_path, dtype=torch.float32)
+    assert not list(tmp_path.iterdir())
+
+
 def test_shards_are_read(tiny_decoder, folder):
     tensors = load_file(folder / "model.safetensors")
     names = sorted(tensors)
@@ -92,6 +124,13 @@ def test_shards_outside_of_the_folder_are_not_read(folder, elsewhere):
         load_decoder(folder, dtype=torch.float32)
 
 
+def test_truncated_file(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelError, match=r"model\.safetensors .*download or copy it again"):
+        load_decoder(folder, dtype=torch.float32)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -112,22 +151,6 @@ def test_a_damaged_tensor_is_named(folder, change, said):
     edit_tensors(folder, change)
     with pytest.raises(ModelError, match=said):
         load_decoder(folder, dtype=torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda path: path.write_bytes(path.read_bytes()[:-100]), r"model\.safetensors .*download or copy it again"),
-        (lambda path: path.rename(path.with_name("pytorch_model.bin")), "safetensors"),
-    ],
-    ids=["truncated", "pickled"],
-)
-def test_a_file_that_is_no_whole_safetensors_is_named(folder, change, said):
-    change(folder / "model.safetensors")
-    with pytest.raises(ModelError, match=said):
-        load_decoder(folder, dtype=torch.float32)
-    with pytest.raises(ModelError, match="has no usable tokenizer"):
-        load_tokenizer(folder)
 
 
 def test_redundant_tensors_are_ignored(folder, tiny_decoder):
@@ -151,6 +174,12 @@ def test_weights_that_are_not_finite_are_found_without_a_decoder(folder):
         check_finite(folder)
 
 
+def test_pickled_checkpoints_are_not_read(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="safetensors"):
+        load_decoder(folder, dtype=torch.float32)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -164,6 +193,11 @@ def test_bad_config(folder, text, message):
     (folder / "config.json").write_text(text)
     with pytest.raises(ModelError, match=message):
         load_config(folder)
+
+
+def test_generation_settings_name_the_stop_tokens(folder):
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    assert load_config(folder).eos_token_ids == (5, 6)
 
 
 def _tied_with_a_head(folder, *, noise: float):
@@ -263,8 +297,36 @@ def test_neither_code_nor_pickles_are_downloaded(monkeypatch, tmp_path):
     """The patterns, on the hub's own matching."""
     asked = {}
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **given: asked.update(given) or tmp_path)
-    assert resolve("owner/name@0123abc") == tmp_path
-    assert asked["revision"] == "0123abc"
+    assert resolve("owner/name") == tmp_path
     files = ["model.safetensors", "config.json", "modeling_own.py", "pytorch_model.bin", "a.pkl", "sub/own.py"]
     taken = huggingface_hub.utils.filter_repo_objects(files, allow_patterns=asked.get("allow_patterns"))
     assert list(taken) == files[:2]
+
+
+def test_the_named_revision_is_asked_for():
+    asked = []
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            self.send_error(404)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Hub) as hub:
+        threading.Thread(target=hub.serve_forever, daemon=True).start()
+        environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}"}
+        environment.pop("HF_HUB_OFFLINE", None)
+        code = "import sys; from tlt_core.model.load import resolve; resolve(sys.argv[1])"
+        done = subprocess.run(
+            [sys.executable, "-c", code, "owner/name@0123abc"], env=environment, capture_output=True, timeout=120
+        )
+        hub.shutdown()
+    assert b"can it be had from the hub" in done.stderr
+    assert [path for path in asked if "owner" in path] == ["/api/models/owner/name/revision/0123abc"]
+
+
+def test_folder_without_tokenizer(folder):
+    with pytest.raises(ModelError, match="has no usable tokenizer"):
+        load_tokenizer(folder)

@@ -42,10 +42,9 @@ def rows(folder: Path, answers: list[object]) -> str:
 
 def test_good_rows_need_no_word_and_are_tried_once(said, tmp_path, monkeypatch):
     data = rows(tmp_path, [rf"\frac{{{i}}}{{7}}" for i in range(1, 13)])
-    terms = "reward.functions=[{kind: math_verify}, {kind: format}, {kind: exact}]"
-    assert said(data, terms) == []
+    assert said(data, "reward.functions=[{kind: math_verify}, {kind: format}, {kind: exact}]") == []
     monkeypatch.setattr(reward_probe, "Scorer", None)
-    assert said(data, terms) == []
+    assert said(data, "reward.functions=[{kind: math_verify}, {kind: format}, {kind: exact}]") == []
 
 
 def test_references_that_cannot_be_read_are_named_with_their_rows(said, tmp_path):
@@ -56,6 +55,9 @@ def test_references_that_cannot_be_read_are_named_with_their_rows(said, tmp_path
     assert "the reference answer does not earn full marks for 2 of 11 prompts (18%)" in line
     assert rf"{tmp_path}/rows.jsonl, line 5 ({answers[4]!r})" in line
     assert rf"{tmp_path}/rows.jsonl, line 10 ({answers[9]!r})" in line
+
+
+def test_a_reward_that_nothing_satisfies_is_refused(said, tmp_path):
     with pytest.raises(RewardError, match=r"none of .* reference answers earns full marks"):
         said(rows(tmp_path, [r"\frac{3}{"] * 6), "reward.functions=[{kind: math_verify}]")
 
