@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.vllm.builtin_engine import DEPTH, decode
 
 from conf.rollout import SpeculationConfig
+from tests.vllm.builtin_engine import DEPTH, decode
 from tests.vllm.servers import MAX_TOKENS, NGRAM, QUESTIONS, REPEATING, Target, Told, ask
 from tlt_core.data.chat import encode_prompt
 from tlt_core.drafter.eagle3.files import save_eagle3

@@ -1,9 +1,9 @@
 """A drafter that our code exported, served by vLLM over HTTP: the same text, and the chains that our engine drafts."""
 
 import pytest
-from tests.vllm.builtin_engine import DEPTH, chain_counters, decode
 
 from conf.rollout import SpeculationConfig
+from tests.vllm.builtin_engine import DEPTH, chain_counters, decode
 from tests.vllm.servers import MAX_TOKENS
 
 pytestmark = pytest.mark.vllm

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import psutil
 import pytest
 import torch
-from tests.vllm.builtin_engine import DEPTH, chain_counters, decode
 
 from conf.rollout import RolloutConfig, SpeculationConfig
 from conf.system import ClusterConfig
 from conf.update import AlgorithmConfig, UpdateConfig
+from tests.vllm.builtin_engine import DEPTH, chain_counters, decode
 from tests.vllm.counters import SpecCounters
 from tests.vllm.servers import MAX_TOKENS
 from tlt_core.cluster.group import WorkerGroup

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.vllm.builtin_engine import decode as decode_own
 from torch import Tensor
 
 from conf.rollout import RolloutConfig, SpeculationConfig
+from tests.vllm.builtin_engine import decode as decode_own
 from tests.vllm.test_rollout_engine import ROUNDING, requests
 from tlt_core.drafter.eagle3.files import export_weights, save_eagle3
 from tlt_core.drafter.eagle3.model import Eagle3Model, eagle3_from_target
