@@ -14,6 +14,7 @@ DEMO = "conf/demo.yaml"
 _MANY = 1_000_000
 Benchmark = Literal["step", "e2e", "rollout", "tuner", "idle", "engines", "peers", "demo", "memory"]
 _IN_FOLDERS = ("tuner", "idle", "engines", "peers")
+_OF_ONE_RUN = ("step", "demo", "memory")
 
 
 def benchmark_function(benchmark: Benchmark) -> str:
@@ -22,8 +23,8 @@ def benchmark_function(benchmark: Benchmark) -> str:
         raise ConfigError(
             f"benchmark {benchmark}: the package bench is missing; take the folder bench/ from the repository"
         )
-    module = f"bench.{benchmark}.command" if benchmark in _IN_FOLDERS else f"bench.{benchmark}"
-    return f"{module}:bench_{benchmark}"
+    module = f"{benchmark}.command" if benchmark in _IN_FOLDERS else benchmark
+    return f"bench.{'one_run' if benchmark in _OF_ONE_RUN else module}:bench_{benchmark}"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -1,10 +1,12 @@
 """The command: quick where nothing is computed, and one clear paragraph for every mistake."""
 
 import errno
+import pkgutil
 import re
 import socket
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -143,6 +145,11 @@ def test_the_server_listens_on_this_machine_only_and_keeps_files_beside_the_data
     command = deploy.server_command(uri=f"sqlite:///{tmp_path}/mlflow.db", host="127.0.0.1", port=5001)
     assert " ".join(command).endswith(f"--artifacts-destination {tmp_path}/mlartifacts --host 127.0.0.1 --port 5001")
     assert "--artifacts-destination" not in deploy.server_command(uri="postgresql://db/x", host="127.0.0.1", port=5001)
+
+
+@pytest.mark.parametrize("benchmark", typing.get_args(_parser.Benchmark))
+def test_each_benchmark_is_found(benchmark: _parser.Benchmark) -> None:
+    assert callable(pkgutil.resolve_name(_parser.benchmark_function(benchmark)))
 
 
 def test_failures_and_their_exit_codes(tmp_path: Path) -> None:
