@@ -55,8 +55,8 @@ QUICK := kernels/attention kernels/layers kernels/loss kernels/tree kernels/samp
   tlt_vllm test_limits.py flows/test_config.py tasks/test_figures.py $(addprefix tlt_core/, \
   items/test_types.py items/test_store.py machine/test_disk.py data/test_prompt_order.py model/test_sampling.py \
   tuner/test_rule.py tuner/test_acceptance.py grpo/test_advantage.py grpo/test_batch.py grpo/test_exact_sum.py \
-  grpo/test_loss.py drafter/ngram drafter/eagle3/test_gradients.py drafter/eagle3/test_loss.py rollout/test_static_rounds.py \
-  idle_training/test_trial.py export/test_mapping.py \
+  grpo/test_loss.py drafter/ngram drafter/eagle3/test_gradients.py drafter/eagle3/test_windows.py rollout/test_static_rounds.py \
+  idle_training/test_sampling.py export/test_mapping.py \
   cluster/test_dispatcher.py run/test_preflight.py run/test_validation.py)
 
 .PHONY: demo quick test test-all test-faults test-options test-mutations test-gpu test-older test-vllm vllm-env check format \

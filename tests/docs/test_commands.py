@@ -9,6 +9,7 @@ import itertools
 import json
 import re
 import shlex
+import subprocess
 import sys
 import tomllib
 from collections.abc import Sequence
@@ -72,6 +73,11 @@ def check_make(arguments: Sequence[str]) -> None:
         name, equals, _ = word.partition("=")
         if not re.search(rf"^{re.escape(name)} \?=" if equals else rf"^{re.escape(name)}:", makefile, re.MULTILINE):
             raise Wrong(f"the Makefile has no {name}")
+    targets = [word for word in arguments if "=" not in word]
+    recipe = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for path in re.findall(r" (tests/[\w./]+)", recipe):
+        if not (ROOT / path).exists():
+            raise Wrong(f"there is no {path}")
 
 
 def check_dvc(arguments: Sequence[str]) -> None:
