@@ -74,7 +74,6 @@ class Server:
             tensor_parallel_size=settings["tensor_parallel"],
             **_memory(settings),
             enforce_eager=_on_cpu() if settings["eager"] is None else settings["eager"],
-            # Responses of a group share whole blocks of their prompt: on a CPU of 128 tokens, so short prompts nothing.
             enable_prefix_caching=True,
             speculative_config=settings["speculative"],
             logprobs_mode="processed_logprobs",  # after temperature
@@ -199,7 +198,8 @@ def _on_cpu():
 
 def _memory(settings):
     if _on_cpu():
-        return {"kv_cache_memory_bytes": (settings["kv_cache_mb"] or 512) << 20}
+        # Responses of a group share whole blocks of their prompt: of vLLM's usual 128 tokens, short prompts have none.
+        return {"kv_cache_memory_bytes": (settings["kv_cache_mb"] or 512) << 20, "block_size": 32}
     sleep = {"enable_sleep_mode": settings["sleeps"]}
     if settings["kv_cache_mb"] is None:
         import torch
