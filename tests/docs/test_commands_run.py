@@ -53,7 +53,7 @@ LESS = {  # added to commands that begin so, in this order
     "tlt train conf/demo.yaml": ["num_steps=2"],
     "tlt train conf/demo.yaml name=dapo": ["algorithm.overlong_buffer_tokens=8"],
     "tlt bench": ["--repeats", "1"],
-    "tlt bench e2e": ["num_steps=1", "--workload", "tail"],
+    "tlt bench e2e": ["num_steps=2", "--workload", "tail"],
     "tlt bench idle": ["num_steps=2"],
     "tlt generate": ["--max-new-tokens", "8", "--num-workers", "1"],
 }
