@@ -13,8 +13,8 @@ from conf.load import ConfigError
 DEMO = "conf/demo.yaml"
 _MANY = 1_000_000
 Benchmark = Literal["step", "e2e", "rollout", "tuner", "idle", "engines", "peers", "demo", "memory"]
-_IN_FOLDERS = ("tuner", "idle", "engines", "peers")
-_OF_ONE_RUN = ("step", "demo", "memory")
+_MODULES = {b: f"{b}.command" for b in ("tuner", "idle", "engines", "peers")}
+_MODULES |= dict.fromkeys(("step", "demo", "memory"), "one_run")
 
 
 def benchmark_function(benchmark: Benchmark) -> str:
@@ -23,8 +23,7 @@ def benchmark_function(benchmark: Benchmark) -> str:
         raise ConfigError(
             f"benchmark {benchmark}: the package bench is missing; take the folder bench/ from the repository"
         )
-    module = f"{benchmark}.command" if benchmark in _IN_FOLDERS else benchmark
-    return f"bench.{'one_run' if benchmark in _OF_ONE_RUN else module}:bench_{benchmark}"
+    return f"bench.{_MODULES.get(benchmark, benchmark)}:bench_{benchmark}"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -198,7 +198,8 @@ def _on_cpu():
 
 def _memory(settings):
     if _on_cpu():
-        # Responses of a group share whole blocks of their prompt: of vLLM's usual 128 tokens, short prompts have none.
+        # Responses of a group share whole blocks of their prompt.  vLLM 0.32's default on CPUs is 128 tokens: shorter
+        # prompts share nothing.
         return {"kv_cache_memory_bytes": (settings["kv_cache_mb"] or 512) << 20, "block_size": 32}
     sleep = {"enable_sleep_mode": settings["sleeps"]}
     if settings["kv_cache_mb"] is None:
