@@ -63,6 +63,9 @@ def minutes(seconds: float) -> str:
     return f"{hours}:{rest // 60:02d}:{rest % 60:02d}" if hours else f"{rest // 60}:{rest % 60:02d}"
 
 
+_TELLING = 0.05  # of what there is to do: the first response of a phase says nothing about its rate
+
+
 class PhaseClock:
     """How long the phase has taken so far, and how long it will still take.
 
@@ -94,6 +97,6 @@ class PhaseClock:
         took_s = self._took_s.get((now.phase, now.total))
         if took_s is not None and took_s > elapsed_s:
             return took_s - elapsed_s
-        if now.total > 1 and now.finished:
+        if now.total > 1 and now.finished >= _TELLING * now.total:
             return elapsed_s * (now.total - now.finished) / now.finished
         return None

@@ -14,6 +14,8 @@ def test_a_phase_that_was_there_before_takes_as_long_again() -> None:
     assert clock.left_s(0.0) is None
     clock.show(Progress(1, 2, "rollout", 0, 96), 0.0)
     assert clock.left_s(4.0) is None
+    clock.show(Progress(1, 2, "rollout", 1, 96), 6.0)
+    assert clock.left_s(6.0) is None  # one response tells nothing
     clock.show(Progress(1, 2, "rollout", 24, 96), 8.0)
     assert clock.left_s(8.0) == 24.0  # a new phase goes on at its rate
     clock.show(Progress(1, 2, "update", 0, 1), 30.0)
