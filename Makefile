@@ -17,6 +17,7 @@
 #   make wheelhouse     a kit of packages for a machine without an index, in OUT (docs/gpu.md); PRESENT=FILE: what is
 #                  there, PYTHON_VERSION=3.12, MODEL=tokenizer or whole
 #   make wheelhouse-trace   which packages such a kit needs, anew, by runs; five minutes
+#   make plugin-wheel   the vLLM plug-in alone, as a wheel in dist (docs/vllm.md)
 #   make lock      hashes of all pinned packages, anew      make audit   known weaknesses of those versions
 #   make deploy    Prefect server and worker in the background, all deployments      make deploy-stop    end them
 
@@ -60,7 +61,7 @@ QUICK := kernels/attention kernels/layers kernels/loss kernels/tree kernels/samp
   cluster/test_dispatcher.py run/test_preflight.py run/test_validation.py)
 
 .PHONY: demo quick test test-all test-faults test-options test-mutations test-gpu test-older test-vllm vllm-env check format \
-  ui doctor deploy deploy-stop install lock audit wheelhouse wheelhouse-trace
+  ui doctor deploy deploy-stop install lock audit wheelhouse wheelhouse-trace plugin-wheel
 .DEFAULT_GOAL := test
 
 demo: $(STAMP)
@@ -130,6 +131,9 @@ lock: $(STAMP)
 
 wheelhouse: $(STAMP)
 	$(BIN)/python deploy/wheelhouse.py --python $(OTHER_PYTHON) --present $(PRESENT) --model $(MODEL) --out $(OUT)
+
+plugin-wheel: $(STAMP)
+	$(BIN)/python deploy/plugin_wheel.py
 
 wheelhouse-trace: $(OLDER_STAMP)
 	$(OLDER_VENV)/bin/python deploy/wheelhouse.py --trace
