@@ -58,7 +58,9 @@ class Writer:
         if self._path is None or not (is_idle or now_s > self._written_s + _EVERY_S):
             return
         self._written_s = now_s
-        rows = {length: lengths.rounds.get(str(of), [0.0] * 5) for length, of in lengths.by_length.items()}
+        arms = {str(length): of for length, of in lengths.by_length.items()}
+        arms |= {f"ngram {of.tokens}": of for of in lengths.ngrams}
+        rows = {name: lengths.rounds.get(str(of), [0.0] * 5) for name, of in arms.items()}
         partial = self._path.with_suffix(".partial")
         try:
             partial.write_text(json.dumps({"rounds": rows, "failed": lengths.has_failed}))

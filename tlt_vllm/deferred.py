@@ -1,7 +1,7 @@
-"""The drafter's pass over new tokens in steps that draft nothing, put off and done for many steps at once.
+"""The drafter's pass over new tokens in steps in which it drafts nothing, put off and done for many steps at once.
 
-    K = 0   keep (token, position, states, slot) of each request
-    K > 0   one pass over what was kept, which drafts nothing | vLLM's own pass, which drafts
+    no drafts, or n-grams   keep (token, position, states, slot) of each new token
+    drafts of the model     one pass over what was kept, which drafts nothing | vLLM's own pass, which drafts
 
 No token of the policy changes.  A request that leaves before its pass was made up leaves gaps in the drafter's keys:
 requests that continue its text from the prefix cache get worse drafts there.
@@ -10,6 +10,8 @@ Written for vLLM's V1 runner.  Shapes: B requests of the batch, N tokens kept, E
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,13 +22,14 @@ MOST_TOKENS = 1024  # kept at once: 25 MB of states of a 7B model
 
 
 class _Step(NamedTuple):
-    rows: Mapping[str, int]  # by request
-    ends: Mapping[str, int]  # position after the token
-    tokens_B: Tensor
-    next_B: Tensor  # sampled in this step
-    positions_B: Tensor
-    slots_B: Tensor
-    states_BE: Tensor
+    rows: Mapping[str, int]  # of the batch, by request
+    places: Mapping[str, range]  # of its tokens among the step's
+    ends: Mapping[str, int]  # position after its last token
+    tokens_N: Tensor
+    next_B: Tensor  # sampled after its last token
+    positions_N: Tensor
+    slots_N: Tensor
+    states_NE: Tensor
 
 
 class Deferred:
@@ -36,11 +39,12 @@ class Deferred:
         self._runner = runner
         self._steps: list[_Step] = []
         self._count = 0  # tokens kept
+        self._longest = runner.num_spec_tokens
         self.most_tokens = min(MOST_TOKENS, runner.max_num_tokens)
         self.passes = 0  # that make up for others
 
     def put_off(self, original: Callable[..., Tensor], options: Mapping[str, Any]) -> Tensor | None:
-        """What `propose(**options)` returns in a step without drafts, the pass put off; None where it is due now."""
+        """What `propose(**options)` returns where the model drafts nothing, its pass put off; None: it is due now."""
         metadata, drafter = options["common_attn_metadata"], self._runner.drafter
         names = list(self._runner.input_batch.req_ids)
         plain = (
@@ -50,27 +54,41 @@ class Deferred:
             and not drafter.needs_extra_input_slots
             and not drafter.uses_mrope
             and self._runner.parallel_config.data_parallel_size == 1  # ranks would wait for each other's passes
-            and metadata.max_query_len == 1  # so no draft was verified
-            and len(names) == len(options["target_token_ids"]) == metadata.num_reqs
+            and metadata.max_query_len <= 1 + self._longest
+            and len(names) == metadata.num_reqs
         )
         if not plain:
             return None
         begins = self._runner.input_batch.num_computed_tokens_cpu
         self._forget(names)
+        starts, kept = metadata.query_start_loc_cpu.tolist(), None
+        lasts = [start - 1 for start in starts[1:]]
+        if options["token_indices_to_sample"] is not None:  # drafts were verified: those behind the last one are wrong
+            lasts = options["token_indices_to_sample"].tolist()
+            kept = torch.tensor(
+                [at for first, last in zip(starts, lasts, strict=False) for at in range(first, last + 1)]
+            )
+        counts = [last - first + 1 for first, last in zip(starts, lasts, strict=False)]
+        firsts = [0, *accumulate(counts)]
+
+        def own(values: Tensor) -> Tensor:
+            """Of the tokens that stay.  A copy: the next step overwrites vLLM's buffers."""
+            return values[: starts[-1]].clone() if kept is None else values[kept.to(values.device)]
+
         self._steps.append(
             _Step(
                 rows={name: b for b, name in enumerate(names)},
-                ends={name: int(begins[b]) + 1 for b, name in enumerate(names)},
-                # Views of buffers that the next step overwrites.
-                tokens_B=options["target_token_ids"].clone(),
+                places={name: range(firsts[b], firsts[b + 1]) for b, name in enumerate(names)},
+                ends={name: int(begins[b]) + counts[b] for b, name in enumerate(names)},
+                tokens_N=own(options["target_token_ids"]),
                 next_B=options["next_token_ids"].clone(),
-                positions_B=options["target_positions"].clone(),
-                slots_B=metadata.slot_mapping[: len(names)].clone(),
-                states_BE=options["target_hidden_states"],
+                positions_N=own(options["target_positions"]),
+                slots_N=own(metadata.slot_mapping),
+                states_NE=own(options["target_hidden_states"]),
             )
         )
-        self._count += len(names)
-        if self._count + len(names) > self.most_tokens:
+        self._count += firsts[-1]
+        if self._count + len(names) * (1 + self._longest) > self.most_tokens:
             self._pass(original, options)
         return torch.empty(len(names), 0, device=metadata.slot_mapping.device, dtype=torch.int64)
 
@@ -93,7 +111,7 @@ class Deferred:
             step._replace(rows={name: row for name, row in step.rows.items() if name in kept}) for step in self._steps
         ]
         self._steps = [step for step in steps if step.rows]
-        self._count = sum(len(step.rows) for step in self._steps)
+        self._count = sum(len(step.places[name]) for step in self._steps for name in step.rows)
 
     def _pass(self, original: Callable[..., Tensor], options: Mapping[str, Any]) -> None:
         steps, self._steps, self._count = self._steps, [], 0
@@ -101,9 +119,9 @@ class Deferred:
         places_of: dict[str, list[int]] = {name: [] for name in steps[-1].rows}  # among all that was kept
         first = 0
         for step in steps:
-            for name, row in step.rows.items():
-                places_of[name].append(first + row)
-            first += len(step.tokens_B)
+            for name in step.rows:
+                places_of[name] += [first + place for place in step.places[name]]
+            first += len(step.tokens_N)
         names = sorted(places_of, key=lambda name: len(places_of[name]))  # some attention wants short queries first
         places = [places_of[name] for name in names]
         counts = list(map(len, places))
@@ -123,18 +141,17 @@ class Deferred:
             max_query_len=max(counts),
             max_seq_len=int(ends.max()),
             block_table_tensor=metadata.block_table_tensor[rows_B],
-            slot_mapping=torch.cat([step.slots_B for step in steps])[order_N],
+            slot_mapping=torch.cat([step.slots_N for step in steps])[order_N],
             positions=None,
             is_prefilling=None,
             logits_indices_padded=None,
-            _num_computed_tokens_cache=None,
-            _token_to_req_indices_cache=None,
+            **{field.name: None for field in fields(metadata) if field.name.endswith("_cache")},  # 0.24 has fewer
         )
         original(
             num_speculative_tokens=0,
-            target_token_ids=torch.cat([step.tokens_B for step in steps])[order_N],
-            target_positions=torch.cat([step.positions_B for step in steps])[order_N],
-            target_hidden_states=torch.cat([step.states_BE for step in steps])[order_N],
+            target_token_ids=torch.cat([step.tokens_N for step in steps])[order_N],
+            target_positions=torch.cat([step.positions_N for step in steps])[order_N],
+            target_hidden_states=torch.cat([step.states_NE for step in steps])[order_N],
             next_token_ids=steps[-1].next_B[last_B],
             token_indices_to_sample=None,
             common_attn_metadata=kept,

@@ -19,9 +19,19 @@ from tlt_vllm.settings import Settings
 _log = logging.getLogger("vllm.plugins.tlt")  # vLLM shows INFO of its own loggers only
 
 
+NGRAM = "ngram"
+
+
 def strategies(draft_lengths: Sequence[int], drafter: str) -> dict[int, Strategy]:
     """The tuner's name of each draft length, 0 included."""
     return {0: OFF} | {k: Strategy(drafter, depth=k, width=1, tokens=k) for k in draft_lengths}
+
+
+def beside(draft_lengths: Sequence[int]) -> list[Strategy]:
+    """Chains of n-grams beside those of a model: the longest and every second length, since each is tried before it is
+    trusted."""
+    lengths = sorted({*draft_lengths[1::2], *draft_lengths[-1:]})
+    return [Strategy(NGRAM, depth=k, width=1, tokens=k) for k in lengths]
 
 
 class _Step(NamedTuple):
@@ -35,12 +45,21 @@ class _Step(NamedTuple):
 class DraftLengths:
     """One an engine.  `schedule` and `finish` are called for every step that computes something, in order."""
 
-    def __init__(self, settings: Settings, drafter: str, *, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        drafter: str,
+        *,
+        with_ngrams: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """with_ngrams: the engine can draft with n-grams, too."""
         self.by_length = strategies(settings.draft_lengths, drafter)
-        arms = [s for s in self.by_length.values() if not s.is_off]
+        self.ngrams = beside(settings.draft_lengths) if with_ngrams else []
+        arms = [*(s for s in self.by_length.values() if not s.is_off), *self.ngrams]
         self.tuner: RecordedTuner = make_tuner(
             settings.policy,  # type: ignore[arg-type]  # one of POLICIES
-            arms[-1:] if settings.policy == "fixed" else arms,
+            [self.by_length[max(settings.draft_lengths)]] if settings.policy == "fixed" and arms else arms,
         )
         self.rounds: dict[str, list[float]] = {}  # by strategy: rounds, requests, drafted, accepted, seconds
         self.trace: list[dict[str, Any]] | None = None  # every round, for who wants it and empties it
@@ -71,6 +90,11 @@ class DraftLengths:
             rows = [self._row(name) for name in next_up]
             self._chosen = self._guarded(lambda: self.tuner.choose(rows, sum(next_up.values())))
         return self._chosen.tokens
+
+    @property
+    def chosen(self) -> Strategy:
+        """In the latest step."""
+        return self._chosen
 
     def finish(self, emitted: Mapping[str, int], *, draft_s: float | None, late_s: float = 0.0) -> None:
         """The oldest step under way has ended.  emitted: tokens of each request; draft_s: seconds that it drafted for,

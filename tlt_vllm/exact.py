@@ -35,7 +35,7 @@ class ExactSampler:
 
     def sample(self, original: Callable[..., SamplerOutput], logits_NV: Tensor | None, spec: Any) -> SamplerOutput:
         """As `GPUModelRunner._sample`.  original: that, for the requests that do not take part."""
-        rows = self._batch()
+        rows = self.rows()
         if logits_NV is None or not any(rows):
             return original(logits_NV, spec)
         counts = [1] * len(rows) if spec is None else [n + 1 for n in spec.num_draft_tokens]
@@ -118,7 +118,7 @@ class ExactSampler:
 
     def draft(self, original: Callable[..., Any], options: dict[str, Any]) -> Tensor:
         """As the drafter's `propose(**options)`, with the noise of the positions that the tokens would take."""
-        rows, drafter = self._batch(), self._runner.drafter
+        rows, drafter = self.rows(), self._runner.drafter
         sampled = [row for row in rows if row is not None and row.params.temperature > 0]
         if not sampled or not hasattr(drafter, "_sample_draft_tokens"):
             return original(**options)
@@ -148,7 +148,8 @@ class ExactSampler:
             del drafter._sample_draft_tokens  # the method of the class is back
         return drafted
 
-    def _batch(self) -> list[Row | None]:
+    def rows(self) -> list[Row | None]:
+        """Of the batch; None where vLLM samples."""
         return [self._rows.of(self._runner.requests, name) for name in self._runner.input_batch.req_ids]
 
 

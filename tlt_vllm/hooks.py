@@ -10,6 +10,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tlt_vllm.deferred import Deferred
 from tlt_vllm.exact import ExactSampler
+from tlt_vllm.ngram import NgramDrafts
 from tlt_vllm.settings import Settings
 from tlt_vllm.tap import Tap
 
@@ -28,10 +29,33 @@ class Parts:
         if settings is not None and settings.exact:
             self.exact = ExactSampler(runner, self.tap, policy_logprobs=settings.policy_logprobs)
         self.deferred = None if settings is None else Deferred(runner)
+        self.ngrams: NgramDrafts | None = None  # made in the first step of a scheduler that may choose them
+        self.scheduled: Any = None  # of the step under way: vLLM's SchedulerOutput,
+        self.sampled: Any = None  # and tokens sampled, [B, ..], -1 behind the last
+        self._runner = runner
         self.draft_s = 0.0  # of the step under way
         self.late_s = 0.0  # of it, for steps before
 
     def propose(self, original: Any, options: dict[str, Any]) -> Any:
+        is_ngram, least = getattr(self.scheduled, "tlt_ngram", (None, 0.0))
+        chains = None if is_ngram is None else self._ngrams(options["num_speculative_tokens"] * is_ngram, least)
+        if is_ngram:
+            self._propose(original, options | {"num_speculative_tokens": 0})
+            return chains
+        return self._propose(original, options)
+
+    def _ngrams(self, longest: int, least: float) -> list[list[int]]:
+        assert self.exact is not None, "the scheduler chooses n-grams with exact sampling alone"
+        if self.ngrams is None:
+            self.ngrams = NgramDrafts(self._runner)
+        unread_B = self._runner.discard_request_mask.np
+        sampled = [
+            [] if unread_B[b] else [token for token in tokens if token >= 0]
+            for b, tokens in enumerate(self.sampled.tolist())
+        ]
+        return self.ngrams.step(self.exact.rows(), sampled, longest=longest, least=least)
+
+    def _propose(self, original: Any, options: dict[str, Any]) -> Any:
         if self.deferred is not None:
             nothing = self.deferred.put_off(original, options)
             if nothing is not None:
@@ -71,6 +95,7 @@ def install() -> None:
         if parts.tap is not None and aux_hidden_states is not None:
             parts.tap.states(torch.cat(aux_hidden_states, dim=-1), hidden_states)
         _stand_before(self, parts)
+        parts.scheduled, parts.sampled = args[0], args[1]
         result = propose(self, *args, **options)
         parts.draft_s = time.perf_counter() - began_s - parts.late_s
         return result

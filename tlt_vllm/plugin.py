@@ -1,16 +1,19 @@
 """Entry point of group `vllm.general_plugins`, called in every process of vLLM."""
 
 import functools
+import logging
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from tlt_vllm import counters, cpu_fix, rows
 from tlt_vllm.settings import Settings, table
+from tlt_vllm.signatures import require_vllm
 
 SCHEDULER = "tlt_vllm.scheduler.AdaptiveScheduler"
 WORKER = "tlt_vllm.worker.WorkerExtension"
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-VERSIONS = ("0.32",)  # whose source was read
+_log = logging.getLogger("vllm.plugins.tlt")  # vLLM shows INFO of its own loggers only
 
 
 def register() -> None:
@@ -50,7 +53,8 @@ def prepare(args: Any) -> None:
     settings = Settings.read(args.additional_config, longest=longest)
     if settings is None:
         return
-    require_vllm()
+    version = require_vllm()
+    refuse_pairs(args, settings, speculative or {})
     if not args.disable_log_stats:  # a server; LLM(...) shows no counters
         counters.publish()
     if settings.exact or settings.capture_mb:
@@ -65,6 +69,44 @@ def prepare(args: Any) -> None:
         args.speculative_config = speculative | {
             "num_speculative_tokens_per_batch_size": table(settings.draft_lengths, most)
         }
+    _log.info("tlt: vLLM %s, %s", version, _in_words(settings))
+
+
+def refuse_pairs(args: Any, settings: Settings, speculative: Mapping[str, Any]) -> None:
+    """What would go wrong without a word.  Raises ValueError with the remedy."""
+    if speculative.get("enable_adaptive_verification"):
+        raise ValueError(
+            "enable_adaptive_verification in the speculative config with tlt in additional_config: two tuners, and "
+            "ours would count drafts that the other did not verify; leave one of them out"
+        )
+    if speculative and args.data_parallel_size > 1:
+        raise ValueError(
+            f"data_parallel_size={args.data_parallel_size} with tlt and speculation: each rank would choose a draft "
+            "length of its own, and ranks that draft wait for those that do not; start an engine for each rank, or "
+            "leave out the speculative config"
+        )
+    if settings.exact and args.logits_processors:
+        raise ValueError(
+            f"logits_processors={args.logits_processors!r} with exact sampling, which would pass them by: set "
+            "tlt.exact to false, or leave them out"
+        )
+
+
+def _in_words(settings: Settings) -> str:
+    """What is on, and why the rest is off."""
+    runner = "model runner V1 or V2, as vLLM chooses"
+    if settings.exact or settings.capture_mb:
+        runner = "model runner V1, for which exact sampling and hidden states are written"
+    lengths = ", ".join(map(str, settings.draft_lengths))
+    captured = f"{settings.capture_mb} MB for" if settings.capture_mb else "no"
+    return "; ".join(
+        [
+            runner,
+            f"draft length of 0, {lengths} by {settings.policy}" if lengths else "no drafts (no speculative config)",
+            "exact sampling" if settings.exact else "vLLM's own sampling (tlt.exact=false)",
+            f"{captured} hidden states (tlt.capture_mb={settings.capture_mb})",
+        ]
+    )
 
 
 def _choose_runner_v1() -> None:
@@ -77,14 +119,3 @@ def _choose_runner_v1() -> None:
             f"vLLM's first model runner; unset {_RUNNER}, or set tlt.exact to false and leave tlt.capture_mb out"
         )
     os.environ[_RUNNER] = "0"
-
-
-def require_vllm() -> None:
-    """Raises ValueError, with what was found."""
-    import vllm
-
-    if not vllm.__version__.startswith(VERSIONS):
-        raise ValueError(
-            f"tlt_vllm was written for vLLM {', '.join(VERSIONS)}, and this is {vllm.__version__}: install that "
-            "version, or leave tlt out of additional_config"
-        )

@@ -85,7 +85,9 @@ def beyond_us(wanted: Any) -> dict[str, object]:
         *("allowed_token_ids", "structured_outputs", "min_tokens"),
     )
     values = {name: getattr(wanted, name) for name in lacking}
-    return {name: value for name, value in values.items() if value and value != neutral.get(name)}
+    found = {name: value for name, value in values.items() if value and value != neutral.get(name)}
+    budget = getattr(wanted, "thinking_token_budget", None)
+    return found if budget is None else found | {"thinking_token_budget": budget}  # 0 is one, too
 
 
 def of_child(wanted: Any, index: int) -> Any:

@@ -1,5 +1,6 @@
 """vLLM's scheduler with a draft length that the tuner chooses in every step (see `draft_lengths`)."""
 
+import logging
 import time
 from typing import Any
 
@@ -8,8 +9,10 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from tlt_vllm.counters import Writer
-from tlt_vllm.draft_lengths import DraftLengths
+from tlt_vllm.draft_lengths import NGRAM, DraftLengths
 from tlt_vllm.settings import Settings
+
+_log = logging.getLogger("vllm.plugins.tlt")  # vLLM shows INFO of its own loggers only
 
 
 class AdaptiveScheduler(Scheduler):
@@ -28,7 +31,12 @@ class AdaptiveScheduler(Scheduler):
             raise ValueError(f'{type(self).__name__} needs additional_config={{"tlt": {{...}}}}, and got {given!r}')
         speculative = vllm_config.speculative_config
         drafter = "ngram" if speculative is not None and "ngram" in speculative.method else "eagle3"
-        self.draft_lengths = DraftLengths(settings, drafter)
+        beside = settings.ngram and settings.exact and drafter == "eagle3" and settings.policy != "fixed"
+        # Drafts of n-grams are known on the host alone, which the asynchronous scheduler does not wait for.
+        with_ngrams = beside and not vllm_config.scheduler_config.async_scheduling
+        if beside and not with_ngrams:
+            _log.info("tlt: n-grams do not draft, since the scheduler is asynchronous: --no-async-scheduling lets them")
+        self.draft_lengths = DraftLengths(settings, drafter, with_ngrams=with_ngrams)
         self._counters = Writer(vllm_config.parallel_config.data_parallel_index)
         self._began_s = 0.0
 
@@ -39,6 +47,10 @@ class AdaptiveScheduler(Scheduler):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         if scheduler_output.num_scheduled_tokens:
             scheduler_output.num_spec_tokens_to_schedule = self._choose(scheduler_output)
+            if self.draft_lengths.ngrams:  # for `hooks`
+                is_ngram = self.draft_lengths.chosen.drafter == NGRAM
+                least = self.draft_lengths.tuner.min_draft_probs.token
+                scheduler_output.tlt_ngram = (is_ngram, least)  # type: ignore[attr-defined]
         super()._update_after_schedule(scheduler_output)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:

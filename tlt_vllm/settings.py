@@ -18,6 +18,7 @@ class Settings:
     exact: bool = True  # noise keyed by position; False: vLLM's own sampling
     policy_logprobs: bool = False  # processed log-probabilities are those before top-k and top-p, after temperature
     capture_mb: int = 0  # memory for hidden states of live requests; 0: none are kept
+    ngram: bool = True  # drafts of n-grams beside those of a model
     log_every_s: float = 10.0  # seconds between lines in the log; 0: none
 
     @classmethod
@@ -41,7 +42,7 @@ class Settings:
     def _check(self) -> None:
         if self.policy not in POLICIES:
             raise ValueError(f"tlt.policy={self.policy!r}: choose one of {', '.join(POLICIES)}")
-        for name in ("exact", "policy_logprobs"):
+        for name in ("exact", "policy_logprobs", "ngram"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"tlt.{name}={getattr(self, name)!r}: say true or false")
         for name in ("capture_mb", "log_every_s"):

@@ -44,8 +44,7 @@ class WorkerExtension:
 
     def tlt_load_drafter(self, file: str) -> dict[str, Any]:
         """New weights of the drafter, in place.  Raises ValueError; see `weights`."""
-        drafter = getattr(self.model_runner, "drafter", None)
-        model = getattr(drafter, "model", None)
+        model = self._tlt_draft_model()
         if model is None:
             raise ValueError("this engine has no drafter with weights: start it with a speculative config of eagle3")
         weights.require_complete(model, file)
@@ -63,8 +62,14 @@ class WorkerExtension:
             weights.require_answers(model, before)
 
     def _tlt_models(self) -> list[Any]:
-        drafter = getattr(getattr(self.model_runner, "drafter", None), "model", None)
+        drafter = self._tlt_draft_model()
         return [self.model_runner.get_model(), *([] if drafter is None else [drafter])]
+
+    def _tlt_draft_model(self) -> Any:
+        """Of either model runner; None: there is none."""
+        if hasattr(self.model_runner, "get_draft_model"):
+            return self.model_runner.get_draft_model()
+        return getattr(getattr(self.model_runner, "drafter", None), "model", None)  # vLLM 0.24
 
     def tlt_write_states(self, name: str, first: int, length: int, file: str) -> bool:
         """Write what `Tap.take` returns into a safetensors file; False where nothing is kept."""

@@ -12,7 +12,7 @@ from types import ModuleType
 
 import pytest
 
-from tlt_vllm.plugin import VERSIONS
+from tlt_vllm.signatures import VERSIONS
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 

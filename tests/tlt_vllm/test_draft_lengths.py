@@ -15,12 +15,12 @@ PASS_S, TOKEN_S, DRAFT_S = 0.010, 0.0002, 0.001
 
 
 class Engine:
-    """Steps in vLLM's order; `survives` draft tokens of each chain are accepted."""
+    """Steps in vLLM's order; `survives` draft tokens of each chain are accepted (of n-grams: `ngrams_survive`)."""
 
-    def __init__(self, lengths_settings: Settings, *, measured: bool = True) -> None:
-        self.now_s, self.survives, self.measured = 0.0, 0, measured
-        self.lengths = DraftLengths(lengths_settings, "eagle3", clock=lambda: self.now_s)
-        self.drafted = 0  # of each request, to be verified in the next step
+    def __init__(self, lengths_settings: Settings, *, measured: bool = True, with_ngrams: bool = False) -> None:
+        self.now_s, self.survives, self.ngrams_survive, self.measured = 0.0, 0, 0, measured
+        self.lengths = DraftLengths(lengths_settings, "eagle3", with_ngrams=with_ngrams, clock=lambda: self.now_s)
+        self.drafted, self.drafter = 0, "off"  # of each request, to be verified in the next step
         self.chosen: list[int] = []
         self.late_s = 0.0
 
@@ -36,10 +36,11 @@ class Engine:
         )
         draft_s = DRAFT_S * (1 + length)
         self.now_s += PASS_S + TOKEN_S * len(names) * (1 + verified) + draft_s + self.late_s
-        accepted = 0 if prefills else min(verified, self.survives)
+        survives = self.ngrams_survive if self.drafter == "ngram" else self.survives
+        accepted = 0 if prefills else min(verified, survives)
         emitted = dict.fromkeys(names, 1 + accepted)
         self.lengths.finish(emitted, draft_s=draft_s if self.measured else None, late_s=self.late_s)
-        self.drafted = length
+        self.drafted, self.drafter = length, self.lengths.chosen.drafter
         self.chosen.append(length)
         return 1 + accepted
 
@@ -71,6 +72,18 @@ def test_a_good_drafter_is_used_and_a_useless_one_is_not(measured: bool) -> None
     for _ in range(400):
         engine.step(["a", "b"])
     assert engine.chosen[-30:].count(0) <= 5, "it is found again"
+
+
+def test_n_grams_beside_a_model_are_used_where_they_are_better() -> None:
+    engine = Engine(settings(), with_ngrams=True)
+    assert [str(s) for s in engine.lengths.ngrams] == ["ngram:4x1/4", "ngram:7x1/7"]
+    for ngrams_survive, survives, best in ((6, 1, "ngram"), (0, 6, "eagle3"), (6, 1, "ngram")):
+        engine.ngrams_survive, engine.survives = ngrams_survive, survives
+        used = []
+        for _ in range(400):
+            engine.step(["a"])
+            used.append(engine.lengths.chosen.drafter)
+        assert used[-60:].count(best) >= 50, "up to probes"
 
 
 def test_a_round_is_a_draft_and_the_pass_that_verifies_it() -> None:

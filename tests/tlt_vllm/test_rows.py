@@ -67,11 +67,13 @@ def test_children_of_a_stream_have_their_own(stream: int) -> None:
 def test_what_is_beyond_our_definition_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     rows = Rows(seed=0, replica=0)
     requests = {"a": request(repetition_penalty=1.1), "b": request(repetition_penalty=1.2), "c": request(min_p=0.1)}
+    requests["d"] = request(thinking_token_budget=0)
     logging.getLogger("vllm.plugins.tlt").propagate = True
-    assert [rows.of(requests, name) for name in requests] == [None, None, None]
+    assert [rows.of(requests, name) for name in requests] == [None] * 4
     told = [record.getMessage() for record in caplog.records]
-    assert len(told) == 2
+    assert len(told) == 3
     assert "request a itself" in told[0]
     assert "repetition_penalty=1.1." in told[0]
     assert "--generation-config vllm" in told[0]
     assert "min_p=0.1" in told[1]
+    assert "thinking_token_budget=0" in told[2]

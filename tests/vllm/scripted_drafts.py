@@ -1,7 +1,7 @@
-"""What vLLM's drafter proposes when draft lengths follow a script.  Run by vLLM's interpreter.
+"""What is proposed when draft lengths follow a script.  Run by vLLM's interpreter.
 
-stdin   {"model": ..., "drafter": ..., "prompts": [[...], ...], "max_tokens": [...], "lengths": [3, 0, 0, ...],
-         "defer": true, "most_tokens": 0}
+stdin   {"model": ..., "drafter": ..., "prompts": [[...], ...], "max_tokens": [...], "temperatures": [...],
+         "lengths": [3, 0, -3, ...], "defer": true, "most_tokens": 0}                -3: three tokens of n-grams
 stdout  the last line: {"tokens": [[...], ...], "drafts": [{request: [...]}, ...], "passes": 2}     drafts of each step
 """
 
@@ -12,6 +12,8 @@ import sys
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # scheduler and runner in this process
 
 import vllm
+
+from tlt_core.items.speculation import Strategy
 
 
 def main():
@@ -24,7 +26,7 @@ def main():
         kv_cache_memory_bytes=200 << 20,
         enforce_eager=True,
         disable_log_stats=True,
-        speculative_config={"method": "eagle3", "model": job["drafter"], "num_speculative_tokens": max(job["lengths"])},
+        speculative_config={"method": "eagle3", "model": job["drafter"], "num_speculative_tokens": 3},
         additional_config={"tlt": {}},
     )
     core = llm.llm_engine.engine_core.engine_core
@@ -36,12 +38,13 @@ def main():
     def scripted(*args, **options):
         schedule(*args, **options)
         length = next(lengths, 0)
-        chosen._chosen = chosen.by_length[length]
-        return length
+        chosen._chosen = chosen.by_length[length] if length >= 0 else Strategy("ngram", -length, 1, -length)
+        return abs(length)
 
     def noted(*args, **options):
         proposed = propose(*args, **options)
-        drafts.append(dict(zip(runner.input_batch.req_ids, proposed.tolist(), strict=True)))
+        chains = proposed if isinstance(proposed, list) else proposed.tolist()
+        drafts.append(dict(zip(runner.input_batch.req_ids, chains, strict=True)))
         return proposed
 
     chosen.schedule, runner.propose_draft_token_ids = scripted, noted
@@ -52,8 +55,8 @@ def main():
         parts.deferred = None
     prompts = [{"prompt_token_ids": tokens} for tokens in job["prompts"]]
     params = [
-        vllm.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, detokenize=False)
-        for count in job["max_tokens"]
+        vllm.SamplingParams(temperature=heat, seed=number, max_tokens=count, ignore_eos=True, detokenize=False)
+        for number, (heat, count) in enumerate(zip(job["temperatures"], job["max_tokens"], strict=True))
     ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     tokens = [list(output.outputs[0].token_ids) for output in outputs]
