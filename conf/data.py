@@ -45,19 +45,22 @@ class GymData(_Prompts):
 
 
 class FileData(_Prompts):
-    """Your own prompts: rows of JSONL or Parquet with a prompt and an answer."""
+    """Your own prompts: rows with a prompt and an answer, as verl, TRL, OpenRLHF and GSM8K have them, too."""
 
     kind: Literal["file"]
     train_path: str
-    """.jsonl or .parquet file with the training rows."""
+    """Training rows: a .jsonl, .json, .csv or .parquet file, a folder of .parquet files, or a folder that the library
+    `datasets` has saved."""
     validation_path: str = ""
-    """File with the validation rows.  Empty: `validation_fraction` of the training rows is held out."""
+    """The same with the validation rows.  Empty: `validation_fraction` of the training rows is held out."""
     validation_fraction: float = Field(0.05, gt=0, lt=1)
     """Share of distinct prompts held out when there is no validation file."""
     prompt_key: str = "prompt"
-    """Column with the question."""
+    """Column with the question: a text, or a list of messages with role and content.  A dot goes into an object.  Where
+    there is no `prompt`, a usual name is looked for and said."""
     answer_key: str = "answer"
-    """Column with the reference answer."""
+    """Column with the reference answer, likewise.  Of a worked solution, what follows the last `####` or stands in the
+    last box is the answer."""
     seed: int = Field(0, ge=0, le=MOST_SEED)
     """Seed of the train/validation split."""
 

@@ -31,7 +31,8 @@ _BENCH_ONLY = {  # options that only these benchmarks take
 
 
 def prepare(cfg: RunConfig, _: argparse.Namespace) -> None:
-    dataset = _run(cfg, "flows.stages:prepare")
+    dataset, page = _run(cfg, "flows.stages:prepare")
+    print("\n".join(page), end="\n\n")
     print(f"{dataset.count} training prompts in {dataset.path}, digest {dataset.sha256[:12]}")
 
 

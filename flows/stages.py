@@ -32,18 +32,20 @@ from tlt_core.items import checkpoint
 from tlt_core.items.store import Ref, write_atomically
 from tlt_core.machine import precision
 from tlt_core.model.load import load_config
+from tlt_core.run import reward_probe
 from tlt_core.run.session import Session
 from tlt_core.run.summary import last_step
 
 
 @flow(name="prepare", flow_run_name=run_name)
-def prepare(config: RunConfig | str, overrides: list[str] | None = None) -> Ref:
-    """Make model and data set.  Reference of the data set: folder, number of training prompts, digest."""
+def prepare(config: RunConfig | str, overrides: list[str] | None = None) -> tuple[Ref, list[str]]:
+    """Make model and data set.  Reference of the data set (folder, number of training prompts, digest), and a page on
+    it."""
     cfg = checked(config, overrides)
     model = prepare_model(cfg)
     dataset = prepare_data(cfg, model)
     probe_rewards(cfg, model, dataset)
-    return dataset
+    return dataset, reward_probe.page(cfg, data_dir=Path(dataset.path), model_dir=model)
 
 
 @flow(name="coldstart", flow_run_name=run_name)

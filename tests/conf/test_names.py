@@ -19,5 +19,5 @@ def test_every_name_of_the_configuration_is_in_its_registry() -> None:
     assert drafters == {*KINDS}
     assert {name for name, kind in KINDS.items() if kind.learned} == {*_LEARNED}
     assert engines == {*ENGINES} == {*_START}
-    assert rewards == {*_BUILT_IN, "python"}
+    assert rewards == {*_BUILT_IN, "judge", "python"}
     assert {*policies} == {*get_args(Kind)}

@@ -10,21 +10,29 @@ from jinja2 import TemplateError
 from conf.data import DataConfig
 from tlt_core.data.question import DataError
 
+MESSAGES = "prompt_messages"  # in a question's metadata: the whole conversation, which ends with the question
 _NO_VARIABLES: Mapping[str, Any] = {}
 
 
 def encode_prompt(
-    tokenizer: Any, text: str, *, system_prompt: str | None, template_kwargs: Mapping[str, Any] = _NO_VARIABLES
+    tokenizer: Any,
+    text: str,
+    *,
+    system_prompt: str | None,
+    before: Sequence[Mapping[str, str]] = (),
+    template_kwargs: Mapping[str, Any] = _NO_VARIABLES,
 ) -> list[int]:
-    """Token ids of one user message, ready for the answer.  Raises DataError where the chat template refuses it.
+    """Token ids of a user's message, ready for the answer.  Raises DataError where the chat template refuses it.
 
-    system_prompt: None leaves the system message to the chat template, as chat calls of serving engines do.  Without a
-    chat template the text is encoded as it is.  template_kwargs: variables of the template, see `check_variables`.
+    system_prompt: None leaves the system message to the chat template, as chat calls of serving engines do.  before:
+    earlier messages, of which a system message goes before `system_prompt`.  Without a chat template the texts are
+    encoded as they are.  template_kwargs: variables of the template, see `check_variables`.
     """
+    has_system = any(message["role"] == "system" for message in before)
+    system = [] if system_prompt is None or has_system else [{"role": "system", "content": system_prompt}]
+    messages = [*system, *before, {"role": "user", "content": text}]
     if not tokenizer.chat_template:
-        return tokenizer.encode(f"{system_prompt}\n{text}\n" if system_prompt else f"{text}\n")
-    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    messages = [*system, {"role": "user", "content": text}]
+        return tokenizer.encode("".join(f"{message['content']}\n" for message in messages if message["content"]))
     try:
         return tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=False, **dict(template_kwargs)
@@ -39,10 +47,19 @@ def encode_prompt(
         raise DataError(f"the model's chat template fails on {told} ({error}): {', or '.join(remedies)}") from None
 
 
-def encode_question(tokenizer: Any, question: str, cfg: DataConfig) -> list[int]:
-    """Token ids of a question's prompt, as a data set's configuration wants it.  Raises DataError."""
-    text, variables = question + cfg.instruction, cfg.chat_template_kwargs
-    return encode_prompt(tokenizer, text, system_prompt=cfg.system_prompt, template_kwargs=variables)
+def encode_question(
+    tokenizer: Any, question: str, cfg: DataConfig, metadata: Mapping[str, Any] = _NO_VARIABLES
+) -> list[int]:
+    """Token ids of a question's prompt, as a data set's configuration wants it.  Raises DataError.
+
+    metadata: the question's, whose `MESSAGES` come before it."""
+    return encode_prompt(
+        tokenizer,
+        question + cfg.instruction,
+        system_prompt=cfg.system_prompt,
+        before=metadata.get(MESSAGES, ())[:-1],
+        template_kwargs=cfg.chat_template_kwargs,
+    )
 
 
 def check_variables(tokenizer: Any, template_kwargs: Mapping[str, Any], *, setting: str) -> None:

@@ -81,7 +81,7 @@ class _Encoder(NamedTuple):
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     def length(self, item: Question) -> int:
-        tokens = encode_question(self.tokenizer, item.question, self.cfg)
+        tokens = encode_question(self.tokenizer, item.question, self.cfg, item.metadata)
         where = f"the prompt {item.question[:_SHOWN]!r}"
         require_embedded(tokens, self.tokenizer, vocab_size=self.vocab_size, where=where)
         return len(tokens)
@@ -131,7 +131,7 @@ def load(out_dir: Path, split: Literal["train", "validation"], tokenizer: Any) -
         raise DataError(f"{path} has changed since it was made; 'tlt prepare CONFIG' makes it again")
     cfg, prompts = _SECTION.validate_python(manifest.config), []
     for _, row in file_questions.jsonl_rows(path, deepest=1 + file_questions.DEEPEST):  # metadata is a level
-        tokens = encode_question(tokenizer, row["prompt"], cfg)
+        tokens = encode_question(tokenizer, row["prompt"], cfg, row["metadata"])
         tokens_P, asked = torch.tensor(tokens, dtype=torch.int32), (row["prompt"], row["answer"], row["task"])
         prompts.append(Prompt(row["id"], tokens_P, *asked, row["metadata"], opening(tokenizer, tokens)))
     return prompts

@@ -1,20 +1,37 @@
-"""Questions from your own JSONL or Parquet files.  A bad row is named by file and line."""
+"""Questions from your own files, as teams have them.  A bad row is named by file and line.
 
+verl        prompt: messages, reward_model.ground_truth, data_source (the task)
+TRL         prompt: a text or messages, solution or another column for the rewards
+OpenRLHF    input, label
+GSM8K       question, answer: a worked solution that ends with `#### 72`
+"""
+
+import csv
 import json
+import logging
 import math
 import random
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from decimal import Decimal
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from conf.data import FileData
+from conf.reward import task_of
+from tlt_core.data.chat import MESSAGES
 from tlt_core.data.question import DataError, Question
 from tlt_core.items.store import sha256_of
 
-TASK = "file"  # of all rows
+log = logging.getLogger(__name__)
+
+TASK = "file"  # of rows without a data source
+# Names of columns, the likeliest first.
+_PROMPTS = ("prompt", "question", "problem", "input", "context_messages", "messages", "instruction", "query")
+_ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "label", "solution", "target", "final_answer")
+_KINDS = ".jsonl, .json, .csv or .parquet file, or a folder of .parquet or .arrow files"
+_MARKED = re.compile(r"####[ \t]*(\S[^\n]*?)\s*\Z")
 _ROWS_AT_ONCE = 10_000  # that are checked before a run begins: a fraction of a second
 DEEPEST = 64  # brackets around a value, far from where Python's own readers and writers give up
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -32,20 +49,26 @@ def splits(cfg: FileData) -> tuple[list[Question], list[Question]]:
     train = _read(Path(cfg.train_path), cfg, setting="data.train_path")
     if cfg.validation_path:
         validation = _read(Path(cfg.validation_path), cfg, setting="data.validation_path")
-        held = {i.question for i in validation}
-        apart = [i for i in train if i.question not in held]
+        held = {asked(i) for i in validation}
+        apart = [i for i in train if asked(i) not in held]
         if not apart:
             raise DataError(
                 f"every prompt of {cfg.train_path} is also in {cfg.validation_path}; give data.validation_path other "
                 "prompts, or leave it empty to hold some training rows back"
             )
         return apart, validation
-    questions = sorted({i.question for i in train})
+    questions = sorted({asked(i) for i in train})
     if len(questions) < 2:
         raise DataError(f"{cfg.train_path} has fewer than two distinct prompts: nothing can be held back")
     random.Random(cfg.seed).shuffle(questions)
     held = set(questions[: max(1, round(len(questions) * cfg.validation_fraction))])
-    return [i for i in train if i.question not in held], [i for i in train if i.question in held]
+    return [i for i in train if asked(i) not in held], [i for i in train if asked(i) in held]
+
+
+def asked(item: Question) -> str:
+    """What tells prompts apart: the question, and the conversation before it."""
+    before = item.metadata.get(MESSAGES, ())[:-1]
+    return json.dumps([*before, item.question]) if before else item.question
 
 
 def places(cfg: FileData, wanted: Collection[tuple[str, str]]) -> dict[tuple[str, str], str]:
@@ -59,7 +82,8 @@ def places(cfg: FileData, wanted: Collection[tuple[str, str]]) -> dict[tuple[str
 
 def source(cfg: FileData) -> str:
     """The files with their checksums, so that it changes with their content."""
-    paths = [Path(p) for p in (cfg.train_path, cfg.validation_path) if p]
+    given = [Path(p) for p in (cfg.train_path, cfg.validation_path) if p]
+    paths = [file for p in given for file in (sorted(p.rglob("*")) if p.is_dir() else [p]) if not file.is_dir()]
     return ", ".join(f"{p} sha256 {sha256_of(p) if p.is_file() else 'missing'}" for p in paths)
 
 
@@ -121,7 +145,7 @@ def _parts(value: Any) -> Sequence[Any]:
 
 
 def _read(path: Path, cfg: FileData, *, setting: str) -> list[Question]:
-    items = [item for _, item in _located(path, cfg, setting=setting)]
+    items = [item for _, item in _located(path, cfg, setting=setting, says=True)]
     if not items:
         raise DataError(f"data file {path} has no rows")
     return items
@@ -133,34 +157,162 @@ def _both(cfg: FileData) -> list[Iterator[tuple[str, Question]]]:
     return [_located(Path(path), cfg, setting=setting) for setting, path in paths.items() if path]
 
 
-def _located(path: Path, cfg: FileData, *, setting: str) -> Iterator[tuple[str, Question]]:
-    if not path.is_file():
-        raise DataError(f"data file {path} does not exist; {setting} wants a .jsonl or .parquet file")
-    if path.suffix == ".jsonl":
-        rows = jsonl_rows(path)
-    elif path.suffix == ".parquet":
-        rows = _parquet_rows(path)
+def _located(path: Path, cfg: FileData, *, setting: str, says: bool = False) -> Iterator[tuple[str, Question]]:
+    """says: tell in the log what was chosen."""
+    prompt_key, answer_key, shortened = "", "", 0
+    for where, row in _rows(path, setting=setting):
+        if not isinstance(row, dict):
+            raise DataError(f"{where}: a {type(row).__name__}; each row must be an object with a prompt and an answer")
+        if not prompt_key:
+            prompt_key, answer_key = (
+                _column(row, key, usual) for key, usual in ((cfg.prompt_key, _PROMPTS), (cfg.answer_key, _ANSWERS))
+            )
+            if says:
+                log.info("%s: prompts are %r, answers are %r", path, prompt_key, answer_key)
+        # TRL's functions get the answer's column by its own name.
+        metadata = {name: value for name, value in row.items() if name not in (prompt_key, "answer")}
+        prompt, answer = _at(row, prompt_key), _text(where, row, answer_key)
+        if isinstance(prompt, list | tuple):
+            metadata[MESSAGES] = _messages(where, prompt, prompt_key)
+            prompt = metadata[MESSAGES][-1]["content"]
+        else:
+            prompt = _text(where, row, prompt_key)
+        if (short := final_answer(answer)) != answer:
+            metadata.setdefault("solution", answer)
+            shortened += 1
+        task = row.get("data_source")
+        yield where, Question(task_of(task) if isinstance(task, str) and task else TASK, prompt, short, metadata)
+    if says and shortened:
+        log.info("%s: of %d answers the end is the reference (after '####', or in the last box)", path, shortened)
+
+
+def _rows(path: Path, *, setting: str) -> Iterator[tuple[str, Any]]:
+    """(where, row) of whatever the path is."""
+    if path.is_dir():
+        tables = _tables(path, setting=setting)
+    elif path.is_file():
+        tables = [path]
     else:
-        raise DataError(f"data file {path} is neither .jsonl nor .parquet; convert it")
-    for where, row in rows:
-        prompt, answer = (_text(where, row, key) for key in (cfg.prompt_key, cfg.answer_key))
-        metadata = {k: v for k, v in row.items() if k not in (cfg.prompt_key, cfg.answer_key)}
-        yield where, Question(TASK, prompt, answer, metadata)
+        raise DataError(f"data file {path} does not exist; {setting} wants a {_KINDS}")
+    for table in tables:
+        if table.suffix not in _READERS:
+            raise DataError(f"data file {table} is of no kind that is read; {setting} wants a {_KINDS}")
+        yield from _READERS[table.suffix](table)
+
+
+def _tables(folder: Path, *, setting: str) -> list[Path]:
+    """Files of a folder: of the library `datasets`, or simply Parquet."""
+    split = "train" if setting == "data.train_path" else "validation"
+    if (folder / "dataset_dict.json").is_file():  # several splits
+        wanted = [folder / split, *([folder / "test"] if split == "validation" else [])]
+        folder = next((path for path in wanted if path.is_dir()), folder)
+    tables = sorted(folder.glob("*.arrow")) or sorted(folder.glob("*.parquet"))
+    if not tables:
+        names = ", ".join(sorted(path.name for path in folder.iterdir())[:5])
+        raise DataError(f"{folder} holds neither .arrow nor .parquet files ({names}); {setting} wants a {_KINDS}")
+    return tables
+
+
+def _json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        rows = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=_without_twins)
+    except _Twins as error:
+        raise DataError(f"{path}: the key {error.args[0]!r} stands twice in a row; remove one") from None
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are such
+        raise DataError(f"{path}: cannot be read as JSON ({error}); write a list of objects") from None
+    if not isinstance(rows, list):
+        raise DataError(f"{path}: a {type(rows).__name__}; write a list of objects, or .jsonl with one in each line")
+    for number, row in enumerate(rows, start=1):
+        _require_writable(f"{path}, row {number}", row, deepest=DEEPEST)
+        yield f"{path}, row {number}", row
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(1 << 30)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            names = reader.fieldnames or []
+            if twins := sorted({name for name in names if names.count(name) > 1}):
+                raise DataError(f"{path}: the column {twins[0]!r} stands twice; remove one")
+            for row in reader:
+                where = f"{path}, line {reader.line_num}"
+                if None in row or None in row.values():
+                    raise DataError(f"{where}: it has not as many values as there are columns ({len(names)})")
+                yield where, dict(row)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as CSV ({error}); write it again in UTF-8, texts in quotes") from None
+
+
+def _column(row: Mapping[str, Any], key: str, usual: Sequence[str]) -> str:
+    """The key, or the first usual name that the row has."""
+    return next((name for name in (key, *usual) if _at(row, name) is not None), key) if key == usual[0] else key
+
+
+def _at(row: Any, key: str) -> Any:
+    """row["reward_model"]["ground_truth"] for "reward_model.ground_truth"; None where there is none."""
+    if isinstance(row, Mapping) and key in row:
+        return row[key]
+    first, dot, rest = key.partition(".")
+    return _at(row[first], rest) if dot and isinstance(row, Mapping) and first in row else None
+
+
+def _messages(where: str, given: Sequence[Any], key: str) -> list[dict[str, str]]:
+    """A conversation, as it is.  Raises DataError for what no chat template takes, or nobody could answer."""
+    messages = []
+    for message in given:
+        role, content = (message.get(name) if isinstance(message, Mapping) else None for name in ("role", "content"))
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise DataError(
+                f"{where}: {key!r} has the message {str(message)[:80]!r}; each needs a text as role and as content"
+            )
+        messages.append({"role": role, "content": content})
+    if not messages or messages[-1]["role"] != "user":
+        last = messages[-1]["role"] if messages else "none"
+        raise DataError(
+            f"{where}: the last message of {key!r} is {last!r}; end it with the user's, which the policy answers"
+        )
+    if not messages[-1]["content"].strip():
+        raise DataError(f"{where}: the last message of {key!r} is blank; give it a text, or remove the row")
+    return messages
+
+
+def final_answer(text: str) -> str:
+    """What a worked solution ends with: final_answer("6 x 7 = 42\n#### 42") == "42"; any other text as it is."""
+    if marked := _MARKED.search(text):
+        return marked[1].strip()
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return text
+    depth = 0
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if text[end] == "}" and not depth:
+            inside = text[start + len("\\boxed{") : end].strip()
+            return inside or text
+    return text
 
 
 def _text(where: str, row: Any, key: str) -> str:
-    """A row's prompt or answer: a text or a number.  Raises DataError naming the row."""
-    value = row.get(key) if isinstance(row, dict) else None
+    """A row's prompt or answer: a text or a number; of a list or object within an object (verl has such references) its
+    JSON.  Raises DataError naming the row."""
+    value = _at(row, key)
     if value is None or value == "":
-        raise DataError(f"{where}: no {key!r}; set data.prompt_key and data.answer_key to its columns")
+        raise DataError(f"{where}: no {key!r}; set data.prompt_key and data.answer_key to its columns ({_names(row)})")
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{where}: {key!r} is {value}; give a finite number or a text")
+    if isinstance(value, list | dict) and key not in row:
+        return json.dumps(value, ensure_ascii=False, default=str)
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise DataError(f"{where}: {key!r} is a {type(value).__name__}; give a text or a number")
     text = _plain(value) if isinstance(value, float | Decimal) else str(value)
     if not text.strip():
         raise DataError(f"{where}: {key!r} is blank; give it a text, or remove the row")
     return text
+
+
+def _names(row: Mapping[str, Any]) -> str:
+    return ", ".join(map(str, list(row)[:12]))
 
 
 def _plain(number: float | Decimal) -> str:
@@ -170,17 +322,20 @@ def _plain(number: float | Decimal) -> str:
     return format(Decimal(str(number)), "f")
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def _table_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Of Parquet, or of Arrow's stream format, which the library `datasets` writes."""
     import pyarrow
     import pyarrow.parquet
 
-    number = 0
+    number, kind = 0, "Parquet" if path.suffix == ".parquet" else "Arrow"
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
+        with (
+            pyarrow.parquet.ParquetFile(path) if kind == "Parquet" else pyarrow.ipc.open_stream(path.read_bytes())
+        ) as file:
+            names = (file.schema_arrow if kind == "Parquet" else file.schema).names
             if twins := sorted({name for name in names if names.count(name) > 1}):
                 raise DataError(f"{path}: the column {twins[0]!r} stands twice; remove one")
-            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
+            for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE) if kind == "Parquet" else file:
                 columns = [
                     _values(column, f"{path}, column {name!r}") for name, column in zip(names, batch, strict=True)
                 ]
@@ -191,7 +346,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
                     yield where, value
     except (pyarrow.ArrowException, UnicodeDecodeError, OSError) as error:
         why = " ".join(str(error).split())  # Arrow's reasons may have several lines
-        raise DataError(f"{path} cannot be read as Parquet after row {number} ({why}); write it again") from None
+        raise DataError(f"{path} cannot be read as {kind} after row {number} ({why}); write it again") from None
 
 
 def _values(column: Any, where: str) -> list[Any]:
@@ -204,3 +359,12 @@ def _values(column: Any, where: str) -> list[Any]:
     except (ValueError, ArithmeticError, LookupError) as error:
         raise DataError(f"{where}: a value cannot be read ({error}); leave the column out, or make it text") from None
     return values
+
+
+_READERS = {
+    ".jsonl": jsonl_rows,
+    ".json": _json_rows,
+    ".csv": _csv_rows,
+    ".parquet": _table_rows,
+    ".arrow": _table_rows,
+}

@@ -108,7 +108,7 @@ class Scorer(AbstractContextManager["Scorer"]):
     def __init__(self, cfg: RewardConfig) -> None:
         check_reward_functions(cfg)
         self._cfg = cfg
-        self._functions = tuple((function.kind, function.path) for function in cfg.functions)
+        self._functions = tuple((f.kind, f.judge.model_dump_json() if f.judge else f.path) for f in cfg.functions)
         self._weights = tuple(f.weight for f in cfg.functions)
         self._alone = tuple(i for i, f in enumerate(cfg.functions) if not f.batch)
         self._together = tuple(i for i, f in enumerate(cfg.functions) if f.batch)
@@ -122,8 +122,9 @@ class Scorer(AbstractContextManager["Scorer"]):
         """Start scoring one response; `key` names it in `collect`."""
         self._items[key] = Item(prompt.text, response, prompt.answer, prompt.task, prompt.metadata, prompt.opening)
         self._calls[key] = {}
-        if self._alone:
-            self._start(self._alone, [key])
+        takes = [i for i, function in enumerate(self._cfg.functions) if function.takes(prompt.task)]
+        if alone := [i for i in self._alone if i in takes]:
+            self._start(alone, [key])
         if self._together:
             self._waiting[key] = None
 
@@ -167,7 +168,9 @@ class Scorer(AbstractContextManager["Scorer"]):
         if not self._waiting.keys().isdisjoint(keys):
             waiting, self._waiting = list(self._waiting), {}
             for term in self._together:
-                self._start((term,), waiting)
+                takes = self._cfg.functions[term].takes
+                if keys := [key for key in waiting if takes(self._items[key].task)]:
+                    self._start((term,), keys)
 
     def _start(self, terms: Sequence[int], keys: Sequence[Hashable]) -> None:
         call = _Call(terms, keys, self._schedule(terms, keys))

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tlt_core.grpo import confinement, math_answer
+from tlt_core.grpo import confinement, judge, math_answer
 
 OK, UNPARSEABLE, TIMEOUT, ERROR = range(4)  # as `types.ScoreStatus`
 LARGEST_REWARD = 1e6  # of one function, in absolute value
@@ -100,13 +100,11 @@ def score_batch(functions: Sequence[tuple[str, str]], items: Sequence[Item]) -> 
 
 
 def _called_together(path: str, items: Sequence[Item]) -> list[float]:
-    given = load(path)(
-        prompts=[item.prompt for item in items],
-        responses=[item.response for item in items],
-        answers=[item.answer for item in items],
-        metadata=[dict(item.metadata) for item in items],
-    )
-    values = list(_awaited(given))
+    function = load(path)
+    style = _style(function)
+    values = list(_awaited(function(**(_trl_many(function, items) if style == "trl" else _our_many(items)))))
+    if style == "trl":  # None: it does not judge this prompt
+        values = [0.0 if value is None else value for value in values]
     if len(values) != len(items):
         raise ValueError(f"it returned {len(values)} rewards for {len(items)} responses; return one for each")
     return [_checked(value) for value in values]
@@ -117,7 +115,12 @@ def first_unusable(functions: Sequence[tuple[str, str, bool]]) -> tuple[str, str
     for kind, path, batch in functions:
         try:
             if kind == "python":
-                _require_arguments(load(path), _MANY if batch else _ONE)
+                function = load(path)
+                style = _style(function)
+                if style == "verl" and batch:
+                    raise TypeError("a compute_score of verl's takes one response; leave batch out")
+                if style == "tlt":
+                    _require_arguments(function, _MANY if batch else _ONE)
         except BaseException as error:  # importing runs the user's module, which may raise anything
             return path, _in_words(error)
     return None
@@ -134,12 +137,12 @@ def _in_words(error: BaseException) -> str:
 
 def resolve(kind: str, path: str) -> Callable[[Item], float]:
     """The function of one reward term.  For a bad path raises what importing it raises, AttributeError or TypeError."""
+    if kind == "judge":
+        return functools.partial(judge_reward, path)
     if kind != "python":
         return _BUILT_IN[kind]
     function = load(path)
-    return lambda item: _awaited(
-        function(prompt=item.prompt, response=item.response, answer=item.answer, metadata=dict(item.metadata))
-    )
+    return {"tlt": _our_one, "verl": _verl_one, "trl": _trl_one}[_style(function)](function)
 
 
 def load(path: str) -> Callable[..., Any]:
@@ -162,6 +165,82 @@ def _require_arguments(function: Callable[..., Any], names: Sequence[str]) -> No
     except TypeError as error:
         wanted = ", ".join(f"{name}=" for name in names)
         raise TypeError(f"it is called as f({wanted}), but takes {signature}: {error}") from None
+
+
+def _style(function: Callable[..., Any]) -> str:
+    """Whose arguments a function takes: verl's, TRL's or ours."""
+    try:
+        names = inspect.signature(function).parameters.keys()
+    except ValueError:  # some functions written in C do not say
+        return "tlt"
+    if {"solution_str", "ground_truth"} <= names:
+        return "verl"
+    return "trl" if "completions" in names else "tlt"
+
+
+def _verl_one(function: Callable[..., Any]) -> Callable[[Item], Any]:
+    """compute_score(data_source, solution_str, ground_truth, extra_info) -> a number, or a dict with `score`."""
+
+    def score(item: Item) -> Any:
+        row = item.metadata
+        truth = row["reward_model"]["ground_truth"] if isinstance(row.get("reward_model"), Mapping) else item.answer
+        given = {
+            "data_source": row.get("data_source", item.task),
+            "solution_str": item.response,
+            "ground_truth": truth,
+            "extra_info": row.get("extra_info"),
+        }
+        value = _awaited(function(**_taken(function, given)))
+        return value["score"] if isinstance(value, Mapping) else value
+
+    return score
+
+
+def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the arguments, those that the function takes."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(given)
+    return {name: value for name, value in given.items() if name in parameters}
+
+
+def _trl_many(function: Callable[..., Any], items: Sequence[Item]) -> dict[str, Any]:
+    """f(prompts, completions, **columns) -> list of numbers; conversations are lists of messages there."""
+    columns: dict[str, list[Any]] = {"prompts": [], "completions": [], "completion_ids": [], "answer": []}
+    talks = [item.metadata.get("prompt_messages") for item in items]
+    for item, talk in zip(items, talks, strict=True):
+        columns["prompts"].append(item.prompt if talk is None else talk)
+        columns["completions"].append(
+            item.response if talk is None else [{"role": "assistant", "content": item.response}]
+        )
+        columns["completion_ids"].append(None)
+        columns["answer"].append(item.answer)
+    for name in {name for item in items for name in item.metadata} - {"prompt_messages"}:
+        columns[name] = [item.metadata.get(name) for item in items]
+    return _taken(function, columns)
+
+
+def _our_many(items: Sequence[Item]) -> dict[str, Any]:
+    return {
+        "prompts": [item.prompt for item in items],
+        "responses": [item.response for item in items],
+        "answers": [item.answer for item in items],
+        "metadata": [dict(item.metadata) for item in items],
+    }
+
+
+def _our_one(function: Callable[..., Any]) -> Callable[[Item], Any]:
+    return lambda item: _awaited(
+        function(prompt=item.prompt, response=item.response, answer=item.answer, metadata=dict(item.metadata))
+    )
+
+
+def _trl_one(function: Callable[..., Any]) -> Callable[[Item], Any]:
+    def score(item: Item) -> Any:
+        (value,) = _awaited(function(**_trl_many(function, [item])))
+        return 0.0 if value is None else value
+
+    return score
 
 
 @functools.cache
@@ -245,6 +324,14 @@ def format_reward(item: Item) -> float:
     """1 when the response is exactly one <think> block followed by one <answer> block.  Where the chat template has
     opened the first, or closed it too, the response goes on from there."""
     return float(_FORMAT.match(item.opening + item.response) is not None)
+
+
+def judge_reward(settings: str, item: Item) -> float:
+    """What another model says (`judge`)."""
+    try:
+        return judge.ask(settings, prompt=item.prompt, response=item.response, answer=item.answer)
+    except judge.NoScore as error:
+        raise Unparseable(str(error)) from None
 
 
 _BUILT_IN: dict[str, Callable[[Item], float]] = {

@@ -65,7 +65,8 @@ def check_run(cfg: RunConfig) -> None:
 def check_best_metric(cfg: RunConfig) -> None:
     """Is it a figure of this run's validation?  Else no checkpoint would ever be ranked.  Raises ConfigError."""
     name, k = cfg.checkpoint.best_metric, cfg.evaluation.num_samples
-    tasks = [task.name for task in cfg.data.tasks] if isinstance(cfg.data, GymData) else [file_questions.TASK]
+    named = name.split("/")[1:2] or [file_questions.TASK]  # rows may name their data source, which is the task then
+    tasks = [task.name for task in cfg.data.tasks] if isinstance(cfg.data, GymData) else named
     given = validation_metrics(tasks, samples=k)
     if name in given:
         return

@@ -44,11 +44,11 @@ def probe(cfg: RunConfig, *, data_dir: Path, model_dir: Path, digest: str) -> No
     stop = stop_token_ids(model_dir, tokenizer)
 
     def say(prompt: Prompt, answer: str) -> str:
-        text = continued(prompt.opening, f"<think>\nThis is known.\n</think>\n<answer>{answer}</answer>")
-        tokens = tokenizer.encode(text, add_special_tokens=False)
-        return response_text(tokenizer, tokens, stop_token_ids=stop)
+        return _response(tokenizer, stop, prompt, answer)
 
-    built_in, own = (tuple(f for f in cfg.reward.functions if (f.kind == "python") == mine) for mine in (False, True))
+    built_in, own = (
+        tuple(f for f in cfg.reward.functions if (f.kind in ("python", "judge")) == mine) for mine in (False, True)
+    )
     kept = artifacts_dir() / "probes" / f"{_digest(cfg, digest)}.json"
     found: list[str] | None = _known(kept)
     prompts = [] if found is not None and not own else dataset.load(data_dir, "train", tokenizer)
@@ -60,6 +60,37 @@ def probe(cfg: RunConfig, *, data_dir: Path, model_dir: Path, digest: str) -> No
         log.warning("%s", line)
     if own:
         _require_numbers(cfg.reward.model_copy(update={"functions": own}), prompts, say)
+
+
+def _response(tokenizer: Any, stop: Sequence[int], prompt: Prompt, answer: str) -> str:
+    text = continued(prompt.opening, f"<think>\nThis is known.\n</think>\n<answer>{answer}</answer>")
+    return response_text(tokenizer, tokenizer.encode(text, add_special_tokens=False), stop_token_ids=stop)
+
+
+def page(cfg: RunConfig, *, data_dir: Path, model_dir: Path) -> list[str]:
+    """What the policy will be asked, in lines: counts, lengths, and three prompts as it reads them, each with what the
+    reward terms give for the reference answer."""
+    tokenizer = load_tokenizer(model_dir)
+    stop, manifest = stop_token_ids(model_dir, tokenizer), dataset.read_manifest(data_dir)
+    prompts = dataset.load(data_dir, "train", tokenizer)
+    lengths = sorted(len(prompt.tokens) for prompt in prompts)
+    dropped = f", {manifest.dropped_long} longer ones dropped" if manifest.dropped_long else ""
+    lines = [
+        f"{manifest.counts['train']} training and {manifest.counts['validation']} validation prompts; "
+        f"tasks: {', '.join(f'{task} {count}' for task, count in manifest.tasks.items())}",
+        f"tokens of a prompt: median {lengths[len(lengths) // 2]}, p99 {lengths[int(0.99 * (len(lengths) - 1))]}, "
+        f"longest {lengths[-1]} (rollout.max_prompt_tokens={cfg.rollout.max_prompt_tokens}{dropped})",
+    ]
+    shown = _spread(prompts, _SHOWN)
+    with Scorer(cfg.reward) as scorer:
+        for key, prompt in enumerate(shown):
+            scorer.submit(key, prompt, _response(tokenizer, stop, prompt, prompt.answer))
+        for prompt, score in zip(shown, scorer.collect(range(len(shown))), strict=True):
+            terms = zip(cfg.reward.functions, score.components, strict=True)
+            earns = ", ".join(f"{term.name} {value:g}" for term, value in terms)
+            text = tokenizer.decode(prompt.tokens, skip_special_tokens=False)
+            lines += ["", f"prompt {prompt.id}:", text, f"reference {prompt.answer!r} earns: {earns}"]
+    return lines
 
 
 def _digest(cfg: RunConfig, data: str) -> str:
@@ -84,6 +115,8 @@ def _tried(cfg: RunConfig, functions: Sequence[Any], prompts: Sequence[Prompt], 
     with Scorer(reward) as scorer:
         for prompt, kind, score in _scored(scorer, _answers(prompts), say):
             for function, value in zip(functions, score.components, strict=True):
+                if not function.takes(prompt.task):
+                    continue
                 if kind == _RIGHT or function.kind != "format":  # any answer may be well formed
                     marks.setdefault((function.name, prompt.task, kind), []).append((prompt, value >= _FULL))
     for name in {name for name, _, _ in marks}:

@@ -142,7 +142,7 @@ def test_a_number_is_an_answer_in_plain_decimals(tokenizer, tmp_path, written, a
     [
         ('{"question": ', "JSON"),
         ('{"question": "x"}', "'label'"),
-        ('["question"]', "'question'"),
+        ('["question"]', "each row must be an object"),
         ('{"question": "x", "label": [1]}', "'label' is a list; give a text or a number"),
         ('{"question": "x", "label": true}', "'label' is a bool; give a text or a number"),
         ('{"question": "x", "label": NaN}', "'label' is nan; give a finite number"),
@@ -169,7 +169,7 @@ def test_bad_line_is_named(tokenizer, tmp_path, line, problem):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rows.jsonl"]
 
 
-@pytest.mark.parametrize(("name", "problem"), [("rows.jsonl", "has no rows"), ("rows.csv", "convert it")])
+@pytest.mark.parametrize(("name", "problem"), [("rows.jsonl", "has no rows"), ("rows.txt", "of no kind that is read")])
 def test_a_file_without_rows_or_of_another_kind_is_refused(tokenizer, tmp_path, name, problem):
     (tmp_path / name).write_text("\n")
     cfg = FileData(kind="file", train_path=str(tmp_path / name))

@@ -41,9 +41,5 @@ async def judges(*, prompts, responses, answers, metadata):
     )
 
 
-def trl_style(completions, **kwargs):
-    return [1.0 for _ in completions]
-
-
 def positional(prompt, response, answer):
     return 1.0

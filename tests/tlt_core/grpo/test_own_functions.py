@@ -71,7 +71,6 @@ def test_async_functions_are_run() -> None:
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (own("trl_style"), "f(prompt=, response=, answer=, metadata=)"),
         (own("positional"), "metadata"),
         (own("judge", batch=True), "f(prompts=, responses=, answers=, metadata=)"),
         (own("lengths"), "f(prompt=, response=, answer=, metadata=)"),
