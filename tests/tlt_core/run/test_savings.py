@@ -65,8 +65,8 @@ def test_seconds_and_shares_of_a_run_in_which_all_parts_helped() -> None:
     assert [part.share for part in found.parts] == [0.16, 0.04, None]
     assert {part.outcome for part in found.parts} == {"helped"}
     assert found.verdict == (
-        "25.0 s saved of about 125.0 s in 2 steps (20%, estimate); speculation +20.0 s; streamed update +5.0 s; "
-        "drafter training helped"
+        "at most 25.0 s saved of about 125.0 s in 2 steps (20%, estimate); speculation +20.0 s; streamed update at "
+        "most 5.0 s; drafter training helped"
     )
     # 24 idle worker seconds: 14 for the update, 4 for the drafter, 5 without data, and 1 that nothing explains
     assert dict(found.idle) == {"update": 14.0, "no_data": 5.0, "drafter": 4.0, "unknown": 1.0}
