@@ -4,8 +4,6 @@
 """
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -40,16 +38,6 @@ def test_every_pair_is_in_a_run_or_is_refused_by_name() -> None:
 @pytest.mark.parametrize("run", RUNS, ids=map(str, range(len(RUNS))))
 def test_a_run_of_the_table_is_accepted(run: Run) -> None:
     assert table.refusal(run) == ""
-
-
-@pytest.fixture(scope="module")
-def parts(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[runs.Parts]:
-    root = tmp_path_factory.mktemp("options")
-    (root / "artifacts" / "models").mkdir(parents=True)
-    (root / "artifacts" / "models" / embedded_model.name).symlink_to(embedded_model)
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("TLT_HOME", str(root / "artifacts"))
-        yield runs.make_parts(root)
 
 
 _IN_CI = 9  # runs
