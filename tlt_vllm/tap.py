@@ -46,7 +46,7 @@ class Tap:
         """A pass of the target has ended; T tokens of the batch, request by request."""
         if not self._slots:
             self._acquire(taps_TE, last_TD)
-        slots_B = self._prepare()
+        slots_B, skipped = self._prepare()
         length, count = self._taps_SCE.shape[1], len(slots_B)
         starts = torch.from_numpy(self._runner.query_start_loc.np[: count + 1]).long()
         row_T = torch.repeat_interleave(torch.arange(count), starts.diff())
@@ -56,6 +56,7 @@ class Tap:
         places = slots_T[kept_T] * length + positions_T[kept_T]
         for states_SCX, new_TX in ((self._taps_SCE, taps_TE), (self._last_SCD, last_TD)):
             states_SCX.flatten(0, 1).index_copy_(0, places, new_TX[: len(row_T)].cpu()[kept_T])
+        self._copy(skipped)  # now, since this pass may have computed them for another request
 
     def norms(self, row_N: Tensor, positions_N: Tensor, norms_N: Tensor, *, foreign: Sequence[int] = ()) -> None:
         """Log-normalisers of the logits after these positions.  Called before `states` of the same pass.
@@ -99,9 +100,10 @@ class Tap:
         self._last_SCD = torch.zeros(count, positions, last_TD.shape[1], dtype=last_TD.dtype)
         self._norms_SC = torch.zeros(count, positions)
 
-    def _prepare(self) -> list[int]:
-        """The slot of each request of the batch, -1 for none; copies what the prefix cache has skipped."""
-        runner = self._runner
+    def _prepare(self) -> tuple[list[int], list[tuple[_Slot, int]]]:
+        """The slot of each request of the batch, -1 for none; and slots with the length of what the prefix cache has
+        skipped."""
+        runner, skipped = self._runner, []
         starts, result = runner.query_start_loc.np, []
         for b, name in enumerate(runner.input_batch.req_ids):
             begin = int(runner.input_batch.num_computed_tokens_cpu[b])
@@ -110,12 +112,12 @@ class Tap:
                 result.append(-1)
                 continue
             if begin > slot.covered:
-                self._copy(slot, begin)
+                skipped.append((slot, begin))
             slot.whole &= self._pending is not None and name not in self._foreign
             slot.covered = begin + int(starts[b + 1] - starts[b])
             result.append(slot.index)
         self._write_norms()
-        return result
+        return result, skipped
 
     def _write_norms(self) -> None:
         if self._pending is None:  # vLLM has sampled the whole batch
@@ -146,13 +148,24 @@ class Tap:
         self._of[name] = slot
         return slot
 
-    def _copy(self, slot: _Slot, until: int) -> None:
-        """States of the first tokens, from a request that begins with the same tokens."""
+    def _copy(self, skipped: list[tuple[_Slot, int]]) -> None:
+        """States of the first tokens, from requests that begin with the same tokens, and have theirs already."""
+        waiting = list(skipped)
+        while waiting:
+            lacking = [slot for slot, _ in waiting]
+            left = [(slot, until) for slot, until in waiting if not self._copied(slot, until, lacking)]
+            if len(left) == len(waiting):
+                for slot, _ in left:
+                    slot.whole = False
+                return
+            waiting = left
+
+    def _copied(self, slot: _Slot, until: int, lacking: Sequence[_Slot]) -> bool:
         wanted = slot.tokens[:until]
         for donor in self._slots:
-            same = donor is not slot and donor.whole and donor.covered >= until and donor.tokens[:until] == wanted
-            if same and len(wanted) == until:
+            has = donor not in lacking and donor.whole and donor.covered >= until
+            if has and len(wanted) == until and donor.tokens[:until] == wanted:
                 for kept in (self._taps_SCE, self._last_SCD, self._norms_SC):
                     kept[slot.index, :until] = kept[donor.index, :until]
-                return
-        slot.whole = False
+                return True
+        return False

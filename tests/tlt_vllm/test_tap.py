@@ -85,6 +85,17 @@ def test_a_cached_prompt_comes_from_whoever_computed_it() -> None:
     assert tap.take("d", first=4, length=5) is None
 
 
+def test_a_prompt_that_another_request_computes_in_the_same_pass() -> None:
+    """As for a group whose requests begin together; whatever their order in the batch."""
+    prompt = [1, 2, 3, 4]
+    for names in ("abc", "cba", "bac"):
+        runner, tap = begin(dict.fromkeys("abc", prompt))
+        work = {"a": (0, prompt), "b": (3, [4]), "c": (2, [3, 4])}
+        runner.run(tap, {name: work[name] for name in names})
+        for name in names:
+            assert kept(tap.take(name, first=4, length=5)) == shown(prompt)
+
+
 def test_a_preempted_request_is_computed_again() -> None:
     runner, tap = begin({"a": [1, 2]})
     runner.run(tap, {"a": (0, [1, 2])})

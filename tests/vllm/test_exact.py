@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from conf.rollout import RolloutConfig, SpeculationConfig
 from tests.vllm.test_rollout_engine import chains_of, completions
+from tlt_core.drafter.eagle3.files import load_eagle3
 from tlt_core.drafter.eagle3.observe import observe
 from tlt_core.items.train_sequence import TrainSequence
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
@@ -40,7 +41,7 @@ SAMPLES = 2
 # Share of responses that may leave those of our engine: float32 kernels differ in the last bits, and a token whose two
 # best scores are closer than that flips.
 NEAR_TIES = 0.06
-CROSSING = 120  # tokens of a prompt that fits into a block of keys and values (128), which its responses do not
+CROSSING = 120  # tokens of a prompt that fits into four blocks of keys and values (32 each), as its responses do not
 STATES = 2e-3  # relative difference of hidden states, kernels of two engines
 
 
@@ -210,13 +211,14 @@ def test_rounds_follow_the_tuner_and_equal_vllms_counters(adaptive, prompts):
     rounds, after = adaptive.engine.report().rounds, chains_of(adaptive.engine)
     drafted = sum(sum(r.report.drafted) for r in rounds)
     accepted = sum(sum(r.report.accepted) for r in rounds)
-    # vLLM does not count the chain in which a request ends; steps that also prefill are no rounds.
+    # vLLM does not count the chain in which a request ends; steps that also prefill are no rounds, of which each of the
+    # 50 requests begins one, while up to five others draft.
     print(f"rounds: {drafted} drafted, {accepted} accepted; vLLM: {after.draft_tokens - before.draft_tokens}")
     assert {r.report.strategy.tokens for r in rounds} <= {0, 1, 3, 7}
     for trace in rounds:
         assert all(n in (0, trace.report.strategy.tokens) for n in trace.report.drafted) or trace.report.live
-    assert abs(drafted - (after.draft_tokens - before.draft_tokens)) <= 0.1 * drafted + 7 * 6
-    assert abs(accepted - (after.accepted - before.accepted)) <= 0.1 * accepted + 7 * 6
+    assert abs(drafted - (after.draft_tokens - before.draft_tokens)) <= 0.15 * drafted + 7 * 6
+    assert abs(accepted - (after.accepted - before.accepted)) <= 0.15 * accepted + 7 * 6
 
 
 def test_a_drafter_that_turns_useless_is_switched_off_and_found_again(adaptive, prompts, plain):
@@ -256,13 +258,13 @@ def test_hidden_states_are_those_that_our_engine_sees(adaptive, target, prompts,
 
 
 def test_preempted_requests_keep_their_tokens_and_states(engines, target, prompts, drafter, adaptive):
-    """Six requests begin with a block of keys and values each, and need a second one that is not there: vLLM computes
-    some of them again."""
+    """Six requests begin with four blocks of keys and values each, of which two share three, and need a fifth that is
+    not there: vLLM computes some of them again."""
     long = [[*p, *prompts[0] * 3][:CROSSING] for p in prompts]
     expected = decode_all(adaptive.engine.decode, long)
     adaptive.engine.report()
     edge_weights = EdgeWeights.load(target.folder, dtype=torch.float32)
-    engine = engines.start(adaptive_speculation(drafter), edge_weights=edge_weights, kv_cache_mb=50)
+    engine = engines.start(adaptive_speculation(drafter), edge_weights=edge_weights, kv_cache_mb=24)
     try:
         found = decode_all(engine.decode, long, capture=True)
         preempted = engine.counters()["preempted"]
@@ -295,7 +297,7 @@ def test_a_drafter_that_is_lost_in_sleep_is_an_error(engines, drafter, prompts, 
 
 def require_our_states(found: Run, target, drafter: Path) -> None:
     assert len(found.captured) >= 0.9 * len(found.rollouts), "few are dropped"
-    model = build.load_eagle3(drafter, target.decoder.config)
+    model = load_eagle3(drafter, target.decoder.config)
     whole = [s for s in found.captured if s.key.step in (0, 2)]
     expected = observe(
         target.decoder, [s.tokens_L for s in whole], model, firsts=[s.first for s in whole], dtype=torch.float32
