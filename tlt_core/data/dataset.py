@@ -17,7 +17,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from conf.data import DataConfig, FileData, GymData
-from tlt_core.data import file_questions, gym_questions
+from tlt_core.data import file_questions, gym_questions, row_files
 from tlt_core.data.chat import check_variables, encode_question, require_embedded
 from tlt_core.data.question import DataError, Question
 from tlt_core.data.response_text import opening
@@ -130,7 +130,7 @@ def load(out_dir: Path, split: Literal["train", "validation"], tokenizer: Any) -
     if sha256_of(path) != manifest.sha256.get(path.name):
         raise DataError(f"{path} has changed since it was made; 'tlt prepare CONFIG' makes it again")
     cfg, prompts = _SECTION.validate_python(manifest.config), []
-    for _, row in file_questions.jsonl_rows(path, deepest=1 + file_questions.DEEPEST):  # metadata is a level
+    for _, row in row_files.jsonl_rows(path, deepest=1 + row_files.DEEPEST):  # metadata is a level
         tokens = encode_question(tokenizer, row["prompt"], cfg, row["metadata"])
         tokens_P, asked = torch.tensor(tokens, dtype=torch.int32), (row["prompt"], row["answer"], row["task"])
         prompts.append(Prompt(row["id"], tokens_P, *asked, row["metadata"], opening(tokenizer, tokens)))

@@ -19,9 +19,9 @@ from conf.system import ClusterConfig
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.messages import WorkerSpec
 from tlt_core.data.chat import check_variables, encode_prompt, require_embedded
-from tlt_core.data.file_questions import jsonl_rows
 from tlt_core.data.question import DataError
 from tlt_core.data.response_text import response_text
+from tlt_core.data.row_files import jsonl_rows
 from tlt_core.drafter.eagle3.files import check_eagle3
 from tlt_core.items.store import write_atomically
 from tlt_core.items.types import GenerationRequest, NoiseKey, Rollout, SamplingParams
