@@ -95,10 +95,11 @@ def test_the_page_of_metrics_says_what_is_drafted(speculating):
     found, _ = speculating
 
     def total(name: str) -> float:
-        values = re.findall(rf'^{name}_total{{engine="0",k="\d+"}} (\S+)$', found.page, re.MULTILINE)
+        values = re.findall(rf'^{name}_total{{engine="0",k="(?:ngram )?\d+"}} (\S+)$', found.page, re.MULTILINE)
         return sum(map(float, values))
 
-    assert set(re.findall(r'tlt_rounds_total{engine="0",k="(\d+)"}', found.page)) == {"0", "2", "5"}
+    lengths = set(re.findall(r'tlt_rounds_total{engine="0",k="([\w ]+)"}', found.page))
+    assert lengths == {"0", "2", "5", "ngram 5"}
     assert 0.5 * found.counters.draft_tokens < total("tlt_draft_tokens") <= found.counters.draft_tokens
     assert 0.5 * found.counters.accepted < total("tlt_accepted_tokens") <= found.counters.accepted
     assert total("tlt_round_seconds") > 0
