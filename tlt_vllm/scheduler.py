@@ -47,7 +47,7 @@ class AdaptiveScheduler(Scheduler):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         if scheduler_output.num_scheduled_tokens:
             scheduler_output.num_spec_tokens_to_schedule = self._choose(scheduler_output)
-            if self.draft_lengths.ngrams:  # for `hooks`
+            if self.draft_lengths.ngrams:  # an attribute of ours, which vLLM pickles with its own, for `hooks`
                 is_ngram = self.draft_lengths.chosen.drafter == NGRAM
                 least = self.draft_lengths.tuner.min_draft_probs.token
                 scheduler_output.tlt_ngram = (is_ngram, least)  # type: ignore[attr-defined]

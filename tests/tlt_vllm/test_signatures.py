@@ -30,6 +30,7 @@ class _Remote(io.RawIOBase):
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._size}[whence]
         return self._at
 
+    # The base's type is collections.abc.Buffer, which Python 3.11 has not.
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         count = min(len(buffer), self._size - self._at)
         if count <= 0:

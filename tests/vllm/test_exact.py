@@ -211,14 +211,13 @@ def test_rounds_follow_the_tuner_and_equal_vllms_counters(adaptive, prompts):
     rounds, after = adaptive.engine.report().rounds, chains_of(adaptive.engine)
     drafted = sum(sum(r.report.drafted) for r in rounds)
     accepted = sum(sum(r.report.accepted) for r in rounds)
-    # vLLM does not count the chain in which a request ends; steps that also prefill are no rounds, of which each of the
-    # 50 requests begins one, while up to five others draft.
+    # vLLM does not count the chain in which a request ends; steps that also prefill are no rounds.
     print(f"rounds: {drafted} drafted, {accepted} accepted; vLLM: {after.draft_tokens - before.draft_tokens}")
     assert {r.report.strategy.tokens for r in rounds} <= {0, 1, 3, 7}
     for trace in rounds:
         assert all(n in (0, trace.report.strategy.tokens) for n in trace.report.drafted) or trace.report.live
-    assert abs(drafted - (after.draft_tokens - before.draft_tokens)) <= 0.15 * drafted + 7 * 6
-    assert abs(accepted - (after.accepted - before.accepted)) <= 0.15 * accepted + 7 * 6
+    assert abs(drafted - (after.draft_tokens - before.draft_tokens)) <= 0.1 * drafted + 7 * 6
+    assert abs(accepted - (after.accepted - before.accepted)) <= 0.1 * accepted + 7 * 6
 
 
 def test_a_drafter_that_turns_useless_is_switched_off_and_found_again(adaptive, prompts, plain):
