@@ -44,6 +44,15 @@ class GymData(_Prompts):
     """Seed of the generator.  Seeds that are close together share questions."""
 
 
+class FileSource(Section):
+    """A further file of training rows."""
+
+    path: str
+    """As `train_path`."""
+    share: float = Field(1.0, gt=0, le=1)
+    """Share of its rows that is taken, drawn by `data.seed`."""
+
+
 class FileData(_Prompts):
     """Your own prompts: rows with a prompt and an answer, as verl, TRL, OpenRLHF and GSM8K have them, too."""
 
@@ -51,6 +60,8 @@ class FileData(_Prompts):
     train_path: str
     """Training rows: a .jsonl, .json, .csv or .parquet file, a folder of .parquet files, or a folder that the library
     `datasets` has saved."""
+    more: tuple[FileSource, ...] = ()
+    """Further training rows, [{path: b.parquet, share: 0.3}], with the same columns."""
     validation_path: str = ""
     """The same with the validation rows.  Empty: `validation_fraction` of the training rows is held out."""
     validation_fraction: float = Field(0.05, gt=0, lt=1)

@@ -44,9 +44,11 @@ class JudgeConfig(Section):
 class RewardFunction(Section):
     """One term of the reward."""
 
-    kind: Literal["reasoning_gym", "math_verify", "exact", "format", "judge", "python"]
+    kind: Literal["reasoning_gym", "math_verify", "exact", "format", "code_tests", "judge", "environment", "python"]
     """reasoning_gym: the task's own scorer, right or wrong; math_verify: symbolic equality; exact: string equality of
-    the final answer; format: think and answer tags are in place; judge: another model; python: your own function."""
+    the final answer; format: think and answer tags are in place; code_tests: the last ```python block passes the tests
+    that are the reference; judge: another model; environment: the sum of what `rollout.environment` gave; python: your
+    own function."""
     sources: tuple[str, ...] = ()
     """Data sources (column `data_source`), or tasks, whose responses this term scores; it gives 0 for others.  None:
     all of them."""

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from conf.environment import EnvironmentConfig
 from conf.section import MANY, MOST_LIVE, MOST_MB, MOST_TOKENS, Dtype, Section
 
 _LEARNED = ("eagle3",)  # drafters that a folder holds
@@ -123,6 +124,8 @@ class RolloutConfig(Section):
     as a mean over a step (`training/rollout_probs_diff_mean`)."""
     vllm: VllmConfig = VllmConfig()
     """Settings of engine vllm."""
+    environment: EnvironmentConfig | None = None
+    """What the policy talks with; None: each prompt has one response."""
 
     @field_validator("engine", mode="before")
     @classmethod

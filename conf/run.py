@@ -187,6 +187,11 @@ class RunConfig(Section):
                 "every response would score 0; set reward.functions to [{kind: math_verify}], [{kind: exact}] or your "
                 "own function ({kind: python, path: 'package.module:function'})"
             )
+        if self.rollout.environment is None and any(f.kind == "environment" for f in self.reward.functions):
+            raise ValueError(
+                "reward kind 'environment' without rollout.environment: every response would score 0; set "
+                "rollout.environment to {path: 'package.module:Class'}, or choose another reward"
+            )
         if self.rollout.temperature == 0:
             raise ValueError(
                 "rollout.temperature=0: all greedy responses to a prompt are equal, so there is nothing to learn from; "

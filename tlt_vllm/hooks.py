@@ -38,16 +38,19 @@ class Parts:
 
     def propose(self, original: Any, options: dict[str, Any]) -> Any:
         is_ngram, least = getattr(self.scheduled, "tlt_ngram", (None, 0.0))
-        chains = None if is_ngram is None else self._ngrams(options["num_speculative_tokens"] * is_ngram, least)
+        longest = options["num_speculative_tokens"] if is_ngram else 0
+        chains = None if is_ngram is None else self._ngrams(longest, least)
         if is_ngram:
             self._propose(original, options | {"num_speculative_tokens": 0})
             return chains
         return self._propose(original, options)
 
-    def _ngrams(self, longest: int, least: float) -> list[list[int]]:
+    def _ngrams(self, longest: int, least: float) -> list[list[int]] | None:
         assert self.exact is not None, "the scheduler chooses n-grams with exact sampling alone"
         if self.ngrams is None:
             self.ngrams = NgramDrafts(self._runner)
+        if not self.ngrams.is_due(longest):
+            return None
         unread_B = self._runner.discard_request_mask.np
         sampled = [
             [] if unread_B[b] else [token for token in tokens if token >= 0]

@@ -19,12 +19,17 @@ _NOTHING = torch.empty(0, dtype=torch.int32)
 
 
 class NgramDrafts:
-    """One a runner.  `step` is called in every step that samples."""
+    """One a runner.  `is_due` is asked in every step that samples."""
 
     def __init__(self, runner: Any) -> None:
         self._runner, self._drafter = runner, NgramDrafter()
         self._names: list[str] = []  # by row
         self._steps = 0
+
+    def is_due(self, longest: int) -> bool:
+        """Whether `step` has something to do in this step: to draft, or to read what was sampled."""
+        self._steps += 1
+        return longest > 0 or self._steps % _READ_EVERY == 0
 
     def step(
         self, rows: Sequence[Row | None], sampled: Sequence[Sequence[int]], *, longest: int, least: float
@@ -33,10 +38,7 @@ class NgramDrafts:
 
         rows, sampled: of the batch: its noise, and tokens of this step (none: its prompt was not read to its end).
         least: estimated chance of acceptance that a token needs."""
-        self._steps += 1
         batch = self._runner.input_batch
-        if not longest and self._steps % _READ_EVERY:
-            return [[] for _ in sampled]
         at = {name: b for b, name in enumerate(batch.req_ids)}
         self._follow(at)
         order = [at[name] for name in self._names]

@@ -6,7 +6,7 @@ from conf.reward import RewardFunction
 from conf.rollout import _LEARNED, RolloutConfig, SpeculationConfig, StrategyConfig
 from tlt_core.cluster.start_replica import _START
 from tlt_core.drafter.kinds import KINDS
-from tlt_core.grpo.verifiers import _BUILT_IN
+from tlt_core.grpo.verifiers import _BUILT_IN, _WITH_SETTINGS
 from tlt_core.rollout.engines import ENGINES
 from tlt_core.tuner.policies import Kind
 
@@ -19,5 +19,5 @@ def test_every_name_of_the_configuration_is_in_its_registry() -> None:
     assert drafters == {*KINDS}
     assert {name for name, kind in KINDS.items() if kind.learned} == {*_LEARNED}
     assert engines == {*ENGINES} == {*_START}
-    assert rewards == {*_BUILT_IN, "judge", "python"}
+    assert rewards == {*_BUILT_IN, *_WITH_SETTINGS, "python"}
     assert {*policies} == {*get_args(Kind)}

@@ -60,6 +60,10 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {  # option: name of a value: s
         "untrained": ("rollout.speculation.drafter_path=DRAFTER", "drafter.idle_training.enabled=false"),
         "eagle3": ("rollout.speculation.drafter_path=DRAFTER",),
     },
+    "environment": {
+        "none": (),
+        "turns": ("rollout.environment={path: 'tests.flows.talking:Talk', max_turns: 3, max_turn_tokens: 8}",),
+    },
     "engine": {"builtin": ("rollout.engine=builtin",), "vllm": ("rollout.engine=vllm",)},
 }
 

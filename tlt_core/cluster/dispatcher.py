@@ -1,7 +1,7 @@
 """Hands out requests to workers and gathers what they finish.  A plain class; the group runs it as a Ray actor.
 
-    driver  --begin(groups), offer(passes)-->  Dispatcher  <--pull / push / report / ask / take--  workers
-    driver  <--drain()-----------------------
+    driver  --begin(groups), extend, offer(passes)-->  Dispatcher  <--pull / push / report / ask / take--  workers
+    driver  <--drain()-------------------------------
 
 Orders for idle workers (compute a pass of the update, train the drafter, wait, stop) are `idle_training/coordinator`'s.
 
@@ -38,6 +38,7 @@ OfferedPass = tuple[Key, TrainBatch]
 class Pulled(NamedTuple):
     requests: tuple[GenerationRequest, ...]
     exhausted: bool  # no request is left for this worker in this phase: do not ask again
+    more_later: bool = False  # in an open phase: there may be some again
 
 
 class Drained(NamedTuple):
@@ -58,12 +59,13 @@ class Dispatcher(Signs):
         engines: Engines,
         dispatch: Literal["pull", "static"],
         step: int = 0,
+        is_open: bool = False,
         idle_training: IdleTrainingSettings = IdleTrainingSettings(enabled=False),  # noqa: B008 (immutable)
     ) -> None:
         """Start a phase of RL step `step`.
 
-        groups: the requests of each prompt; none: a phase of waiting, which lasts until `end`.  idle_training: who may
-        train when.
+        groups: the requests of each prompt; none: a phase of waiting.  is_open: the phase lasts until `end`, and
+        `extend` may add requests to it.  idle_training: who may train when.
         """
         num_workers, hosts = engines.num_workers, engines.hosts
         self._coordinator = Coordinator(num_workers, idle_training, step=step, at_s=time.time())
@@ -81,7 +83,8 @@ class Dispatcher(Signs):
         else:
             queue = deque(r for g in groups for r in g)
             self._queues = {host: queue for host in hosts}
-        self._shared = dispatch == "pull"
+        self._returning: dict[int, deque[GenerationRequest]] = {host: deque() for host in hosts}
+        self._shared, self._is_open = dispatch == "pull", is_open
 
     def pull(self, worker: int, wanted: int) -> Pulled:
         """Up to `wanted` requests for a worker.  One without an engine gets none, and is done when its engine is."""
@@ -91,18 +94,30 @@ class Dispatcher(Signs):
         if self._shared:
             fair = -(-self._outstanding // len(self._queues))
             wanted = min(wanted, fair - self._live[worker])
-        requests = tuple(queue.popleft() for _ in range(min(max(wanted, 0), len(queue))))
+        requests: list[GenerationRequest] = []
+        # Turns that this worker can continue, then new requests; without either, turns that another would continue.
+        others = () if self._live[worker] else self._returning.values()
+        for source in (self._returning[worker], queue, *others):
+            while source and len(requests) < wanted:
+                requests.append(source.popleft())
         self._live[worker] += len(requests)
-        return Pulled(requests, exhausted=not queue)
+        return Pulled(tuple(requests), exhausted=not self._waiting(worker), more_later=self._is_open)
 
     def push(self, worker: int, rollout: Rollout) -> None:
         self._finished.append(rollout)
         self._live[worker] -= 1
         self._outstanding -= 1
-        if self._outstanding == 0:
+        if self._outstanding == 0 and not self._is_open:
             self._coordinator.end(time.time())
 
+    def extend(self, requests: Sequence[tuple[GenerationRequest, int]]) -> None:
+        """Further turns of episodes, each with the worker that decoded the turn before and can continue it soonest."""
+        self._outstanding += len(requests)
+        for request, worker in requests:
+            self._returning[worker].append(request)
+
     def end(self) -> None:
+        self._is_open = False
         self._coordinator.end(time.time())
 
     def report(self, worker: int, tokens: int) -> None:
@@ -110,11 +125,18 @@ class Dispatcher(Signs):
 
     def ask(self, event: Progress) -> Order:
         """A worker without requests asks what to do next."""
+        host = self._engines.host_of(event.worker)
+        if self._waiting(host) or (host != event.worker and host not in self._idle):
+            self._idle.discard(event.worker)
+            return self._coordinator.busy(event.worker, event.at_s)
         self._idle.add(event.worker)
         order = self._coordinator.order(event)
         if order.action is Action.STOP:
             self._ended_s = time.time()
         return order
+
+    def _waiting(self, host: int) -> bool:
+        return bool(self._queues[host]) or any(self._returning.values())
 
     def offer(self, passes: Sequence[OfferedPass]) -> None:
         """Passes of the update that idle workers may compute in this phase."""

@@ -143,18 +143,39 @@ class WorkerGroup:
         on_progress: Callable[[Drained], None],
         step: int = 0,
         is_training: bool = False,
+        waits: Callable[[], bool] | None = None,
         idle_training: IdleTrainingSettings = IdleTrainingSettings(enabled=False),  # noqa: B008 (immutable)
     ) -> Generated:
         """Sample every request; `on_progress` gets what finished since its last call, several times a second.
 
-        is_training: these are the rollouts of RL step `step`.  idle_training: when idle workers train the drafter.
+        is_training: these are the rollouts of RL step `step`.  waits: of an open phase, which `extend` may lengthen and
+        ends; whether it waits for something else than its workers.  idle_training: when idle workers train the
+        drafter.
         """
         self._ask_dispatcher(
-            "begin", groups, engines=self.engines, dispatch=dispatch, step=step, idle_training=idle_training
+            "begin",
+            groups,
+            engines=self.engines,
+            dispatch=dispatch,
+            step=step,
+            is_open=waits is not None,
+            idle_training=idle_training,
         )
         calls = [w.serve_requests.remote(self._dispatcher, params, step, is_training) for w in self._workers]
-        reports = self._gather(calls, "rollout", lambda: on_progress(self._ask_dispatcher("drain")), every_s=_GATHER_S)
+        reports = self._gather(
+            calls,
+            "rollout",
+            lambda: on_progress(self._ask_dispatcher("drain")),
+            every_s=_GATHER_S if waits is None else _POLL_S,
+            may_idle=waits or (lambda: False),
+        )
         return Generated(reports, self._ask_dispatcher("phase"))
+
+    def extend(self, requests: Sequence[tuple[GenerationRequest, int]], *, ends: bool) -> None:
+        """Further requests of an open phase, each with the worker that should have it.  ends: all have finished."""
+        self._ask_dispatcher("extend", requests)
+        if ends:
+            self._ask_dispatcher("end")
 
     def offer(self, passes: Sequence[OfferedPass]) -> None:
         """Passes of the update that workers may compute when they are idle; only while `run_phase` runs."""
@@ -169,11 +190,11 @@ class WorkerGroup:
 
         self._ask_dispatcher("begin", [], engines=self.engines, dispatch="pull", step=step, idle_training=idle_training)
         calls = [w.train_while_waiting.remote(self._dispatcher) for w in self._workers]
-        results = self._gather(calls, "waiting for scores", end_when_there, every_s=_POLL_S, may_idle=True)
+        results = self._gather(calls, "waiting for scores", end_when_there, every_s=_POLL_S, may_idle=lambda: True)
         return Waited([result for result in results if result is not None], self._ask_dispatcher("phase"))
 
     def _gather(
-        self, calls: Sequence[Any], what: str, look: Callable[[], None], *, every_s: float, may_idle: bool = False
+        self, calls: Sequence[Any], what: str, look: Callable[[], None], *, every_s: float, may_idle: Callable[[], bool]
     ) -> list[Any]:
         """The workers' reports by rank.  look: called now and then, and at the end.  what, may_idle: see `Watch`."""
         ranks, pending = {call: rank for rank, call in enumerate(calls)}, list(calls)
@@ -182,7 +203,7 @@ class WorkerGroup:
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=every_s)
             self._get(done)
             look()
-            self._look_after([ranks[call] for call in pending], may_idle=may_idle)
+            self._look_after([ranks[call] for call in pending], may_idle=may_idle())
         return self._get(calls)
 
     def _ask_dispatcher(self, method: str, *arguments: Any, **options: Any) -> Any:

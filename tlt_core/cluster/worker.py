@@ -35,6 +35,7 @@ from tlt_core.rollout.replica import NoReplica, Replica
 
 _POLL_S = 0.02  # how often an idle worker asks whether rollout has ended
 _REPORT_S = 0.5  # how often a busy worker reports its token count
+_PULL_S = 0.02  # how often it asks for requests that an open phase may have again
 
 
 class RequestFeed:
@@ -43,13 +44,16 @@ class RequestFeed:
     def __init__(self, dispatcher: Any, worker: int) -> None:
         self._dispatcher, self._worker = dispatcher, worker
         self._pushed: list[Any] = []
+        self.trained = 0  # micro-steps of the drafter in this phase
         self._tokens, self._reported_s = 0, time.monotonic()
-        self.exhausted = False  # no request is left for this worker in this phase
+        self._pulled_s, self._more_later = 0.0, False
+        self.exhausted = False  # no request is left for this worker, in this phase or for now
 
     def pull(self, wanted: int) -> Sequence[GenerationRequest]:
-        if self.exhausted:
+        if self.exhausted and not (self._more_later and time.monotonic() - self._pulled_s > _PULL_S):
             return ()
-        requests, self.exhausted = ray.get(self._dispatcher.pull.remote(self._worker, wanted))
+        requests, self.exhausted, self._more_later = ray.get(self._dispatcher.pull.remote(self._worker, wanted))
+        self._pulled_s = time.monotonic()
         return requests
 
     def push(self, rollout: Rollout) -> None:
@@ -178,19 +182,22 @@ class Worker:
         streamed: list[Key] = []
         if idle_training is not None:
             idle_training.begin(step, self._policy_version)
-        while not feed.exhausted:  # a fair share may be empty for a moment while others hold more than theirs
-            self._replica.decode(
-                feed.pull,
-                feed.push,
-                params,
-                on_tokens=feed.count,
-                on_round=drafting.observe if is_training else None,
-                on_captured=None if idle_training is None else idle_training.collect,
-                worker=self._rank,
-            )
-        idle = Progress(self._rank, 0, time.time(), _has_data(idle_training))
-        feed.flush()
-        self._use_idle_time(idle, feed, idle_training, streamed)
+        action = Action.DECODE
+        while action is Action.DECODE:
+            feed.exhausted = False
+            while not feed.exhausted:  # a fair share may be empty for a moment while others hold more than theirs
+                self._replica.decode(
+                    feed.pull,
+                    feed.push,
+                    params,
+                    on_tokens=feed.count,
+                    on_round=drafting.observe if is_training else None,
+                    on_captured=None if idle_training is None else idle_training.collect,
+                    worker=self._rank,
+                )
+            idle = Progress(self._rank, feed.trained, time.time(), _has_data(idle_training))
+            feed.flush()
+            action = self._use_idle_time(idle, feed, idle_training, streamed)
         if idle_training is not None:
             until_s = time.monotonic() + self._spec.drafter.idle_training.after_rollout_s
             while idle_training.has_data and time.monotonic() < until_s:
@@ -214,22 +221,23 @@ class Worker:
 
     def _use_idle_time(
         self, idle: Progress, feed: RequestFeed, idle_training: IdleTraining | None, streamed: list[Key]
-    ) -> None:
+    ) -> Action:
         """Compute passes of the update or train the drafter, piece by piece, as ordered, else wait, until the order to
-        stop.  A piece that has begun is finished.  streamed: gets the passes that were computed."""
-        order, done = feed.ask(idle), 0
-        while order.action is not Action.STOP:
+        stop or to decode.  A piece that has begun is finished.  streamed: gets the passes that were computed."""
+        order = feed.ask(idle)
+        while order.action not in (Action.STOP, Action.DECODE):
             if order.action is Action.STREAM:
                 key, share = feed.take()
                 self._policy.trainer.stream(share)
                 streamed.append(key)
             elif idle_training is not None and order.action is Action.TRAIN:  # ordered only where there is data
                 idle_training.micro_step()
-                done += 1
+                feed.trained += 1
                 got_on()
             else:
                 time.sleep(_POLL_S)
-            order = feed.ask(Progress(self._rank, done, time.time(), _has_data(idle_training)))
+            order = feed.ask(Progress(self._rank, feed.trained, time.time(), _has_data(idle_training)))
+        return order.action
 
     def call_drafting(self, method: str, *arguments: Any, **options: Any) -> Any:
         return getattr(self._drafting, method)(*arguments, **options)

@@ -12,6 +12,7 @@ from tlt_core.data.question import DataError
 
 MESSAGES = "prompt_messages"  # in a question's metadata: the whole conversation, which ends with the question
 _NO_VARIABLES: Mapping[str, Any] = {}
+_REPLY = "TLT-reply"  # stands for a response whose tokens are known
 
 
 def encode_prompt(
@@ -45,6 +46,31 @@ def encode_prompt(
             remedies.insert(0, "leave data.system_prompt (--system-prompt) out and put its text into data.instruction")
         told = "a user's message" if system_prompt is None else "a system message before the user's"
         raise DataError(f"the model's chat template fails on {told} ({error}): {', or '.join(remedies)}") from None
+
+
+def encode_turn(tokenizer: Any, message: str, *, ended_by: int, template_kwargs: Mapping[str, Any]) -> list[int]:
+    """Token ids between a response and the next one: what the chat template says after a response, `message` as the
+    user's, and the beginning of the next response.  ended_by: the response's last token, which may be a part of it.
+
+    Raises DataError where the chat template has no such conversation.
+    """
+    if not tokenizer.chat_template:
+        return list(tokenizer.encode(f"\n{message}\n", add_special_tokens=False))
+    roles = ("user", "assistant", "user")
+    talk = [{"role": role, "content": text} for role, text in zip(roles, (_REPLY, _REPLY, message), strict=True)]
+    try:
+        said = tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True, **dict(template_kwargs))
+    except (TemplateError, TypeError) as error:
+        said, problem = "", f" ({error})"
+    else:
+        problem = ""
+    *before, after = said.split(_REPLY, 2)
+    if len(before) != 2 or not after:
+        raise DataError(
+            f"the model's chat template does not render a user's message after a response{problem}, so there can be no "
+            "turns: edit the model's chat_template.jinja, or leave rollout.environment out"
+        )
+    return list(tokenizer.encode(after.removeprefix(tokenizer.decode([ended_by])), add_special_tokens=False))
 
 
 def encode_question(

@@ -26,6 +26,7 @@ from tlt_core.items.store import sha256_of
 
 log = logging.getLogger(__name__)
 
+ROW = "tlt_row"  # in a question's metadata: its file and line
 TASK = "file"  # of rows without a data source
 # Names of columns, the likeliest first.
 _PROMPTS = ("prompt", "question", "problem", "input", "context_messages", "messages", "instruction", "query")
@@ -44,6 +45,10 @@ def check(cfg: FileData) -> None:
 def splits(cfg: FileData) -> tuple[list[Question], list[Question]]:
     """Training and validation questions; no question is in both.  Raises DataError."""
     train = _read(Path(cfg.train_path), cfg, setting="data.train_path")
+    for further in cfg.more:
+        items = _read(Path(further.path), cfg, setting="data.more")
+        taken = random.Random(f"{cfg.seed} {further.path}").sample(range(len(items)), round(further.share * len(items)))
+        train += [items[index] for index in sorted(taken)]
     if cfg.validation_path:
         validation = _read(Path(cfg.validation_path), cfg, setting="data.validation_path")
         held = {asked(i) for i in validation}
@@ -79,7 +84,7 @@ def places(cfg: FileData, wanted: Collection[tuple[str, str]]) -> dict[tuple[str
 
 def source(cfg: FileData) -> str:
     """The files with their checksums, so that it changes with their content."""
-    given = [Path(p) for p in (cfg.train_path, cfg.validation_path) if p]
+    given = [Path(p) for p in (cfg.train_path, *(further.path for further in cfg.more), cfg.validation_path) if p]
     paths = [file for p in given for file in (sorted(p.rglob("*")) if p.is_dir() else [p]) if not file.is_dir()]
     return ", ".join(f"{p} sha256 {sha256_of(p) if p.is_file() else 'missing'}" for p in paths)
 
@@ -92,9 +97,10 @@ def _read(path: Path, cfg: FileData, *, setting: str) -> list[Question]:
 
 
 def _both(cfg: FileData) -> list[Iterator[tuple[str, Question]]]:
-    """Rows of the training file, and of the validation file if there is one."""
-    paths = {"data.train_path": cfg.train_path, "data.validation_path": cfg.validation_path}
-    return [_located(Path(path), cfg, setting=setting) for setting, path in paths.items() if path]
+    """Rows of each training file, and of the validation file if there is one."""
+    paths = [("data.train_path", cfg.train_path), *(("data.more", further.path) for further in cfg.more)]
+    paths += [("data.validation_path", cfg.validation_path)]
+    return [_located(Path(path), cfg, setting=setting) for setting, path in paths if path]
 
 
 def _located(path: Path, cfg: FileData, *, setting: str, says: bool = False) -> Iterator[tuple[str, Question]]:
@@ -111,6 +117,7 @@ def _located(path: Path, cfg: FileData, *, setting: str, says: bool = False) -> 
                 log.info("%s: prompts are %r, answers are %r", path, prompt_key, answer_key)
         # TRL's functions get the answer's column by its own name.
         metadata = {name: value for name, value in row.items() if name not in (prompt_key, "answer")}
+        metadata[ROW] = where
         prompt, answer = _at(row, prompt_key), _text(where, row, answer_key)
         if isinstance(prompt, list | tuple):
             metadata[MESSAGES] = _messages(where, prompt, prompt_key)
@@ -142,7 +149,7 @@ def _rows(path: Path, *, setting: str) -> Iterator[tuple[str, Any]]:
 
 def _tables(folder: Path, *, setting: str) -> list[Path]:
     """Files of a folder: of the library `datasets`, or simply Parquet."""
-    split = "train" if setting == "data.train_path" else "validation"
+    split = "validation" if setting == "data.validation_path" else "train"
     if (folder / "dataset_dict.json").is_file():  # several splits
         wanted = [folder / split, *([folder / "test"] if split == "validation" else [])]
         folder = next((path for path in wanted if path.is_dir()), folder)
@@ -203,14 +210,15 @@ def final_answer(text: str) -> str:
 
 
 def _text(where: str, row: Any, key: str) -> str:
-    """A row's prompt or answer: a text or a number; of a list or object within an object (verl has such references) its
-    JSON.  Raises DataError naming the row."""
+    """A row's prompt or answer: a text or a number; of a list or object (references of verl, tests of code) its JSON.
+    Raises DataError naming the row."""
     value = _at(row, key)
     if value is None or value == "":
         raise DataError(f"{where}: no {key!r}; set data.prompt_key and data.answer_key to its columns ({_names(row)})")
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{where}: {key!r} is {value}; give a finite number or a text")
-    if isinstance(value, list | dict) and key not in row:
+    texts = isinstance(value, list) and value and all(isinstance(line, str) for line in value)
+    if isinstance(value, dict) or texts or (isinstance(value, list) and key not in row):
         return json.dumps(value, ensure_ascii=False, default=str)
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise DataError(f"{where}: {key!r} is a {type(value).__name__}; give a text or a number")

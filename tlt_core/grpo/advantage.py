@@ -67,12 +67,10 @@ def overlong_penalty(response_lens_R: Tensor, *, max_new_tokens: int, buffer_tok
 def kl_penalty(rollouts: RolloutBatch, ref_logprobs_T: Tensor, *, kl: KLConfig) -> Tensor:
     """What `kl.place: reward` subtracts from the rewards: coef * sum of the estimate over the response, [R] float32.
 
-    ref_logprobs_T: the reference's log-probabilities, aligned with rollouts.tokens_T (prompt entries are ignored).
+    ref_logprobs_T: the reference's log-probabilities, aligned with rollouts.tokens_T (only sampled tokens count).
     """
     index_T = torch.repeat_interleave(torch.arange(len(rollouts)), rollouts.lengths_R)
-    position_T = torch.arange(len(index_T)) - rollouts.offsets_R1[index_T]
-    estimate_T = kl_estimate(rollouts.logprobs_T, ref_logprobs_T, kind=kl.kind)
-    estimate_T = estimate_T.masked_fill(position_T < rollouts.prompt_lens_R[index_T], 0)
+    estimate_T = kl_estimate(rollouts.logprobs_T, ref_logprobs_T, kind=kl.kind).masked_fill(~rollouts.sampled_T, 0)
     return kl.coef * torch.zeros(len(rollouts)).index_add_(0, index_T, estimate_T)
 
 

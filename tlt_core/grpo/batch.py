@@ -5,7 +5,8 @@
 Sequences are packed back to back, never padded.  A group of responses stays in one minibatch, and in one pack of groups
 (`packs`).  Passes are dealt to the workers so that each has about the same amount to compute.
 
-Shapes: S sequences of a share, T their tokens, C their completion tokens; R responses of the rollout batch.
+Shapes: S sequences of a share, T their tokens, C their completion tokens; R responses of the rollout batch.  Completion
+tokens that an environment said are no targets: they count nowhere below.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from conf.update import AlgorithmConfig, UpdateConfig
 from tlt_core.grpo.passes import Cost, Key, Pass, fill, kept, make_passes, packs, power_of_two
-from tlt_core.items.types import FinishReason, NoiseKey, Rollout, RolloutBatch, ScoredBatch
+from tlt_core.items.types import FinishReason, NoiseKey, Rollout, RolloutBatch, ScoredBatch, offsets_of
 
 Example = tuple[Tensor, Tensor]  # prompt tokens and completion tokens, int32
 
@@ -37,7 +38,8 @@ class TrainBatch:
     samples_S: Tensor  # int64, number of the response among those to its prompt
     advantages_S: Tensor  # float32
     rollout_logprobs_C: Tensor  # float32
-    num_tokens: int  # completion tokens of the optimizer step, all workers together
+    sampled_C: Tensor  # bool, False on tokens of an environment
+    num_tokens: int  # sampled tokens of the optimizer step, all workers together
     num_sequences: int  # sequences of the optimizer step, all workers together
     planned_sequences: int = 1  # about num_sequences, a power of two that is known before the rollout
     passes_S: Tensor | None = None  # int64, rising: which pass computes the sequence; None: passes are filled in order
@@ -46,7 +48,7 @@ class TrainBatch:
 
     def __post_init__(self) -> None:
         completion = int(self.response_lens_S.sum())
-        for name in ("rollout_logprobs_C", "old_logprobs_C", "ref_logprobs_C"):
+        for name in ("rollout_logprobs_C", "sampled_C", "old_logprobs_C", "ref_logprobs_C"):
             values = getattr(self, name)
             if values is not None and len(values) != completion:
                 raise ValueError(f"{name} has {len(values)} entries for {completion} completion tokens")
@@ -65,6 +67,11 @@ class TrainBatch:
     def response_lens_S(self) -> Tensor:
         """Completion tokens, int64."""
         return self.lengths_S - self.prompt_lens_S
+
+    @property
+    def sampled_lens_S(self) -> Tensor:
+        """Those of them that the policy sampled, int64."""
+        return offsets_of(self.sampled_C.long())[offsets_of(self.response_lens_S)].diff()
 
 
 def make_train_batches(
@@ -104,7 +111,7 @@ def make_train_batches(
         if len(chosen):
             passes = make_passes(scored, chosen.tolist(), cfg, algorithm, pack_of=pack_of)
             left = [p for p in passes if p.key not in streamed]
-            counts = {"num_tokens": int(rollouts.response_lens_R[chosen].sum()), "num_sequences": len(chosen)}
+            counts = {"num_tokens": int(rollouts.sampled_lens_R[chosen].sum()), "num_sequences": len(chosen)}
             minibatches.append(
                 [
                     train_batch(scored, share, **counts, planned_sequences=planned, ref_logprobs_T=ref_logprobs_T)
@@ -119,7 +126,7 @@ def make_train_batches(
 def make_forward_batches(rollouts: RolloutBatch, *, num_workers: int) -> list[TrainBatch]:
     """All responses, one share per worker, for log-probabilities only (of the reference model, for example)."""
     alone = [Pass((row, 0), [row], needs_grad=False) for row in range(len(rollouts))]
-    tokens, count = int(rollouts.response_lens_R.sum()), len(rollouts)
+    tokens, count = int(rollouts.sampled_lens_R.sum()), len(rollouts)
     return [
         _take(rollouts, [r for p in share for r in p.rows], torch.zeros(count), num_tokens=tokens, num_sequences=count)
         for share in _deal(rollouts, alone, num_workers=num_workers)
@@ -231,6 +238,7 @@ def _take(
         samples_S=rollouts.samples_R[share],
         advantages_S=advantages_R[share],
         rollout_logprobs_C=_completions(rollouts, share, rollouts.logprobs_T),
+        sampled_C=_completions(rollouts, share, rollouts.sampled_T),
         num_tokens=num_tokens,
         num_sequences=num_sequences,
         ref_logprobs_C=None if ref_logprobs_T is None else _completions(rollouts, share, ref_logprobs_T),

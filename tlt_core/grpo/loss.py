@@ -49,7 +49,7 @@ class LossTerms(NamedTuple):
 
 def token_weights(
     aggregation: Literal["token_mean", "sequence_mean", "constant"],
-    response_lens_S: Tensor,
+    sampled_lens_S: Tensor,
     *,
     num_tokens: int,
     num_sequences: int,
@@ -61,10 +61,10 @@ def token_weights(
     sequence_mean: 1 / (num_sequences length) (GRPO); constant: 1 / (num_sequences max_new_tokens) (Dr.GRPO).
     """
     if aggregation == "token_mean":
-        return torch.full((len(response_lens_S),), 1.0 / num_tokens)
+        return torch.full((len(sampled_lens_S),), 1.0 / num_tokens)
     if aggregation == "sequence_mean":
-        return 1.0 / (num_sequences * response_lens_S.float())
-    return torch.full((len(response_lens_S),), 1.0 / (num_sequences * max_new_tokens))
+        return 1.0 / (num_sequences * sampled_lens_S.float())
+    return torch.full((len(sampled_lens_S),), 1.0 / (num_sequences * max_new_tokens))
 
 
 def kl_estimate(logprobs_C: Tensor, ref_logprobs_C: Tensor, *, kind: KLKind) -> Tensor:

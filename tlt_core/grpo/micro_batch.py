@@ -1,6 +1,6 @@
 """From one worker's share of an optimizer step to single forward/backward passes, packed back to back.
 
-Shapes: U input tokens, Q attention segments, C completion tokens, S sequences of the share.
+Shapes: U input tokens, Q attention segments, C sampled completion tokens, S sequences of the share.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,9 +27,9 @@ class MicroBatch(NamedTuple):
     offsets_Q1: Tensor  # int64, segments in input tokens
     keys: Tensor | None  # int64, input tokens whose keys the segments read; None: each segment reads its own
     key_offsets_Q1: Tensor  # int64, segments in `keys`
-    outputs_C: Tensor  # int64, input tokens whose output predicts a completion token
-    targets_C: Tensor  # int64, the completion tokens
-    place_C: Tensor  # int64, where the completion tokens are in the share's [C] arrays
+    outputs_C: Tensor  # int64, input tokens whose output predicts a sampled token
+    targets_C: Tensor  # int64, the sampled tokens
+    place_C: Tensor  # int64, where they are in the share's arrays of completion tokens
     sequence_C: Tensor  # int64, which of the share's sequences they belong to
     needs_grad: bool  # False: the gradient is known to be 0, so the pass only measures
 
@@ -87,15 +87,18 @@ def _micro_batch(batch: TrainBatch, chosen: Sequence[int], *, needs_grad: bool) 
     lengths = torch.tensor([n for n, _ in segments])
     key_lengths = torch.tensor([len(keys) for _, keys in segments])
     chosen_S = torch.tensor(chosen)
+    place = torch.cat([torch.arange(places[s], places[s + 1]) for s in chosen])
+    sampled = batch.sampled_C[place]
+    completions = torch.cat([batch.tokens_T[starts[s] + prompt_lens[s] : starts[s + 1]] for s in chosen])
     return MicroBatch(
         tokens_U=batch.tokens_T[torch.cat(source)],
         positions_U=torch.cat(positions),
         offsets_Q1=offsets_of(lengths),
         keys=None if torch.equal(lengths, key_lengths) else torch.cat([keys for _, keys in segments]),
         key_offsets_Q1=offsets_of(key_lengths),
-        outputs_C=torch.cat(outputs),
-        targets_C=torch.cat([batch.tokens_T[starts[s] + prompt_lens[s] : starts[s + 1]] for s in chosen]).long(),
-        place_C=torch.cat([torch.arange(places[s], places[s + 1]) for s in chosen]),
-        sequence_C=chosen_S.repeat_interleave(batch.response_lens_S[chosen_S]),
+        outputs_C=torch.cat(outputs)[sampled],
+        targets_C=completions[sampled].long(),
+        place_C=place[sampled],
+        sequence_C=chosen_S.repeat_interleave(batch.response_lens_S[chosen_S])[sampled],
         needs_grad=needs_grad,
     )

@@ -18,14 +18,16 @@ from typing import NamedTuple
 
 from pebble import ProcessExpired, ProcessPool
 
-from conf.reward import RewardConfig
+from conf.reward import RewardConfig, RewardFunction
 from tlt_core.grpo import confinement, verifiers
-from tlt_core.grpo.verifiers import Item, Outcome
-from tlt_core.items.types import Prompt, ScoreStatus
+from tlt_core.grpo.reward_styles import Item
+from tlt_core.grpo.verifiers import Outcome
+from tlt_core.items.types import Earned, Prompt, ScoreStatus
 
 log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0  # between two looks whether the pool still works
+_OF_TIMEOUT = 0.8  # for the tests of a response: the rest is for starting and ending its process
 _MAX_WARNINGS = 10  # a message may quote the response, so messages may all be different
 
 _FAILED = (ScoreStatus.TIMEOUT, ScoreStatus.ERROR)
@@ -64,13 +66,16 @@ def require_scores(scores: Sequence[Score]) -> None:
         )
 
 
-def check_reward_functions(cfg: RewardConfig) -> None:
-    """Load your own functions once, before any expensive work, in a process like those that score.
+def check_reward_functions(cfg: RewardConfig, *, environment: str = "") -> None:
+    """Load your own functions, and the class of your environment, once, before any expensive work, in a process like
+    those that score.
 
     Raises RewardError.
     """
-    terms = tuple((f.kind, f.path, f.batch) for f in cfg.functions)
-    own = [path for _, path, _ in terms if path]
+    terms = tuple((f.kind, f.path, f.batch) for f in cfg.functions) + (("environment", environment, False),) * bool(
+        environment
+    )
+    own = [path for kind, path, _ in terms if path or kind == "code_tests"]
     if not own:
         return
     pool = _pool(cfg, processes=1, functions=())
@@ -85,9 +90,10 @@ def check_reward_functions(cfg: RewardConfig) -> None:
         names = confinement.secrets(os.environ, but=cfg.pass_variables)
         listed = f"{', '.join(names)} (reward.pass_variables names those that a function needs)"
         withheld = f"; scoring processes do not see {listed}" if names else ""
+        what = "environment" if bad[0] == environment else "reward function"
         raise RewardError(
-            f"reward function {bad[0]!r} cannot be used ({bad[1]}); give an importable 'package.module:function' that "
-            f"takes these arguments (is its folder on PYTHONPATH?){withheld}"
+            f"{what} {bad[0]!r} cannot be used ({bad[1]}); give an importable 'package.module:name' that takes these "
+            f"arguments (is its folder on PYTHONPATH?){withheld}"
         )
 
 
@@ -102,13 +108,20 @@ def _pool(cfg: RewardConfig, *, processes: int, functions: Sequence[tuple[str, s
     )
 
 
+def _settings(function: RewardFunction, cfg: RewardConfig) -> str:
+    """What a term needs to know in a scoring process."""
+    if function.kind == "code_tests":
+        return str(_OF_TIMEOUT * cfg.timeout_s)
+    return function.judge.model_dump_json() if function.judge else function.path
+
+
 class Scorer(AbstractContextManager["Scorer"]):
     """Owns the pool, whose processes start in the background.  Raises RewardError."""
 
     def __init__(self, cfg: RewardConfig) -> None:
         check_reward_functions(cfg)
         self._cfg = cfg
-        self._functions = tuple((f.kind, f.judge.model_dump_json() if f.judge else f.path) for f in cfg.functions)
+        self._functions = tuple((f.kind, _settings(f, cfg)) for f in cfg.functions)
         self._weights = tuple(f.weight for f in cfg.functions)
         self._alone = tuple(i for i, f in enumerate(cfg.functions) if not f.batch)
         self._together = tuple(i for i, f in enumerate(cfg.functions) if f.batch)
@@ -118,9 +131,11 @@ class Scorer(AbstractContextManager["Scorer"]):
         self._warned: set[str] = set()
         self._pool = self._new_pool()
 
-    def submit(self, key: Hashable, prompt: Prompt, response: str) -> None:
-        """Start scoring one response; `key` names it in `collect`."""
-        self._items[key] = Item(prompt.text, response, prompt.answer, prompt.task, prompt.metadata, prompt.opening)
+    def submit(self, key: Hashable, prompt: Prompt, response: str, earned: Earned | None = None) -> None:
+        """Start scoring one response; `key` names it in `collect`.  earned: from an environment."""
+        self._items[key] = Item(
+            prompt.text, response, prompt.answer, prompt.task, prompt.metadata, prompt.opening, *(earned or ())
+        )
         self._calls[key] = {}
         takes = [i for i, function in enumerate(self._cfg.functions) if function.takes(prompt.task)]
         if alone := [i for i in self._alone if i in takes]:

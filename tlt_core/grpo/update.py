@@ -154,7 +154,7 @@ class PolicyTrainer:
     def _compute(self, batch: TrainBatch, micro: MicroBatch) -> LossTerms:
         weights_S = token_weights(
             self._algorithm.loss_aggregation,
-            batch.response_lens_S,
+            batch.sampled_lens_S,
             num_tokens=self._planned_tokens(batch),
             num_sequences=batch.planned_sequences if self._backend.sums_exactly else batch.num_sequences,
             max_new_tokens=self._max_new_tokens,

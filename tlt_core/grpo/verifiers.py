@@ -3,39 +3,38 @@
 Nothing heavy is imported at the top (no torch), so a scoring process starts quickly.
 """
 
-import asyncio
 import contextlib
 import functools
 import importlib
-import inspect
 import os
 import re
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from tlt_core.grpo import confinement, judge, math_answer
+from tlt_core.grpo import code_tests, confinement, judge, math_answer
+from tlt_core.grpo.reward_styles import (
+    MANY,
+    ONE,
+    Item,
+    alone,
+    awaited,
+    load,
+    our_many,
+    require_arguments,
+    style_of,
+    trl_many,
+)
 
 OK, UNPARSEABLE, TIMEOUT, ERROR = range(4)  # as `types.ScoreStatus`
 LARGEST_REWARD = 1e6  # of one function, in absolute value
-_ONE = ("prompt", "response", "answer", "metadata")  # arguments of a function of yours
-_MANY = ("prompts", "responses", "answers", "metadata")  # of one that takes whole batches
 _MESSAGE_CHARS = 300
 _RIGHT = 0.99  # only a full score counts: a policy can game reasoning-gym's partial credit
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _FORMAT = re.compile(
     r"\A\s*<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*\Z", re.DOTALL
 )
-
-
-class Item(NamedTuple):
-    prompt: str
-    response: str
-    answer: str
-    task: str
-    metadata: Mapping[str, Any]
-    opening: str = ""  # what the prompt's end has of the response already
 
 
 class Outcome(NamedTuple):
@@ -72,11 +71,11 @@ def score_response(functions: Sequence[tuple[str, str]], item: Item) -> Outcome:
     for kind, path in functions:
         value = 0.0
         try:
-            value = _checked(resolve(kind, path)(item))
+            value = checked(resolve(kind, path)(item))
         except Unparseable:
             status = max(status, UNPARSEABLE)
         except BaseException as error:  # users' code may raise anything, SystemExit included
-            status, message = ERROR, message or f"{path or kind}: {_in_words(error)}"
+            status, message = ERROR, message or f"{path or kind}: {in_words(error)}"
         components.append(value)
     return Outcome(tuple(components), status, message, time.perf_counter() - started_s)
 
@@ -94,39 +93,45 @@ def score_batch(functions: Sequence[tuple[str, str]], items: Sequence[Item]) -> 
     except BaseException as error:  # users' code may raise anything, SystemExit included
         if len(items) > 1:
             return [outcome for item in items for outcome in score_batch(functions, [item])]
-        return [Outcome((0.0,), ERROR, f"{path}: {_in_words(error)}", time.perf_counter() - started_s)]
+        return [Outcome((0.0,), ERROR, f"{path}: {in_words(error)}", time.perf_counter() - started_s)]
     seconds = (time.perf_counter() - started_s) / len(items)
     return [Outcome((value,), OK, "", seconds) for value in values]
 
 
 def _called_together(path: str, items: Sequence[Item]) -> list[float]:
     function = load(path)
-    style = _style(function)
-    values = list(_awaited(function(**(_trl_many(function, items) if style == "trl" else _our_many(items)))))
+    style = style_of(function)
+    values = list(awaited(function(**(trl_many(function, items) if style == "trl" else our_many(items)))))
     if style == "trl":  # None: it does not judge this prompt
         values = [0.0 if value is None else value for value in values]
     if len(values) != len(items):
         raise ValueError(f"it returned {len(values)} rewards for {len(items)} responses; return one for each")
-    return [_checked(value) for value in values]
+    return [checked(value) for value in values]
 
 
 def first_unusable(functions: Sequence[tuple[str, str, bool]]) -> tuple[str, str] | None:
     """(path, reason) of the first (kind, path, batch) that cannot be called as it will be; None: all can."""
     for kind, path, batch in functions:
         try:
+            if kind == "code_tests":
+                code_tests.require_apart()
+            if kind == "environment" and path:
+                made = load(path)()
+                require_arguments(made.reset, ("prompt", "answer", "metadata"))
+                require_arguments(functools.partial(made.step, ""), ())
             if kind == "python":
                 function = load(path)
-                style = _style(function)
+                style = style_of(function)
                 if style == "verl" and batch:
                     raise TypeError("a compute_score of verl's takes one response; leave batch out")
                 if style == "tlt":
-                    _require_arguments(function, _MANY if batch else _ONE)
+                    require_arguments(function, MANY if batch else ONE)
         except BaseException as error:  # importing runs the user's module, which may raise anything
-            return path, _in_words(error)
+            return path or kind, in_words(error)
     return None
 
 
-def _in_words(error: BaseException) -> str:
+def in_words(error: BaseException) -> str:
     """In one line, with the setting where memory was short."""
     cause = " ".join("".join(traceback.format_exception_only(error)).split())  # works when __str__ raises, too
     if isinstance(error, MemoryError) or "allocate memory" in cause:  # the second is torch's
@@ -137,125 +142,11 @@ def _in_words(error: BaseException) -> str:
 
 def resolve(kind: str, path: str) -> Callable[[Item], float]:
     """The function of one reward term.  For a bad path raises what importing it raises, AttributeError or TypeError."""
-    if kind == "judge":
-        return functools.partial(judge_reward, path)
+    if kind in _WITH_SETTINGS:
+        return functools.partial(_WITH_SETTINGS[kind], path)
     if kind != "python":
         return _BUILT_IN[kind]
-    function = load(path)
-    return {"tlt": _our_one, "verl": _verl_one, "trl": _trl_one}[_style(function)](function)
-
-
-def load(path: str) -> Callable[..., Any]:
-    """A function of yours.  Raises what importing it raises, AttributeError or TypeError."""
-    module, _, name = path.partition(":")
-    function = getattr(importlib.import_module(module), name)
-    if not callable(function):
-        raise TypeError(f"{path} is not callable")
-    return function  # type: ignore[no-any-return]
-
-
-def _require_arguments(function: Callable[..., Any], names: Sequence[str]) -> None:
-    """Raises TypeError where a call with these arguments would."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some functions written in C do not say
-        return
-    try:
-        signature.bind(**dict.fromkeys(names))
-    except TypeError as error:
-        wanted = ", ".join(f"{name}=" for name in names)
-        raise TypeError(f"it is called as f({wanted}), but takes {signature}: {error}") from None
-
-
-def _style(function: Callable[..., Any]) -> str:
-    """Whose arguments a function takes: verl's, TRL's or ours."""
-    try:
-        names = inspect.signature(function).parameters.keys()
-    except ValueError:  # some functions written in C do not say
-        return "tlt"
-    if {"solution_str", "ground_truth"} <= names:
-        return "verl"
-    return "trl" if "completions" in names else "tlt"
-
-
-def _verl_one(function: Callable[..., Any]) -> Callable[[Item], Any]:
-    """compute_score(data_source, solution_str, ground_truth, extra_info) -> a number, or a dict with `score`."""
-
-    def score(item: Item) -> Any:
-        row = item.metadata
-        truth = row["reward_model"]["ground_truth"] if isinstance(row.get("reward_model"), Mapping) else item.answer
-        given = {
-            "data_source": row.get("data_source", item.task),
-            "solution_str": item.response,
-            "ground_truth": truth,
-            "extra_info": row.get("extra_info"),
-        }
-        value = _awaited(function(**_taken(function, given)))
-        return value["score"] if isinstance(value, Mapping) else value
-
-    return score
-
-
-def _taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the arguments, those that the function takes."""
-    parameters = inspect.signature(function).parameters
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return dict(given)
-    return {name: value for name, value in given.items() if name in parameters}
-
-
-def _trl_many(function: Callable[..., Any], items: Sequence[Item]) -> dict[str, Any]:
-    """f(prompts, completions, **columns) -> list of numbers; conversations are lists of messages there."""
-    columns: dict[str, list[Any]] = {"prompts": [], "completions": [], "completion_ids": [], "answer": []}
-    talks = [item.metadata.get("prompt_messages") for item in items]
-    for item, talk in zip(items, talks, strict=True):
-        columns["prompts"].append(item.prompt if talk is None else talk)
-        columns["completions"].append(
-            item.response if talk is None else [{"role": "assistant", "content": item.response}]
-        )
-        columns["completion_ids"].append(None)
-        columns["answer"].append(item.answer)
-    for name in {name for item in items for name in item.metadata} - {"prompt_messages"}:
-        columns[name] = [item.metadata.get(name) for item in items]
-    return _taken(function, columns)
-
-
-def _our_many(items: Sequence[Item]) -> dict[str, Any]:
-    return {
-        "prompts": [item.prompt for item in items],
-        "responses": [item.response for item in items],
-        "answers": [item.answer for item in items],
-        "metadata": [dict(item.metadata) for item in items],
-    }
-
-
-def _our_one(function: Callable[..., Any]) -> Callable[[Item], Any]:
-    return lambda item: _awaited(
-        function(prompt=item.prompt, response=item.response, answer=item.answer, metadata=dict(item.metadata))
-    )
-
-
-def _trl_one(function: Callable[..., Any]) -> Callable[[Item], Any]:
-    def score(item: Item) -> Any:
-        (value,) = _awaited(function(**_trl_many(function, [item])))
-        return 0.0 if value is None else value
-
-    return score
-
-
-@functools.cache
-def _loop() -> asyncio.Runner:
-    """One for the life of the process: clients that a judge keeps open belong to it."""
-    return asyncio.Runner()
-
-
-def _awaited(value: Any) -> Any:
-    """What an async function returns, or what a plain one has returned."""
-
-    async def result() -> Any:
-        return await value
-
-    return _loop().run(result()) if inspect.isawaitable(value) else value
+    return alone(load(path))
 
 
 def extract_answer(response: str) -> str:
@@ -266,7 +157,7 @@ def extract_answer(response: str) -> str:
     return found[-1].strip()
 
 
-def _checked(value: float) -> float:
+def checked(value: float) -> float:
     """One NaN would spread through the group's advantages into every weight, and so would a number that is infinite
     in float32.  Raises ValueError."""
     value = float(value)
@@ -334,9 +225,28 @@ def judge_reward(settings: str, item: Item) -> float:
         raise Unparseable(str(error)) from None
 
 
+def code_tests_reward(timeout_s: str, item: Item) -> float:
+    """1 when the response's last ```python block passes all tests, which are the reference."""
+    try:
+        return float(code_tests.passes(item.response, item.answer, timeout_s=float(timeout_s)))
+    except code_tests.NoCode as error:
+        raise Unparseable(str(error)) from None
+
+
+_WITH_SETTINGS: dict[str, Callable[[str, Item], float]] = {"judge": judge_reward, "code_tests": code_tests_reward}
+
+
+def environment_reward(item: Item) -> float:
+    """What the episode earned.  Raises RuntimeError where its environment could not go on."""
+    if item.failure:
+        raise RuntimeError(item.failure)
+    return item.earned
+
+
 _BUILT_IN: dict[str, Callable[[Item], float]] = {
     "reasoning_gym": reasoning_gym_reward,
     "math_verify": math_verify_reward,
     "exact": exact_reward,
     "format": format_reward,
+    "environment": environment_reward,
 }

@@ -2,8 +2,9 @@
 
                       Progress            Order: TRAIN, STREAM
               BUSY ------------> IDLE -----------------------> TRAINING, STREAMING
-                                    ^                             |
-                                    +---- Order: WAIT, STOP ------+
+               ^                    ^                             |
+               |                    +---- Order: WAIT, STOP ------+
+               +------ Order: DECODE, when there are requests again (an environment has answered)
 
 The rule:
 
@@ -43,6 +44,7 @@ class Action(Enum):
     TRAIN = "train"  # one micro-step of the drafter, then report
     STREAM = "stream"  # one pass of the policy update, then report
     WAIT = "wait"  # nothing; report again soon
+    DECODE = "decode"  # there are requests again
     STOP = "stop"  # leave the phase
 
 
@@ -137,6 +139,12 @@ class Coordinator:
             self._enter(event.worker, WorkerState.IDLE, at_s)
         worker.reason = order.reason
         return order
+
+    def busy(self, worker: int, at_s: float) -> Order:
+        """A worker without requests gets some again."""
+        self._count(self._workers[worker], at_s)
+        self._enter(worker, WorkerState.BUSY, max(at_s, self._workers[worker].counted_s))
+        return Order(Action.DECODE, "requests")
 
     def report(self, at_s: float) -> PhaseReport:
         """The phase up to `at_s`."""

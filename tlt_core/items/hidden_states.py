@@ -68,9 +68,9 @@ class HiddenStates:
         self.taps_SCE.flatten(0, 1).index_copy_(0, self.places(rows_T, positions_T), taps_TE)
 
     @torch.inference_mode()
-    def record_prompt(self, row: int, taps_TE: Tensor) -> None:
-        """Keep the states of a row's first T tokens."""
-        self.taps_SCE[self._slots[row], : len(taps_TE)] = taps_TE
+    def record_prompt(self, row: int, taps_TE: Tensor, *, start: int = 0) -> None:
+        """Keep the states of T tokens of a row's prompt, from position `start` on."""
+        self.taps_SCE[self._slots[row], start : start + len(taps_TE)] = taps_TE
 
     def read(self, rows_T: Tensor, positions_T: Tensor) -> Tensor:
         """The states of these tokens, [T, E]."""

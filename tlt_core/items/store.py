@@ -186,5 +186,7 @@ def load_scored(path: str | Path) -> ScoredBatch:
     except (SafetensorError, FileNotFoundError) as error:
         raise StoreError(f"{path} cannot be read ({error}); remove it and run the step again") from None
     prefix = "rollouts."
+    if "rollouts.sampled_T" not in tensors:
+        raise StoreError(f"{path} is of an earlier release of TLT; remove it and run the step again")
     rollouts = RolloutBatch(**{k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
     return ScoredBatch(rollouts=rollouts, **{k: v for k, v in tensors.items() if not k.startswith(prefix)})

@@ -76,11 +76,19 @@ class GenerationRequest:
     key: NoiseKey
     prompt_tokens: Tensor  # [P] int32
     max_new_tokens: int | None = None  # lower than that of `SamplingParams`; None: the same
+    may_continue: bool = False  # a request of the same key may follow, whose prompt begins with this one's tokens
+
+
+class Earned(NamedTuple):
+    """What an environment gave for an episode."""
+
+    reward: float
+    failure: str = ""  # why it could not go on
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One sampled answer.
+    """One sampled answer, or one episode: answers with an environment's replies between them.
 
     Rollout(key=NoiseKey(0, 1, 3, 0), tokens=[5, 9, 2], prompt_len=1, logprobs=[-0.1, -1.2], finish=STOP, ...)
     """
@@ -94,6 +102,8 @@ class Rollout:
     worker: int = 0
     started_s: float = 0.0  # time.time() when the request got its slot
     finished_s: float = 0.0
+    sampled: Tensor | None = None  # [L - prompt_len] bool, False on an environment's tokens; None: there are none
+    earned: Earned | None = None  # None: without an environment
 
     def __post_init__(self) -> None:
         require(self.tokens.dtype == torch.int32, "rollout tokens must be int32")
@@ -102,7 +112,7 @@ class Rollout:
 
     @property
     def completion(self) -> Tensor:
-        """Sampled tokens, [L - prompt_len] int32, stop token included."""
+        """What follows the prompt, [L - prompt_len] int32, stop token included."""
         return self.tokens[self.prompt_len :]
 
 
@@ -114,7 +124,8 @@ class RolloutBatch:
     """
 
     tokens_T: Tensor  # int32
-    logprobs_T: Tensor  # float32, aligned with tokens_T: entry t is log p(tokens[t] | tokens[<t]); 0 on prompts
+    logprobs_T: Tensor  # float32, aligned with tokens_T: entry t is log p(tokens[t] | tokens[<t]); 0 where not sampled
+    sampled_T: Tensor  # bool, True on tokens of the policy, False on prompts and on an environment's tokens
     offsets_R1: Tensor  # [R + 1] int64
     prompt_lens_R: Tensor  # int64
     prompt_ids_R: Tensor  # int64
@@ -127,7 +138,8 @@ class RolloutBatch:
 
     def __post_init__(self) -> None:
         require(self.tokens_T.dtype == torch.int32 and self.offsets_R1.dtype == torch.int64, "wrong dtypes")
-        require(int(self.offsets_R1[-1]) == len(self.tokens_T) == len(self.logprobs_T), "offsets do not fit tokens")
+        lengths = {len(self.tokens_T), len(self.logprobs_T), len(self.sampled_T)}
+        require({int(self.offsets_R1[-1])} == lengths, "offsets do not fit tokens")
         require(bool((self.lengths_R > self.prompt_lens_R).all()), "a response without completion tokens")
 
     def __len__(self) -> int:
@@ -143,8 +155,13 @@ class RolloutBatch:
         """Completion tokens, int64."""
         return self.lengths_R - self.prompt_lens_R
 
+    @property
+    def sampled_lens_R(self) -> Tensor:
+        """Those of them that the policy sampled, int64."""
+        return offsets_of(self.sampled_T.long())[self.offsets_R1].diff()
+
     def completion(self, index: int) -> Tensor:
-        """Sampled tokens of one response, int32."""
+        """What follows the prompt of one response, int32."""
         start, end = int(self.offsets_R1[index]), int(self.offsets_R1[index + 1])
         return self.tokens_T[start + int(self.prompt_lens_R[index]) : end]
 
@@ -156,6 +173,7 @@ class RolloutBatch:
         return RolloutBatch(
             tokens_T=torch.cat([self.tokens_T[s] for s in spans]),
             logprobs_T=torch.cat([self.logprobs_T[s] for s in spans]),
+            sampled_T=torch.cat([self.sampled_T[s] for s in spans]),
             offsets_R1=offsets_of(self.lengths_R[index]),
             **per_response,
         )
@@ -171,12 +189,14 @@ class RolloutBatch:
         require(len(rollouts) > 0, "no rollouts to pack")
         ordered = sorted(rollouts, key=lambda r: (r.key.prompt_id, r.key.sample))
         offsets = offsets_of(torch.tensor([len(r.tokens) for r in ordered]))
-        logprobs = torch.zeros(int(offsets[-1]))
+        logprobs, sampled = torch.zeros(int(offsets[-1])), torch.zeros(int(offsets[-1]), dtype=torch.bool)
         for r, end in zip(ordered, offsets[1:].tolist(), strict=True):
             logprobs[end - len(r.logprobs) : end] = r.logprobs
+            sampled[end - len(r.logprobs) : end] = True if r.sampled is None else r.sampled
         return cls(
             tokens_T=torch.cat([r.tokens for r in ordered]),
             logprobs_T=logprobs,
+            sampled_T=sampled,
             offsets_R1=offsets,
             prompt_lens_R=torch.tensor([r.prompt_len for r in ordered]),
             prompt_ids_R=torch.tensor([r.key.prompt_id for r in ordered]),

@@ -35,6 +35,8 @@ from tlt_core.rollout.rounds import Rounds
 from tlt_core.rollout.static_batch import StaticBatch
 from tlt_core.rollout.static_rounds import StaticRounds, widest
 
+_TURNS_KEPT = 2  # for each live request, of episodes that wait for their environment
+
 Pull = Callable[[int], Sequence[GenerationRequest]]
 
 
@@ -100,6 +102,7 @@ class RolloutEngine:
             device=device,
         )
         self._capture = Capture(self._hidden, size=config.hidden_size) if capture_taps else None
+        self._is_static = static
         self._is_capturing = False  # somebody wants the capture of the requests that are live
         for drafter in drafters.values():
             if drafter.taps:
@@ -137,6 +140,8 @@ class RolloutEngine:
                 return
             finished = self._round(params, on_round)
             for done in reversed(finished):  # from the last row on, so that moves do not touch rows still to go
+                if batch.request(done.row).may_continue and not self._is_static:
+                    self._prefill.keep(done.row, most=_TURNS_KEPT * self.max_live)
                 rollout = batch.rollout(done, policy_version=policy_version, worker=worker)
                 if on_captured is not None and self._capture is not None:
                     on_captured(self._capture.finish(done.row, rollout))
@@ -163,6 +168,7 @@ class RolloutEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Overwrite the replica's weights in place; names and shapes as in `Decoder`."""
+        self._prefill.forget()
         if self._packed is not None:
             if self._packed.repack(weights):
                 use_huge_pages()
@@ -196,6 +202,7 @@ class RolloutEngine:
         while requests are live."""
         if len(self._batch):
             raise ValueError(f"{len(self._batch)} requests are live: their memory can be released when they have ended")
+        self._prefill.forget()
         self.release_graphs()
         for part in self._request_memory:
             part.release()

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.attention.kv_commit import kv_commit
 from kernels.attention.packed_attention import packed_causal_attention
@@ -79,20 +80,36 @@ class SlotCache:
         for cache in (self.keys_YSKCd, self.values_YSKCd):
             cache[:, target, :, :length] = cache[:, source, :, :length]
 
-    def prefill_attend(self, slots: list[int], offsets_S1: Tensor) -> PlacedAttend:
-        """Attention for packed prompts that start at position 0: prompt i goes to slot slots[i].  offsets_S1: on the
-        CPU, so that nobody waits for them."""
+    def prefill_attend(self, slots: list[int], offsets_S1: Tensor, starts: list[int]) -> PlacedAttend:
+        """Attention for packed parts of prompts: part i goes to slot slots[i], whose first starts[i] positions are
+        known.  offsets_S1: on the CPU, so that nobody waits for them."""
         bounds = offsets_S1.tolist()
+        parts = list(zip(slots, starts, bounds, bounds[1:], strict=False))
 
         def attend(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
-            for slot, start, end in zip(slots, bounds, bounds[1:], strict=False):
-                self.keys_YSKCd[layer, slot, :, : end - start] = k_TKd[start:end].transpose(0, 1)
-                self.values_YSKCd[layer, slot, :, : end - start] = v_TKd[start:end].transpose(0, 1)
-            return packed_causal_attention(q_THd, k_TKd, v_TKd, offsets_S1)
+            keys, values = self.keys_YSKCd[layer], self.values_YSKCd[layer]
+            for slot, start, begin, end in parts:
+                keys[slot, :, start : start + end - begin] = k_TKd[begin:end].transpose(0, 1)
+                values[slot, :, start : start + end - begin] = v_TKd[begin:end].transpose(0, 1)
+            if not any(starts):
+                return packed_causal_attention(q_THd, k_TKd, v_TKd, offsets_S1)
+            outputs = []
+            for slot, start, begin, end in parts:
+                length = start + end - begin
+                seen = torch.arange(length) <= torch.arange(start, length)[:, None]
+                out_HTd = scaled_dot_product_attention(
+                    q_THd[begin:end].transpose(0, 1),
+                    keys[slot, :, :length],
+                    values[slot, :, :length],
+                    attn_mask=seen,
+                    enable_gqa=True,
+                )
+                outputs.append(out_HTd.transpose(0, 1))
+            return torch.cat(outputs)
 
         counts_S = offsets_S1.diff()
         rows_T = torch.tensor(slots).repeat_interleave(counts_S)
-        places_T = torch.cat([torch.arange(count) for count in counts_S.tolist()])
+        places_T = torch.cat([torch.arange(end - begin) + start for _, start, begin, end in parts])
         return self._placed(attend, prompt_layout(rows_T, places_T))
 
     def decode_attend(self, positions_B: Tensor, longest: int) -> PlacedAttend:

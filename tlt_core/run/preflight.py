@@ -59,7 +59,8 @@ def check_run(cfg: RunConfig) -> None:
         check_model(cfg, resolve(cfg.model.path))
     if cfg.rollout.engine in ENGINES:  # not where `auto` is to be settled
         ENGINES[cfg.rollout.engine].check_install(cfg.cluster.device)
-    check_reward_functions(cfg.reward)  # last: it starts a process
+    environment = cfg.rollout.environment
+    check_reward_functions(cfg.reward, environment=environment.path if environment else "")  # last: it starts a process
 
 
 def check_best_metric(cfg: RunConfig) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tlt_core.data import dataset
+from tlt_core.data.file_questions import ROW
 from tlt_core.data.response_text import response_text
 from tlt_core.grpo.reward import Score, Scorer
 from tlt_core.items.types import FinishReason, Prompt, Rollout, RolloutBatch, ScoredBatch, ScoreStatus
@@ -65,7 +66,8 @@ class Scoring:
         """Start scoring.  A response with the same prompt and sample replaces the earlier one."""
         prompt = self._by_id[rollout.key.prompt_id]
         self._scores.pop((prompt.id, rollout.key.sample), None)
-        self._scorer.submit((prompt.id, rollout.key.sample), prompt, self._prompts.text(rollout.completion))
+        text = self._prompts.text(rollout.completion)
+        self._scorer.submit((prompt.id, rollout.key.sample), prompt, text, rollout.earned)
 
     def is_ready(self, rollouts: RolloutBatch, *, within_s: float = 0.0) -> bool:
         """Would `collect` return at once?  Waits up to `within_s` for it."""
@@ -94,6 +96,7 @@ class Scoring:
             "prompt_id": prompt.id,
             "sample": int(rollouts.samples_R[index]),
             "task": prompt.task,
+            **({"row": prompt.metadata[ROW]} if ROW in prompt.metadata else {}),
             "prompt": prompt.text,
             "response": self._prompts.text(rollouts.completion(index)),
             "answer": prompt.answer,

@@ -34,6 +34,7 @@ _REFERENCES, _WRONG, _OWN = 300, 60, 4  # prompts that are tried with right and 
 _AT_ONCE, _MOST_S = 20, 120.0  # prompts between two looks at the time
 _FULL = 0.99
 _SHOWN = 3
+_NOT_TRIED = ("environment", "code_tests")  # a reference answer is no episode, and no code but its tests
 
 Say = Callable[[Prompt, str], str]  # the response with this answer, as a reward would see it
 
@@ -46,9 +47,8 @@ def probe(cfg: RunConfig, *, data_dir: Path, model_dir: Path, digest: str) -> No
     def say(prompt: Prompt, answer: str) -> str:
         return _response(tokenizer, stop, prompt, answer)
 
-    built_in, own = (
-        tuple(f for f in cfg.reward.functions if (f.kind in ("python", "judge")) == mine) for mine in (False, True)
-    )
+    tried = [f for f in cfg.reward.functions if f.kind not in _NOT_TRIED]
+    built_in, own = (tuple(f for f in tried if (f.kind in ("python", "judge")) == mine) for mine in (False, True))
     kept = artifacts_dir() / "probes" / f"{_digest(cfg, digest)}.json"
     found: list[str] | None = _known(kept)
     prompts = [] if found is not None and not own else dataset.load(data_dir, "train", tokenizer)
@@ -87,7 +87,7 @@ def page(cfg: RunConfig, *, data_dir: Path, model_dir: Path) -> list[str]:
             scorer.submit(key, prompt, _response(tokenizer, stop, prompt, prompt.answer))
         for prompt, score in zip(shown, scorer.collect(range(len(shown))), strict=True):
             terms = zip(cfg.reward.functions, score.components, strict=True)
-            earns = ", ".join(f"{term.name} {value:g}" for term, value in terms)
+            earns = ", ".join(f"{term.name} {value:g}" for term, value in terms if term.kind not in _NOT_TRIED)
             text = tokenizer.decode(prompt.tokens, skip_special_tokens=False)
             lines += ["", f"prompt {prompt.id}:", text, f"reference {prompt.answer!r} earns: {earns}"]
     return lines

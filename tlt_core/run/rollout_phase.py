@@ -20,6 +20,7 @@ from tlt_core.items.types import GenerationRequest, NoiseKey, Prompt, Rollout, R
 from tlt_core.model.sampling import of_validation
 from tlt_core.rollout.engine import RoundTrace
 from tlt_core.run.drafter_release import DrafterPublisher, bubble_metrics
+from tlt_core.run.episodes import Episodes
 from tlt_core.run.progress import Reporter
 from tlt_core.run.prompts import Scoring
 from tlt_core.run.step_metrics import StepMetrics, greedy_metrics, rollout_metrics, sampled_metrics, spec_metrics
@@ -38,8 +39,10 @@ class RolloutPhase:
         dispatch: str,
         metrics: StepMetrics,
         reporter: Reporter,
+        episodes: Episodes | None = None,
     ) -> None:
-        self._group, self._scoring, self._drafter = group, scoring, drafter
+        """episodes: None where each request has one response, without an environment."""
+        self._group, self._scoring, self._drafter, self._episodes = group, scoring, drafter, episodes
         self._dispatch, self._metrics, self._reporter = dispatch, metrics, reporter
         self._phases: list[PhaseReport] = []  # of the step: its rollouts, and waiting for their rewards
         self._batches: list[RolloutBatch] = []  # of the step's rollouts
@@ -107,13 +110,26 @@ class RolloutPhase:
         trains = stream is not None
         finished: list[Rollout] = []
         total, started_s = sum(len(g) for g in groups), time.perf_counter()
+        episodes = self._episodes
+        if episodes is not None:
+            groups = [[episodes.begin(request) for request in group] for group in groups]
+
+        def ended(turns: Sequence[Rollout]) -> Sequence[Rollout]:
+            if episodes is None:
+                return turns
+            whole = episodes.advance(turns, max_new_tokens=params.max_new_tokens)
+            ends = bool(whole) and len(finished) + len(whole) == total
+            if (more := episodes.requests()) or ends:
+                self._group.extend(more, ends=ends)
+            return whole
 
         def on_progress(drained: Drained) -> None:
-            for rollout in drained.finished:
+            whole = ended(drained.finished)
+            for rollout in whole:
                 self._scoring.submit(rollout)
-            finished.extend(drained.finished)
+            finished.extend(whole)
             if stream is not None:
-                stream.add(drained.finished)
+                stream.add(whole)
                 if passes := stream.ready():
                     self._group.offer(passes)
             self._reporter.responses(
@@ -132,6 +148,7 @@ class RolloutPhase:
             on_progress=on_progress,
             step=step,
             is_training=trains,
+            waits=None if episodes is None else lambda: episodes.are_waiting,
             idle_training=self._drafter.idle_training_settings if trains else IdleTrainingSettings(enabled=False),
         )
         return finished, done

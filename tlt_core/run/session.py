@@ -29,6 +29,7 @@ from tlt_core.model.load import save_stop_token_ids
 from tlt_core.run import resumable, step_files
 from tlt_core.run.drafter_release import DrafterPublisher, published_dir
 from tlt_core.run.engine_agreement import require_agreement
+from tlt_core.run.episodes import episodes
 from tlt_core.run.progress import Progress, Reporter
 from tlt_core.run.prompts import Prompts, Scoring
 from tlt_core.run.rollout_phase import RolloutPhase, Validation, requests_for
@@ -86,6 +87,7 @@ class Session:
             dispatch=cfg.rollout.dispatch,
             metrics=self.metrics,
             reporter=reporter,
+            episodes=episodes(cfg, prompts),
         )
         self._stream = StreamedUpdate(cfg, scores=self.scoring.if_ready, with_advantages=self._with_advantages)
         self.validation = Validation(cfg, prompts.validation, self.rollout, self.scoring, self.params, self.metrics)

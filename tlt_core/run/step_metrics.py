@@ -48,9 +48,15 @@ def rollout_metrics(batch: RolloutBatch, *, seconds: float) -> dict[str, float]:
     """Response lengths (the tail), finish reasons and throughput of one step's rollouts."""
     lengths = batch.response_lens_R.double()
     p50, p90, p99 = (torch.quantile(lengths, q).item() for q in (0.5, 0.9, 0.99))
-    total = lengths.sum().item()
+    total = batch.sampled_T.sum().item()
     digest = hashlib.sha256(batch.tokens_T.numpy().tobytes() + batch.offsets_R1.numpy().tobytes())
-    return {
+    begins_T = batch.sampled_T & ~torch.cat([torch.zeros(1, dtype=torch.bool), batch.sampled_T[:-1]])
+    turns = (
+        {}
+        if bool((batch.sampled_lens_R == batch.response_lens_R).all())
+        else {"num_turns/mean": begins_T.sum().item() / len(batch)}
+    )
+    return turns | {
         "response_length/mean": lengths.mean().item(),
         "response_length/max": lengths.max().item(),
         "response_length/p50": p50,

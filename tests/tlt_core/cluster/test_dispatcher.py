@@ -35,7 +35,7 @@ def test_pull_gives_a_fair_share_however_greedy_the_first_engine_is(each):
 
 def test_static_deals_whole_groups():
     dispatcher = begun("static", num_groups=3)
-    first, exhausted = dispatcher.pull(0, 100)
+    first, exhausted, _ = dispatcher.pull(0, 100)
     assert exhausted
     assert [r.key.prompt_id for r in first] == [0, 0, 2, 2]
     assert [r.key.prompt_id for r in dispatcher.pull(1, 100).requests] == [1, 1]

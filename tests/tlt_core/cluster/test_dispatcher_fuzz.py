@@ -52,7 +52,7 @@ class AnyPhase(RuleBasedStateMachine):
 
     def pull(self, worker: int, wanted: int) -> None:
         """The worker's requests, and the promise not to come again."""
-        requests, exhausted = self.dispatcher.pull(worker, wanted)
+        requests, exhausted, _ = self.dispatcher.pull(worker, wanted)
         assert len(requests) <= wanted
         self.given.update(request.key for request in requests)
         self.held[worker] += requests

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from conf.data import GymData
 from tlt_core.data import dataset, solutions
-from tlt_core.data.chat import check_variables, encode_prompt
+from tlt_core.data.chat import check_variables, encode_prompt, encode_turn
 from tlt_core.data.question import DataError
 
 _NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
@@ -53,6 +53,33 @@ def test_a_variable_of_a_kind_that_the_template_cannot_use_is_named(tokenizer: A
     tokenizer.chat_template = "{{ budget + 1 }}"
     with pytest.raises(DataError, match=r"mend data\.chat_template_kwargs=\{'budget': 'low'\}"):
         encode_prompt(tokenizer, "1 + 1 =", system_prompt=None, template_kwargs={"budget": "low"})
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_turns_are_the_tokens_of_the_whole_conversation(tokenizer: Any, stops: bool) -> None:
+    """Also where a turn was cut: its end is the environment's then."""
+    talk = [
+        ("user", "Guess."),
+        ("assistant", "Seven?"),
+        ("user", "Higher."),
+        ("assistant", "Nine?"),
+        ("user", "Lower."),
+    ]
+    end = tokenizer.encode("<|im_end|>") if stops else []
+    tokens = encode_prompt(tokenizer, "Guess.", system_prompt=None)
+    for role, text in talk[1:]:
+        if role == "assistant":
+            tokens += tokenizer.encode(text) + end
+        else:
+            tokens += encode_turn(tokenizer, text, ended_by=tokens[-1], template_kwargs={})
+    messages = [{"role": role, "content": text} for role, text in talk]
+    assert tokens == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def test_a_template_without_turns_is_refused(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    with pytest.raises(DataError, match=r"a user's message after a response, .*leave rollout\.environment out"):
+        encode_turn(tokenizer, "Higher.", ended_by=1, template_kwargs={})
 
 
 def test_variables_reach_the_template_and_decide_which_data_set_it_is(tokenizer: Any, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 from conf.data import FileData, GymData
 from tlt_core.data import dataset, solutions
 from tlt_core.data.response_text import continued, opening, response_text
-from tlt_core.grpo.verifiers import Item, exact_reward, format_reward, math_verify_reward
+from tlt_core.grpo.reward_styles import Item
+from tlt_core.grpo.verifiers import exact_reward, format_reward, math_verify_reward
 from tlt_core.items.types import Prompt
 from tlt_core.run.prompts import Prompts
 

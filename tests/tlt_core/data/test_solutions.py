@@ -7,7 +7,8 @@ from conf.data import GymData
 from tlt_core.data import solutions
 from tlt_core.data.gym_questions import gym_items
 from tlt_core.data.solutions import worked_solution
-from tlt_core.grpo.verifiers import Item, format_reward, reasoning_gym_reward
+from tlt_core.grpo.reward_styles import Item
+from tlt_core.grpo.verifiers import format_reward, reasoning_gym_reward
 
 CONFIGS = {
     "chain_sum": {"min_terms": 2, "max_terms": 12, "min_digits": 1, "max_digits": 3, "allow_negation": True},

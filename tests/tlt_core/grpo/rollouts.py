@@ -34,8 +34,10 @@ def make_trainer(
     )
 
 
-def tiny_rollouts(*, seed: int, num_groups: int, num_samples: int = 3) -> RolloutBatch:
-    """Random tokens of uneven lengths with random log-probs; the last response of a group is cut."""
+def tiny_rollouts(*, seed: int, num_groups: int, num_samples: int = 3, episodes: bool = False) -> RolloutBatch:
+    """Random tokens of uneven lengths with random log-probs; the last response of a group is cut.
+
+    episodes: an environment says some of the tokens, never the last one."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -46,6 +48,8 @@ def tiny_rollouts(*, seed: int, num_groups: int, num_samples: int = 3) -> Rollou
         prompt = torch.randint(3, 64, (draw(2, 9),), generator=generator).int()
         for sample in range(num_samples):
             completion = torch.randint(3, 64, (draw(1, 25),), generator=generator).int()
+            said = torch.rand(len(completion), generator=torch.Generator().manual_seed(len(completion))) < 0.4
+            said[-1] = False
             rollouts.append(
                 Rollout(
                     key=NoiseKey(0, 1, prompt_id, sample),
@@ -54,6 +58,7 @@ def tiny_rollouts(*, seed: int, num_groups: int, num_samples: int = 3) -> Rollou
                     logprobs=-4 * torch.rand(len(completion), generator=generator) - 1,
                     finish=FinishReason.LENGTH if sample == num_samples - 1 else FinishReason.STOP,
                     policy_version=0,
+                    sampled=~said if episodes else None,
                 )
             )
     return RolloutBatch.pack(rollouts)
@@ -73,6 +78,6 @@ def scored(rollouts: RolloutBatch, advantages_R: torch.Tensor) -> ScoredBatch:
     )
 
 
-def tiny_scored(*, seed: int, num_groups: int, num_samples: int = 3) -> ScoredBatch:
-    rollouts = tiny_rollouts(seed=seed, num_groups=num_groups, num_samples=num_samples)
+def tiny_scored(*, seed: int, num_groups: int, num_samples: int = 3, episodes: bool = False) -> ScoredBatch:
+    rollouts = tiny_rollouts(seed=seed, num_groups=num_groups, num_samples=num_samples, episodes=episodes)
     return scored(rollouts, torch.randn(len(rollouts), generator=torch.Generator().manual_seed(seed)))

@@ -95,6 +95,7 @@ def test_micro_batch_by_hand() -> None:
         samples_S=torch.tensor([0, 1, 0]),
         advantages_S=torch.tensor([1.0, 0.0, 1.0]),
         rollout_logprobs_C=torch.zeros(6),
+        sampled_C=torch.ones(6, dtype=torch.bool),
         num_tokens=6,
         num_sequences=3,
     )

@@ -8,7 +8,8 @@ import contextlib
 import pytest
 
 from tlt_core.grpo.math_answer import equal, readable
-from tlt_core.grpo.verifiers import Item, Unparseable, math_verify_reward
+from tlt_core.grpo.reward_styles import Item
+from tlt_core.grpo.verifiers import Unparseable, math_verify_reward
 
 TABLE = r"""
 1 | \sqrt{2} | \sqrt{2}

@@ -8,10 +8,10 @@ import torch
 
 from conf.reward import RewardConfig, RewardFunction
 from tlt_core.grpo.reward import RewardError, Scorer, check_reward_functions
+from tlt_core.grpo.reward_styles import Item
 from tlt_core.grpo.verifiers import (
     ERROR,
     UNPARSEABLE,
-    Item,
     format_reward,
     resolve,
     score_response,

@@ -29,8 +29,8 @@ def _trainer(*, algorithm: AlgorithmConfig = ALGORITHM, dtype=torch.float32, **u
     return make_trainer(lively(dtype=dtype), cfg, algorithm=algorithm, temperature=0.7)
 
 
-def _shares(*, seed: int = 0, algorithm=ALGORITHM, ref: bool = False, **update) -> list:
-    batch = tiny_scored(seed=seed, num_groups=4)
+def _shares(*, seed: int = 0, algorithm=ALGORITHM, ref: bool = False, episodes: bool = False, **update) -> list:
+    batch = tiny_scored(seed=seed, num_groups=4, episodes=episodes)
     reference = batch.rollouts.logprobs_T - 0.3 if ref else None
     return make_train_batches(
         batch, UpdateConfig(**update), algorithm, num_workers=1, seed=0, step=0, ref_logprobs_T=reference
@@ -62,11 +62,13 @@ def _sequence_logprobs(decoder: Decoder, tokens: torch.Tensor, temperature: floa
     return logp.gather(-1, tokens[1:, None].long()).squeeze(-1)
 
 
-def test_update_against_a_direct_computation() -> None:
+@pytest.mark.parametrize("episodes", [False, True])
+def test_update_against_a_direct_computation(episodes: bool) -> None:
     """The whole chain (packing, log-probs, GRPO loss with sequence mean, TIS and k3, clip, AdamW) against a loop over
-    unpacked sequences written from the formulas."""
+    unpacked sequences written from the formulas.  What an environment has said is read, and is no target."""
     algorithm = AlgorithmConfig(loss_aggregation="sequence_mean", kl=KLConfig(kind="k3", coef=0.2), tis_cap=2.0)
-    share: TrainBatch = _shares(algorithm=algorithm, ref=True)[0][0]
+    share: TrainBatch = _shares(algorithm=algorithm, ref=True, episodes=episodes)[0][0]
+    assert bool(share.sampled_C.all()) != episodes
     trainer = _trainer(algorithm=algorithm, tokens_per_micro_batch=64)
     metrics = trainer.step(share)
 
@@ -80,7 +82,8 @@ def test_update_against_a_direct_computation() -> None:
         weight = (logp.detach() - share.rollout_logprobs_C[span]).exp().clamp(max=2.0)
         surrogate = -share.advantages_S[s] * weight * (logp - logp.detach()).exp()
         log_r = logp - share.ref_logprobs_C[span]
-        total = total + (surrogate + 0.2 * (1 / log_r.exp() - 1 + log_r)).mean() / share.num_sequences
+        terms = surrogate + 0.2 * (1 / log_r.exp() - 1 + log_r)
+        total = total + terms[share.sampled_C[span]].mean() / share.num_sequences
     total.backward()
     norm = torch.stack([p.grad.norm() for p in decoder.parameters()]).norm()
     assert norm > OPTIMIZER.max_grad_norm
@@ -98,7 +101,7 @@ def test_update_against_a_direct_computation() -> None:
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "constant"])
 def test_micro_batches_add_up_to_one_big_batch(aggregation: str) -> None:
     algorithm = AlgorithmConfig(loss_aggregation=aggregation)
-    share = _shares(algorithm=algorithm)[0][0]
+    share = _shares(algorithm=algorithm, episodes=True)[0][0]
     results = []
     for budget, checkpointing in ((4096, False), (4096, True), (64, False)):  # one pass; recomputed; several
         trainer = _trainer(algorithm=algorithm, tokens_per_micro_batch=budget, activation_checkpointing=checkpointing)

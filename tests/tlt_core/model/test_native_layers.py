@@ -74,7 +74,7 @@ def test_numbers_are_the_decoders(config):
     exact, rounded, fast = decoder_of(config)
     sequences = prompts()
     tokens, positions, offsets = packed(sequences)
-    found = fast(tokens, positions, cache_of(fast).prefill_attend([2, 0, 1], offsets), taps=TAPS)
+    found = fast(tokens, positions, cache_of(fast).prefill_attend([2, 0, 1], offsets, [0, 0, 0]), taps=TAPS)
     wanted = reference(exact, sequences)
     plain = reference(rounded, sequences)
     for ours, torchs, truth in zip(found, plain, wanted, strict=True):
@@ -91,16 +91,20 @@ def test_a_token_is_the_same_in_every_pass(config):
     sequences = prompts()
     together = cache_of(fast)
     tokens, positions, offsets = packed(sequences)
-    all_at_once = fast(tokens, positions, together.prefill_attend([0, 1, 2], offsets), taps=TAPS)
+    all_at_once = fast(tokens, positions, together.prefill_attend([0, 1, 2], offsets, [0, 0, 0]), taps=TAPS)
     for slot, sequence in enumerate(sequences):
         part = slice(int(offsets[slot]), int(offsets[slot + 1]))
         single = cache_of(fast)
         alone = fast(
             sequence,
             torch.arange(len(sequence)),
-            single.prefill_attend([0], torch.tensor([0, len(sequence)])),
+            single.prefill_attend([0], torch.tensor([0, len(sequence)]), [0]),
             taps=TAPS,
         )
+        in_parts, parts = cache_of(fast), []
+        for begin, end in ((0, 3), (3, len(sequence))):  # as the turns of an episode
+            attend = in_parts.prefill_attend([0], torch.tensor([0, end - begin]), [begin])
+            parts.append(fast(sequence[begin:end], torch.arange(begin, end), attend, taps=TAPS))
         stepped, steps = cache_of(fast), []
         for place, token in enumerate(sequence):
             at = torch.tensor([place])
@@ -108,8 +112,9 @@ def test_a_token_is_the_same_in_every_pass(config):
         for field in ("last_TD", "taps_TE"):
             whole = getattr(all_at_once, field)[part]
             assert torch.equal(getattr(alone, field), whole)
+            assert torch.equal(torch.cat([getattr(part, field) for part in parts]), whole)
             assert torch.equal(torch.cat([getattr(step, field) for step in steps]), whole)
-        for kept in (single, stepped):
+        for kept in (single, in_parts, stepped):
             known = slice(0, len(sequence))
             assert torch.equal(kept.keys_YSKCd[:, 0, :, known], together.keys_YSKCd[:, slot, :, known])
             assert torch.equal(kept.values_YSKCd[:, 0, :, known], together.values_YSKCd[:, slot, :, known])

@@ -98,7 +98,7 @@ class _Scorer(AbstractContextManager["_Scorer"]):
         self.submitted: dict[tuple[int, int], str] = {}
         self.is_slow = False  # no score arrives before `collect` waits for it
 
-    def submit(self, key: tuple[int, int], prompt: Prompt, response: str) -> None:
+    def submit(self, key: tuple[int, int], prompt: Prompt, response: str, _: Any = None) -> None:
         assert key[0] == prompt.id
         self.submitted[key] = response
 
