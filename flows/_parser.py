@@ -209,7 +209,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--peers",
         metavar="NAMES",
-        help="of 'engines': all, none or llama.cpp, which gets an environment of its own, once (default: all)",
+        help="of 'engines': all, none, llama.cpp, which gets an environment of its own, once, or vllm: vLLM beside "
+        "itself, without and with the plug-in (default: all)",
     )
     parser.add_argument(
         "--instructions",

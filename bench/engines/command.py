@@ -47,7 +47,18 @@ _LOOKUP_TOKENS = 10  # transformers' own example
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 _EAGLE3_TOKENS = (3, 5)  # fixed drafts, beside which the plug-in's choice is judged
 _DRAFT_LENGTHS = [1, 2, 3, 5, 7]
+_EAGLE3_ALONE = (1, 3, 5, 7)
+_TLT = "vllm tlt"
+_PLUG_IN: dict[str, dict[str, Any]] = {
+    _TLT: {},
+    "vllm tlt, no n-grams": {"ngram": False},
+    "vllm tlt, not exact": {"exact": False},
+    "vllm tlt, off": {"policy": "off"},
+}
+_VLLM_LIVE = (1, 4, 16, 64)  # of a comparison of vLLM with itself
+_BURST_TOKENS = 512
 _FILES = Path(__file__).with_name("processes")
+_OFF_BOUND = 0.99  # the plug-in with drafting off over vLLM's plain decoding
 _PLUG_IN_BOUND = 0.97  # the plug-in over the best that vLLM does without it
 _BOUNDS = (
     ("vllm", ("vllm", "vllm eager"), 1.2),
@@ -57,7 +68,7 @@ _BOUNDS = (
 )
 _REFERENCE = "transformers"
 _NEAR_TIE = 0.5  # nats: bfloat16 logits between 16 and 32 have steps of 0.125, and both are rounded
-_PEERS = ("all", "none", llama_cpp.NAME)
+_PEERS = ("all", "none", llama_cpp.NAME, "vllm")
 _LIMITS = {  # variables for each value of `--instructions`
     "all": {},
     "avx2": {"TLT_NATIVE_KERNELS": "avx2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -73,14 +84,19 @@ def bench_engines(
     cfg: RunConfig, *, repeats: int, out: Path, command: str, peers: str = "all", instructions: str = "all"
 ) -> dict[str, Any]:
     """`rollout.max_new_tokens` and `rollout.max_live_requests` lower the number of new tokens and the largest batch.
-    peers: all, none or llama.cpp.  instructions: all or avx2.  Raises ConfigError."""
+    peers: all, none, llama.cpp or vllm: vLLM alone, with more drafts and more settings of the plug-in, more requests at
+    a time, and a burst of them that end by themselves.  instructions: all or avx2.  Raises ConfigError."""
     if peers not in _PEERS:
         raise ConfigError(f"--peers={peers}: say {', '.join(_PEERS)}")
     if instructions not in _LIMITS:
         raise ConfigError(f"--instructions={instructions}: say {' or '.join(_LIMITS)}")
     limits = _LIMITS[instructions]
     new_tokens = max(2, min(_NEW_TOKENS, cfg.rollout.max_new_tokens))
-    lives = [live for live in _LIVE if live <= cfg.rollout.max_live_requests]
+    alone = peers == "vllm"
+    lives = [live for live in (_VLLM_LIVE if alone else _LIVE) if live <= cfg.rollout.max_live_requests]
+    cases = [Case(live, temperature) for temperature in _TEMPERATURES for live in lives]
+    if alone:
+        cases += [Case(max(lives), temperature, most_tokens=_BURST_TOKENS) for temperature in _TEMPERATURES]
     with Terminal() as show:
         model = prepare_model(cfg)
         prepared = prepare_data(cfg, model)
@@ -89,13 +105,12 @@ def bench_engines(
             model = policy if policy.is_dir() else cold_start(cfg, model, prepared, show.stage)[0]
     train = dataset.load(Path(prepared.path), "train", load_tokenizer(model))
     prompts = [p.tokens.tolist() for p in PromptOrder(train, seed=cfg.seed).take(max(lives))]
-    specs, missing = engines(
-        cfg, model, max_live=max(lives), max_len=max(map(len, prompts)) + new_tokens + 32, with_llama=peers != "none"
-    )
+    longest = max(map(len, prompts)) + max(new_tokens, *(case.most_tokens for case in cases)) + 32
+    specs, missing = engines(cfg, model, max_live=max(lives), max_len=longest, with_llama=peers != "none", alone=alone)
     with Terminal() as show:
         contest = compete(
             limited(specs, limits),
-            [Case(live, temperature) for temperature in _TEMPERATURES for live in lives],
+            cases,
             prompts,
             new_tokens=new_tokens,
             repeats=repeats,
@@ -106,7 +121,8 @@ def bench_engines(
     rows = [{"new_tokens": new_tokens, "model": model.name, **row} for row in rows_of(contest)]
     failed = [{"configuration": name, "reason": f"left out: {reason}"} for name, reason in contest.failed.items()]
     tokenizer = load_tokenizer(model)
-    agreements = agreements_of(contest, prompts, enders=tokenizer.all_special_ids, log_probs=float32_log_probs(model))
+    log_probs, enders = float32_log_probs(model), tokenizer.all_special_ids
+    agreements = agreements_of(contest, prompts, enders=enders, log_probs=log_probs)
     told = {name: value for name, value in os.environ.items() if name.startswith(_TELLING)}
     return write_report(
         out,
@@ -119,9 +135,9 @@ def bench_engines(
 
 
 def engines(
-    cfg: RunConfig, model: Path, *, max_live: int, max_len: int, with_llama: bool = False
+    cfg: RunConfig, model: Path, *, max_live: int, max_len: int, with_llama: bool = False, alone: bool = False
 ) -> tuple[list[EngineSpec], list[dict[str, Any]]]:
-    """Engines that can run here, and a row for each that cannot."""
+    """Engines that can run here, and a row for each that cannot.  alone: of vLLM alone."""
     threads, speculation = cfg.cluster.threads_per_worker, cfg.rollout.speculation
     if speculation.drafter_path is not None:  # other processes may have another working folder
         drafter = str(Path(speculation.drafter_path).absolute())
@@ -143,13 +159,15 @@ def engines(
         own("transformers lookup", "hf.py", most_live=1, dtype=torchs, lookup_tokens=_LOOKUP_TOKENS),
     ]
     missing = []
-    if with_llama:
+    if alone:
+        specs.clear()
+    elif with_llama:
         try:
             specs += llama_cpp.specs(common, artifacts_dir() / "peers", work_dir=cfg.run_dir / "bench-engines")
         except (PeerError, ModelError) as error:
             missing.append({"configuration": llama_cpp.NAME, "reason": f"left out: {error}"})
     python = vllm_environment.vllm_python()
-    kinds = _vllm_kinds(speculation)
+    kinds = _vllm_kinds(speculation, alone=alone)
     reason = ""
     if not python.is_file():
         reason = "left out: vLLM's environment is not there; 'make vllm-env' builds it"
@@ -174,7 +192,7 @@ def limited(specs: Sequence[EngineSpec], limits: Mapping[str, str]) -> list[Engi
     return [spec._replace(environment={**limits, **spec.environment}, optional=spec.name != "plain") for spec in specs]
 
 
-def _vllm_kinds(speculation: SpeculationConfig) -> dict[str, dict[str, Any]]:
+def _vllm_kinds(speculation: SpeculationConfig, *, alone: bool) -> dict[str, dict[str, Any]]:
     kinds: dict[str, dict[str, Any]] = {
         "vllm": {"speculative": None, "eager": False},
         "vllm eager": {"speculative": None, "eager": True},
@@ -182,27 +200,31 @@ def _vllm_kinds(speculation: SpeculationConfig) -> dict[str, dict[str, Any]]:
     }
     if speculation.drafter_path is not None:
         eagle3 = {"method": "eagle3", "model": speculation.drafter_path}
-        for tokens in _EAGLE3_TOKENS:
+        for tokens in _EAGLE3_ALONE if alone else _EAGLE3_TOKENS:
             chains = eagle3 | {"num_speculative_tokens": tokens}
             kinds[f"vllm eagle3 {tokens}"] = {"speculative": chains, "eager": False}
         longest = eagle3 | {"num_speculative_tokens": max(_DRAFT_LENGTHS)}
-        kinds["vllm tlt"] = {"speculative": longest, "eager": False, "tlt": {"strategies": _DRAFT_LENGTHS}}
+        for name, settings in _PLUG_IN.items() if alone else [(_TLT, _PLUG_IN[_TLT])]:
+            kinds[name] = {"speculative": longest, "eager": False, "tlt": {"draft_lengths": _DRAFT_LENGTHS, **settings}}
     return kinds
 
 
 def rows_of(contest: Contest) -> list[dict[str, Any]]:
-    """A row for each engine and case.  over_plain: tokens per second over those of our plain engine in the same repeat;
-    differing: share of responses whose greedy tokens differ from its tokens (in bf16 near-ties flip)."""
+    """A row for each engine and case.  over_plain: tokens per second over those of our plain engine in the same repeat
+    (where vLLM is alone, of its plain decoding); differing: share of responses whose greedy tokens differ from its
+    tokens (in bf16 near-ties flip)."""
     rows = []
     for (name, case), runs in contest.measured.items():
         figures = []
-        for mine, plain in zip(runs, contest.measured["plain", case], strict=True):
+        reference = contest.measured.get(("plain", case)) or contest.measured["vllm", case]
+        for mine, plain in zip(runs, reference, strict=True):
             row = {"tokens_per_s": mine.tokens_per_s, "total_tokens_per_s": mine.total_tokens_per_s}
             row["over_plain"] = mine.tokens_per_s / plain.tokens_per_s
-            if case.temperature == 0:
+            if case.temperature == 0 and not case.most_tokens:
                 row["differing"] = sum(a != b for a, b in zip(mine.tokens, plain.tokens, strict=True)) / case.live
             figures.append(row)
         about = {"configuration": name, "live": case.live, "temperature": case.temperature, **contest.described[name]}
+        about |= {"natural_ends": True} if case.most_tokens else {}
         rows.append({**about, **summarise(figures)})
     return rows
 
@@ -213,19 +235,22 @@ def verdicts_of(contest: Contest) -> list[dict[str, Any]]:
     verdicts = []
     for rival, variants, bound in _BOUNDS:
         verdicts += _against(contest, "plain", rival, variants, bound)
-    without = ("vllm", "vllm eager", "vllm ngram", *(f"vllm eagle3 {tokens}" for tokens in _EAGLE3_TOKENS))
-    return verdicts + _against(contest, "vllm tlt", "the best of vllm without it", without, _PLUG_IN_BOUND)
+    without = ("vllm", "vllm eager", "vllm ngram", *(f"vllm eagle3 {tokens}" for tokens in _EAGLE3_ALONE))
+    verdicts += _against(contest, _TLT, "the best of vllm without it", without, _PLUG_IN_BOUND)
+    verdicts += _against(contest, _TLT, "itself without n-grams", ("vllm tlt, no n-grams",), 1.0)
+    return verdicts + _against(contest, "vllm tlt, off", "vllm", ("vllm",), _OFF_BOUND)
 
 
 def _against(contest: Contest, name: str, rival: str, variants: Sequence[str], bound: float) -> list[dict[str, Any]]:
     verdicts = []
-    for case in dict.fromkeys(case for _, case in contest.measured if case.live in _LIVE):
+    for case in dict.fromkeys(case for _, case in contest.measured if case.live in _VLLM_LIVE):
         mine = contest.measured.get((name, case))
         measured = [contest.measured[other, case] for other in variants if (other, case) in contest.measured]
         if measured and mine:
             fastest = max(measured, key=lambda runs: statistics.median(m.tokens_per_s for m in runs))
             ratios = [a.tokens_per_s / b.tokens_per_s for a, b in zip(mine, fastest, strict=True)]
-            claim = f"{name} over {rival}, {case.live} live, temperature {case.temperature:g}"
+            how = ", a burst that ends by itself" if case.most_tokens else ""
+            claim = f"{name} over {rival}, {case.live} live, temperature {case.temperature:g}{how}"
             verdicts.append(verdict(claim, ratios, bound))
     return verdicts
 

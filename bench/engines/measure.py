@@ -36,6 +36,7 @@ class EngineSpec(NamedTuple):
 class Case(NamedTuple):
     live: int
     temperature: float
+    most_tokens: int = 0  # of a burst, whose responses end by themselves; 0: all have the same length
 
 
 class Measured(NamedTuple):
@@ -90,7 +91,8 @@ def compete(
 
     def job(case: Case, tokens: int, seed: int) -> dict[str, Any]:
         asked = [list(p) for p in prompts[: case.live]]
-        return {"prompts": asked, "new_tokens": tokens, "temperature": case.temperature, "seed": seed}
+        about = {"temperature": case.temperature, "seed": seed, "natural_ends": case.most_tokens > 0}
+        return {"prompts": asked, "new_tokens": tokens, **about}
 
     with ExitStack() as stack:
         engines: list[_Engine] = []
@@ -116,9 +118,10 @@ def compete(
             on_progress("measurements", turn, repeats * len(cases))
             able = [engine for engine in engines if engine.takes(case)]
             for engine in able[repeat % len(able) :] + able[: repeat % len(able)]:
-                reply = engine.work(job(case, new_tokens, seed + repeat))
+                reply = engine.work(job(case, case.most_tokens or new_tokens, seed + repeat))
                 decoding_s = max(reply["seconds"] - reply["first_seconds"], 1e-9)
-                rate, total = case.live * (new_tokens - 1) / decoding_s, case.live * new_tokens / reply["seconds"]
+                count = sum(map(len, reply["tokens"]))
+                rate, total = (count - case.live) / decoding_s, count / reply["seconds"]
                 result = Measured(rate, total, reply["tokens"])
                 found.measured.setdefault((engine.spec.name, case), []).append(result)
                 _log.info("repeat %d, %s, %s: %.1f tokens/s", repeat, case, engine.spec.name, result.tokens_per_s)

@@ -48,11 +48,23 @@ def test_a_new_report_appears_by_itself(tmp_path: Path) -> None:
     reports = results.load_reports(tmp_path)
     page, table = results.page(reports), results.readme_table(reports)
     assert "## step-small\n" in page
-    assert "- Machine: Some CPU, limited to avx2, 4 cores, 2 threads, 8.0 GB; Python 3.11.7" in page
+    assert "- Machine: Some CPU, AVX2, 4 cores, 2 threads, 8.0 GB; Python 3.11.7" in page
     assert "- Command: `tlt bench step conf/smoke.yaml --repeats 3`" in page
     assert "- Environment: `TLT_NATIVE_KERNELS=avx2`" in page
     assert "| 1.25 (1.125-1.5) | at most 1.01 | **missed** |" in page
     assert "| same tokens | 1 | 1 | holds |" in page
     assert "| steps | 1.25 (1.125-1.5) |\n| all steps | 1.25 |" in page
-    assert "1.25 (at most 1.01, **missed**) | Some CPU, limited to avx2, 4 cores |" in table
-    assert table.endswith("Bounds in `reports/`: 1 hold, 1 are missed ([which](docs/results.md#missed-bounds)).")
+    assert "Of the 2 bounds set beforehand, 1 hold ([which](docs/results.md#missed-bounds) do not)." in table
+
+
+def test_whole_steps_stand_in_the_readme_by_part_and_machine() -> None:
+    rows = [
+        {"workload": workload, "configuration": name, "over_plain_in_all": {"median": ratio, "min": 1.0, "max": 2.0}}
+        for workload, factor in (("tail", 1.0), ("no-tail", 3.0))
+        for name, ratio in (("fixed", 1.125 * factor), ("tlt", 1.25 * factor))
+    ]
+    table = results.readme_table({"e2e": {**REPORT, "rows": rows}})
+    assert "| | Some CPU, AVX2, 4 cores |" in table
+    assert "| one draft length in every round | 1.12 |" in table
+    assert "| **all of TLT** | 1.25 |" in table
+    assert "a whole RL step 1.25 times as fast" in table

@@ -205,19 +205,21 @@ def test_tokens_and_their_log_probs_are_those_of_our_engine(target, prompts, pla
 
 
 def test_rounds_follow_the_tuner_and_equal_vllms_counters(adaptive, prompts):
+    """Of requests that begin together: steps that also read a prompt are no rounds, and vLLM counts their drafts."""
     before = chains_of(adaptive.engine)
     adaptive.engine.report()
-    decode_all(adaptive.engine.decode, prompts)
+    ended = decode_all(adaptive.engine.decode, prompts[:3]).rollouts
+    assert len(ended) <= 6 * len(PARAMS), "more than there are slots for"
     rounds, after = adaptive.engine.report().rounds, chains_of(adaptive.engine)
     drafted = sum(sum(r.report.drafted) for r in rounds)
     accepted = sum(sum(r.report.accepted) for r in rounds)
-    # vLLM does not count the chain in which a request ends; steps that also prefill are no rounds.
     print(f"rounds: {drafted} drafted, {accepted} accepted; vLLM: {after.draft_tokens - before.draft_tokens}")
     assert {r.report.strategy.tokens for r in rounds} <= {0, 1, 3, 7}
     for trace in rounds:
         assert all(n in (0, trace.report.strategy.tokens) for n in trace.report.drafted) or trace.report.live
-    assert abs(drafted - (after.draft_tokens - before.draft_tokens)) <= 0.1 * drafted + 7 * 6
-    assert abs(accepted - (after.accepted - before.accepted)) <= 0.1 * accepted + 7 * 6
+    lost = 7 * len(ended)  # vLLM does not count the chain in which a request ends
+    assert 0 <= drafted - (after.draft_tokens - before.draft_tokens) <= lost
+    assert 0 <= accepted - (after.accepted - before.accepted) <= lost
 
 
 def test_a_drafter_that_turns_useless_is_switched_off_and_found_again(adaptive, prompts, plain):

@@ -32,10 +32,15 @@ def build(settings):  # type: ignore[no-untyped-def]
     )
 
     def decode(job):  # type: ignore[no-untyped-def]
-        params = vllm.SamplingParams(
-            temperature=job["temperature"], max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False
-        )
         prompts = [{"prompt_token_ids": tokens} for tokens in job["prompts"]]
+        params = vllm.SamplingParams(
+            temperature=job["temperature"],
+            top_p=1.0,
+            top_k=0,
+            max_tokens=job["new_tokens"],
+            ignore_eos=not job["natural_ends"],
+            detokenize=False,
+        )
         return lambda: [list(o.outputs[0].token_ids) for o in llm.generate(prompts, params, use_tqdm=False)]
 
     return decode
