@@ -242,11 +242,14 @@ def _is_local(url: str) -> bool:
 
 def serve(*, uri: str | None, host: str, port: int) -> None:
     """Replace this process with MLflow's server.  Raises ConfigError for a store that cannot be, PortInUse."""
+    from tasks.mlflow_run import VIEW
+
     uri = uri or TrackingConfig().uri
     if problem := why_no_store(uri):
         raise ConfigError(f"--uri {problem}")
     require_free(host, port)
-    print(f"MLflow on http://{host}:{port} for {uri}; stop it with Ctrl-C", file=sys.stderr, flush=True)
+    page = f"http://{host}:{port}/#/experiments?{VIEW}"
+    print(f"MLflow on {page} for {uri}; stop it with Ctrl-C", file=sys.stderr, flush=True)
     os.execve(sys.executable, server_command(uri=uri, host=host, port=port), {**os.environ, **_MLFLOW})
 
 

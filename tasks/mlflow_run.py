@@ -54,7 +54,7 @@ class MlflowRun:
         """Address of the run's page; empty if the store is no server, or has not answered yet."""
         if not self.uri.startswith(("http://", "https://")) or not self.run_id:
             return ""
-        return f"{self.uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{self.run_id}?{_VIEW}"
+        return f"{self.uri.rstrip('/')}/#/experiments/{self.experiment_id}/runs/{self.run_id}?{VIEW}"
 
     def metrics(self, values: Mapping[str, float], *, step: int) -> None:
         """Log the metrics of a step, unless an earlier attempt has logged them."""
@@ -142,10 +142,9 @@ class MlflowRun:
         return isinstance(error, FileNotFoundError)
 
 
-# MLflow 3 opens an experiment of no kind on an empty page of traces, and one of this kind on its runs.
-_VIEW = "workflowType=machine_learning"
+# MLflow 3.17 opens an experiment on an empty page of traces, whatever its kind; with this, on its runs.
+VIEW = "workflowType=machine_learning"
 _TAGS = {
-    "mlflow.experimentKind": "custom_model_development",
     "mlflow.note.content": (
         "Runs of TLT: reinforcement learning with adaptive speculative decoding. Each run has rewards, response "
         "lengths, acceptance of drafts, use of idle time and the time of each phase by step, and figures and sampled "

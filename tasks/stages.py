@@ -13,7 +13,6 @@ from prefect.cache_policies import NO_CACHE
 
 from conf.run import RunConfig
 from tlt_core.data import dataset
-from tlt_core.data.chat import encode_turn
 from tlt_core.export import folder
 from tlt_core.export.record import Source
 from tlt_core.items.store import Ref
@@ -58,8 +57,6 @@ def prepare_data(cfg: RunConfig, model_dir: Path) -> Ref:
             kept["validation"],
         )
     preflight.check_context(cfg, model, longest_prompt=manifest.longest_prompt)
-    if cfg.rollout.environment is not None:
-        encode_turn(load_tokenizer(model_dir), "", ended_by=0, template_kwargs=cfg.data.chat_template_kwargs)
     return Ref(str(data_dir), manifest.counts["train"], manifest.digest)
 
 

@@ -75,15 +75,13 @@ def test_an_earlier_attempts_run_goes_on_and_a_deleted_one_is_replaced(
     assert f"MLflow's experiment '{tracking.experiment}' was deleted and is restored" in caplog.text
 
 
-def test_an_experiment_opens_on_its_runs_and_keeps_what_a_user_has_said_of_it(tracking: TrackingConfig) -> None:
-    """MLflow 3's pages begin with traces, of which there are none, in an experiment of no kind."""
+def test_an_experiment_keeps_what_a_user_has_said_of_it(tracking: TrackingConfig) -> None:
     client = MlflowClient(tracking.uri)
     made = client.create_experiment(tracking.experiment, tags={"mlflow.note.content": "mine"})
     run = _open(tracking)
     run.end("FINISHED")
     assert run.experiment_id == made
-    tags = client.get_experiment(made).tags
-    assert (tags["mlflow.experimentKind"], tags["mlflow.note.content"]) == ("custom_model_development", "mine")
+    assert client.get_experiment(made).tags["mlflow.note.content"] == "mine"
 
 
 def test_a_run_in_the_environment_is_left_alone(tracking: TrackingConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ val-core/{task}/reward/pass_at_{k} | share | over prompts | prompts that at leas
 
 # Responses
 response_length/mean | tokens | mean over responses | length of a response
-num_turns/mean | turns | mean over responses | the policy's turns in an episode with an environment
+num_turns/mean | turns | mean over responses | the policy's turns in an episode | environment
 response_length/max | tokens | maximum over responses | length of a response
 response_length/p50 | tokens | median over responses | length of a response
 response_length/p90 | tokens | 90th percentile over responses | length of a response

@@ -17,6 +17,7 @@ from conf.load import ConfigError
 from conf.model import RandomModel
 from conf.run import RunConfig
 from tlt_core.data import file_questions
+from tlt_core.data.chat import encode_turn
 from tlt_core.drafter.eagle3.files import check_eagle3
 from tlt_core.drafter.eagle3.model import default_taps
 from tlt_core.grpo.lora import require_targets
@@ -28,7 +29,7 @@ from tlt_core.machine.processors import check_workers
 from tlt_core.model.config import DecoderConfig, ModelError
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.embedded import EMBEDDED_NAME
-from tlt_core.model.load import load_config, resolve
+from tlt_core.model.load import load_config, load_tokenizer, resolve
 from tlt_core.model.shapes import shape_of
 from tlt_core.rollout.engines import ENGINES
 from tlt_core.run import memory_plan, step_files
@@ -127,9 +128,12 @@ def check_drafter(cfg: RunConfig, model: DecoderConfig) -> None:
 def check_model(cfg: RunConfig, folder: Path) -> None:
     """Is the folder complete, does the run fit into a GPU of this machine, do its files fit on the disk?
 
-    Raises ModelError, MemoryPlanError, SpaceError."""
+    Raises ModelError, MemoryPlanError, SpaceError; DataError where an environment finds no turns in the chat template.
+    """
     config = load_config(folder)
     check_shape(cfg, config)
+    if cfg.rollout.environment is not None:
+        encode_turn(load_tokenizer(folder), "", ended_by=0, template_kwargs=cfg.data.chat_template_kwargs)
     unknown = [token for token in cfg.rollout.stop_token_ids if not 0 <= token < config.vocab_size]
     if unknown:
         raise ModelError(

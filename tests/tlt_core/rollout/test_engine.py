@@ -45,7 +45,9 @@ def test_a_prompt_runs_once_as_long_as_one_of_its_requests_lives(decoder, monkey
     alone = run(decoder, items, params, max_live=1)
     assert len({len(r.completion) for r in alone.values()}) > 3, "they were meant to end one by one"
     prefilled, run_pass = [], Prefill._pass
-    monkeypatch.setattr(Prefill, "_pass", lambda self, groups: (prefilled.append(len(groups)), run_pass(self, groups)))
+    monkeypatch.setattr(
+        Prefill, "_pass", lambda self, rows, at: (prefilled.append(len(rows)), run_pass(self, rows, at))
+    )
     together = run(decoder, items, params, max_live=4)
     assert prefilled == [1]
     for key, rollout in alone.items():
