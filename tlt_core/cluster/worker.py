@@ -29,7 +29,7 @@ from tlt_core.idle_training.coordinator import Action, Order, Progress
 from tlt_core.idle_training.training import IdleTraining, IdleTrainingResult
 from tlt_core.items.types import GenerationRequest, Rollout, SamplingParams
 from tlt_core.machine.getting_on import got_on
-from tlt_core.machine.memory import keep_freed_memory, peak_bytes, require_gpu
+from tlt_core.machine.memory import keep_few_products, keep_freed_memory, peak_bytes, require_gpu
 from tlt_core.machine.precision import as_torch
 from tlt_core.rollout.replica import NoReplica, Replica
 
@@ -89,6 +89,7 @@ class Worker:
     def __init__(self, rank: int, world_size: int, spec: WorkerSpec) -> None:
         torch.set_num_threads(spec.threads)
         keep_freed_memory()
+        keep_few_products()
         self._rank, self._world_size, self._spec = rank, world_size, spec
         self._device = torch.device(spec.device)
         self._engines = Engines(world_size, spec.rollout.workers_per_engine)

@@ -2,6 +2,7 @@
 
 import ctypes
 import logging
+import os
 import re
 import resource
 from pathlib import Path
@@ -59,6 +60,14 @@ def keep_freed_memory() -> bool:
         return False
     # No block gets a mapping of its own, which would be unmapped when it is freed, and the heap never shrinks.
     return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT))
+
+
+COMPILED_PRODUCTS = 256  # that oneDNN keeps; by default 1,024, which passes of ever new lengths fill
+
+
+def keep_few_products() -> None:
+    """Before oneDNN's first product in this process: bound what it keeps.  A user's own bound stays."""
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(COMPILED_PRODUCTS))
 
 
 def peak_bytes(device: torch.device) -> int:

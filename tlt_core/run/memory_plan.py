@@ -16,7 +16,7 @@ from conf.update import DeepSpeedBackend
 from tlt_core.drafter.eagle3.model import Eagle3Config, Eagle3Model
 from tlt_core.grpo.optimizer import ZERO_BUCKET, ZERO_LIVE
 from tlt_core.grpo.pass_memory import pass_bytes, trained_parameters
-from tlt_core.machine.memory import USABLE
+from tlt_core.machine.memory import COMPILED_PRODUCTS, USABLE
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.config import DecoderConfig
 from tlt_core.rollout.engines import ENGINES
@@ -24,9 +24,9 @@ from tlt_core.rollout.kv_memory import slot_bytes
 
 _GB = 1e9
 _CPU_PROCESS = 0.55e9  # Python, torch and Ray
-# oneDNN keeps its last 1,024 compiled products; passes of ever new lengths fill that.  1.1 MB each, measured on AMX.
-# With $ONEDNN_PRIMITIVE_CACHE_CAPACITY=256 passes like the demo's take as long, with 64 they take 1.4 times as long.
-_PRODUCTS = 1024 * 1.1e6
+# Passes of ever new lengths fill what oneDNN keeps of compiled products.  1.1 MB each, measured on AMX.  With 256 of them
+# passes like the demo's take as long as with 1,024, with 64 they take 1.4 times as long.
+_PRODUCTS = COMPILED_PRODUCTS * 1.1e6
 # Assumed, not measured: figures of GPUs and of the drafter's passes.
 _CONTEXT = 0.6e9  # CUDA's, cuBLAS's work space and kernels, for each process on a GPU
 _NCCL = 0.5e9  # its buffers, with more than one worker

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from conf.data import FileData, GymData
 from conf.run import RunConfig
-from tlt_core.data import dataset
+from tlt_core.data import dataset, file_questions
 from tlt_core.data.dataset import DataError
 
 
@@ -112,6 +112,27 @@ def test_own_files(tokenizer, tmp_path, kind):
     prompt = dataset.load(tmp_path / "d", "train", tokenizer)[0]
     assert prompt.answer == str(int(prompt.text.split()[0]) + 1)
     assert prompt.metadata["level"] == "easy"
+
+
+def test_several_files_are_joined_and_every_prompt_knows_its_row(tokenizer, tmp_path):
+    for name in ("a", "b"):
+        rows = [{"prompt": f"{name} {i}", "answer": str(i)} for i in range(10)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    cfg = FileData(
+        kind="file",
+        train_path=str(tmp_path / "a.jsonl"),
+        more=[{"path": str(tmp_path / "b.jsonl"), "share": 0.3}],
+        validation_fraction=0.2,
+    )
+    prepare(cfg, tokenizer, tmp_path / "d")
+    found = [p for split in ("train", "validation") for p in dataset.load(tmp_path / "d", split, tokenizer)]
+    assert sorted(p.text[0] for p in found) == ["a"] * 10 + ["b"] * 3
+    for prompt in found:
+        name, number = prompt.text.split()
+        assert prompt.metadata["tlt_row"] == f"{tmp_path / name}.jsonl, line {int(number) + 1}"
+    missing = cfg.model_copy(update={"more": (cfg.more[0].model_copy(update={"path": "none.jsonl"}),)})
+    with pytest.raises(DataError, match=r"none\.jsonl does not exist; data\.more wants"):
+        file_questions.check(missing)
 
 
 @pytest.mark.parametrize(
