@@ -159,8 +159,8 @@ def readme_table(reports: Mapping[str, Report]) -> str:
         lines.append(f"| {words} | {' | '.join(_times(found.get(name)) for found in steps.values())} |")
     lines.append("")
     for question in _QUESTIONS:
-        found = [(_answer(question, report), report) for report in reports.values()]
-        values = [f"{_times(v['value'])} ({_widest(report)})" for v, report in found if v]
+        answers = [(_answer(question, report), report) for report in reports.values()]
+        values = [f"{_times(v['value'])} ({_widest(report)})" for v, report in answers if v]
         lines += [f"- {question}: {', '.join(values)}."] if values else []
     verdicts = [v for report in reports.values() for v in report.get("verdicts", ())]
     missed = sum(not v["holds"] for v in verdicts)

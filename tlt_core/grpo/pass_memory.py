@@ -5,6 +5,7 @@ What is alive is added up as torch makes and frees it.  Fragmentation of the all
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from tlt_core.grpo.lora import inject_adapters
 from tlt_core.grpo.policy import PolicyModel
 from tlt_core.machine.precision import as_torch
 from tlt_core.model.config import DecoderConfig
-from tlt_core.model.decoder import Decoder
+from tlt_core.model.load import empty_decoder
 
 _META = torch.device("meta")
 
@@ -68,6 +69,8 @@ def trained_parameters(config: DecoderConfig, update: UpdateConfig) -> tuple[int
 def pass_bytes(config: DecoderConfig, update: UpdateConfig, *, sequence: int) -> int:
     """Most bytes that a forward and backward pass of `update.tokens_per_micro_batch` tokens takes besides weights,
     gradients' sums and optimizer.  sequence: tokens of the longest sequence; a longer one is a pass of its own."""
+    if config.foreign:  # about as much as a Llama of these sizes
+        config = replace(config, foreign="", family="llama")
     tokens = max(update.tokens_per_micro_batch, sequence)
     head = _head_bytes(config, update, tokens)
     live = LiveBytes()
@@ -91,9 +94,7 @@ def pass_bytes(config: DecoderConfig, update: UpdateConfig, *, sequence: int) ->
 
 
 def _model(config: DecoderConfig, update: UpdateConfig) -> PolicyModel:
-    with _META:
-        decoder = Decoder(config)
-    decoder = decoder.to(as_torch(update.dtype))
+    decoder = empty_decoder(config).to(as_torch(update.dtype))
     if update.lora.enabled:
         inject_adapters(decoder, update.lora)
     return PolicyModel(decoder, temperature=1.0, activation_checkpointing=update.activation_checkpointing)

@@ -49,7 +49,7 @@ class RopeScaling:
 class DecoderConfig:
     """What `Decoder` is built from.  DecoderConfig(family="llama", vocab_size=49152, hidden_size=576, ...)"""
 
-    family: str  # llama, qwen2 or qwen3
+    family: str  # llama, qwen2 or qwen3; if `foreign`, any of transformers' names
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -65,6 +65,7 @@ class DecoderConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None = None  # this and the next are only kept for readers of our exports
     pad_token_id: int | None = None
+    foreign: str = ""  # config.json of a family that transformers computes (see `foreign`); empty: we do
 
     @property
     def qk_norm(self) -> bool:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt_core.items.store import is_finite, write_atomically, write_folder_atomically
+from tlt_core.model import foreign
 from tlt_core.model.config import DecoderConfig, ModelError
 from tlt_core.model.decoder import Decoder
 from tlt_core.model.embedded import EMBEDDED_NAME, embedded_model_dir
@@ -85,7 +86,10 @@ def load_config(folder: Path) -> DecoderConfig:
     if generation.is_file() and (eos := _read_json(generation).get("eos_token_id")) is not None:
         raw["eos_token_id"] = eos
     try:
-        config = DecoderConfig.from_hf(raw)
+        try:
+            config = DecoderConfig.from_hf(raw)
+        except ModelError as error:
+            config = foreign.foreign_config(raw, why=str(error))
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
     except KeyError as error:
@@ -116,8 +120,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 def load_decoder(folder: Path, *, dtype: torch.dtype, device: str | torch.device = "cpu") -> Decoder:
     """Build the decoder and fill it from the folder's safetensors.  Raises ModelError."""
     config = load_config(folder)
-    with torch.device("meta"):
-        decoder = Decoder(config)
+    if config.foreign:
+        theirs = foreign.read(folder, config, dtype=dtype)
+        bad = next((name for name, weight in theirs.named_parameters() if not is_finite(weight)), None)
+        if bad is not None:
+            raise ModelError(f"{folder}: {bad} holds NaN or infinite numbers; download or copy the model again")
+        return theirs.to(device)
+    decoder = empty_decoder(config)
     raw = read_tensors(folder)
     wanted = {name: tuple(p.shape) for name, p in decoder.named_parameters()}
     _require_shapes(raw, folder, wanted)  # before memory of the size that config.json tells is taken
@@ -131,11 +140,15 @@ def load_decoder(folder: Path, *, dtype: torch.dtype, device: str | torch.device
     return decoder
 
 
+def empty_decoder(config: DecoderConfig) -> Decoder:
+    """Without memory for its weights."""
+    with torch.device("meta"):
+        return foreign.ForeignDecoder(config) if config.foreign else Decoder(config)
+
+
 def random_decoder(config: DecoderConfig, *, seed: int, dtype: torch.dtype) -> Decoder:
     """Normally distributed weights (std 0.02, as these families initialise them) that depend on the seed alone."""
-    with torch.device("meta"):  # torch's own initialisation would take minutes for a large one
-        decoder = Decoder(config)
-    decoder = decoder.float().to_empty(device="cpu")
+    decoder = empty_decoder(config).float().to_empty(device="cpu")  # torch's own initialisation may take minutes
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
@@ -200,6 +213,9 @@ def hf_tensors(
     """The decoder's parameters by name -> the tensors of a Hugging Face folder, on the CPU, one after the other."""
     d = config.head_dim
     for name, weight in weights:
+        if config.foreign:
+            yield name, weight.to("cpu", dtype).contiguous()
+            continue
         names = _hf_names(name)
         if ".qkv_proj." in name:
             parts = weight.split([config.num_heads * d, config.num_kv_heads * d, config.num_kv_heads * d])
@@ -223,15 +239,19 @@ def save_hf(
     refuses.
     """
     tensors = dict(hf_tensors(weights, config, dtype=dtype))
-    with torch.device("meta"):
-        missing = {hf for name, _ in Decoder(config).named_parameters() for hf in _hf_names(name)} - tensors.keys()
+    wanted = [name for name, _ in empty_decoder(config).named_parameters()]
+    missing = {*(wanted if config.foreign else (hf for name in wanted for hf in _hf_names(name)))} - tensors.keys()
     assert not missing, f"weights to save lack {sorted(missing)[0]}"
-    raw = config.to_hf()
+    raw = json.loads(config.foreign) if config.foreign else config.to_hf()
+    raw["tie_word_embeddings"] = config.tie_word_embeddings
     # transformers 5 reads the first key; transformers 4 and the servers read the second.
     raw["dtype"] = raw["torch_dtype"] = str(dtype).removeprefix("torch.")
 
     def write(folder: Path) -> None:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        if config.foreign:
+            foreign.write(tensors, config, folder)
+        else:
+            save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(raw, indent=1))
         for name in _TOKENIZER_FILES:
             if (tokenizer_from / name).is_file():

@@ -83,6 +83,8 @@ class PackedWeights:
 def can_pack(decoder: Decoder) -> bool:
     """Whether `pack_linears` applies: bfloat16 weights on a CPU where our kernels or oneDNN's run."""
     weight = decoder.head_weight
+    if decoder.config.foreign:
+        return False
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         return False
     linears = [m for layer in decoder.layers for m in layer.children() if isinstance(m, nn.Linear)]

@@ -24,8 +24,8 @@ from tlt_core.rollout.kv_memory import slot_bytes
 
 _GB = 1e9
 _CPU_PROCESS = 0.55e9  # Python, torch and Ray
-# Passes of ever new lengths fill what oneDNN keeps of compiled products.  1.1 MB each, measured on AMX.  With 256 of them
-# passes like the demo's take as long as with 1,024, with 64 they take 1.4 times as long.
+# Passes of ever new lengths fill what oneDNN keeps of compiled products, 1.1 MB each, measured on AMX.  With 256 of
+# them passes like the demo's take as long as with 1,024, with 64 they take 1.4 times as long.
 _PRODUCTS = COMPILED_PRODUCTS * 1.1e6
 # Assumed, not measured: figures of GPUs and of the drafter's passes.
 _CONTEXT = 0.6e9  # CUDA's, cuBLAS's work space and kernels, for each process on a GPU

@@ -9,7 +9,6 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from conf.data import FileData, GymData
@@ -27,9 +26,8 @@ from tlt_core.machine.disk import check_space, check_writable
 from tlt_core.machine.memory import gpu_bytes, warn_of_limits
 from tlt_core.machine.processors import check_workers
 from tlt_core.model.config import DecoderConfig, ModelError
-from tlt_core.model.decoder import Decoder
 from tlt_core.model.embedded import EMBEDDED_NAME
-from tlt_core.model.load import load_config, load_tokenizer, resolve
+from tlt_core.model.load import empty_decoder, load_config, load_tokenizer, resolve
 from tlt_core.model.shapes import shape_of
 from tlt_core.rollout.engines import ENGINES
 from tlt_core.run import memory_plan, step_files
@@ -87,9 +85,21 @@ def check_shape(cfg: RunConfig, model: DecoderConfig) -> None:
     check_context(cfg, model, longest_prompt=1)
     if cfg.needs_first_drafter:
         default_taps(model.num_layers)
+    if model.foreign:
+        check_foreign(cfg, model)
     if cfg.update.lora.enabled:
-        with torch.device("meta"):
-            require_targets(Decoder(replace(model, num_layers=1)), cfg.update.lora)
+        require_targets(empty_decoder(model if model.foreign else replace(model, num_layers=1)), cfg.update.lora)
+
+
+def check_foreign(cfg: RunConfig, model: DecoderConfig) -> None:
+    """Can the run go on with a model that transformers computes?  Raises ModelError."""
+    cannot = {
+        "rollout.engine='vllm' (set it to builtin)": cfg.rollout.engine == "vllm",
+        "update.activation_checkpointing=true (set it to false)": cfg.update.activation_checkpointing,
+        "update.backend.kind='deepspeed' (set it to torch)": cfg.update.backend.kind == "deepspeed",
+    }
+    for setting in (setting for setting, is_set in cannot.items() if is_set):
+        raise ModelError(f"{setting}: not for {model.family} models, which transformers' own layers compute")
 
 
 def check_context(cfg: RunConfig, model: DecoderConfig, *, longest_prompt: int) -> None:

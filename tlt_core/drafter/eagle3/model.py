@@ -47,7 +47,7 @@ class Eagle3Config:
         cls, target: DecoderConfig, draft_vocab_size: int, *, taps: tuple[int, ...] | None = None
     ) -> "Eagle3Config":
         """A layer shaped like the target's.  Raises ModelError on taps that the target does not have."""
-        layer = dataclasses.replace(target, family="llama", num_layers=1, tie_word_embeddings=False)
+        layer = dataclasses.replace(target, family="llama", foreign="", num_layers=1, tie_word_embeddings=False)
         taps = default_taps(target.num_layers) if taps is None else taps
         check_taps(taps, target)
         return cls(layer, draft_vocab_size, taps)
@@ -195,7 +195,8 @@ def random_eagle3(config: Eagle3Config, draft_ids_J: Tensor, *, seed: int) -> Ea
 def eagle3_from_target(
     decoder: Decoder, draft_ids_J: Tensor, *, scales: tuple[float, ...], taps: tuple[int, ...] | None = None, seed: int
 ) -> Eagle3Model:
-    """A float32 drafter, on the target's device, that starts as the target's last layer on its high hidden state.
+    """A float32 drafter, on the target's device, that starts as the target's last layer on its high hidden state (at
+    random where transformers computes the target).
 
     `fc` passes the scaled high state through, so what the layer adds to it is scaled likewise (norms do not see scale).
     The embedding's half of query, key and value starts random and small: the target has nothing like it.  `decoder`
@@ -204,6 +205,10 @@ def eagle3_from_target(
     config = Eagle3Config.for_target(decoder.config, len(draft_ids_J), taps=taps)
     model = random_eagle3(config, draft_ids_J.cpu(), seed=seed)
     model.tap_scales = scales
+    head = decoder.head_weight
+    model.lm_head.weight.copy_(head[draft_ids_J.to(head.device)])
+    if decoder.config.foreign:  # its layers are of another make, and the drafter's begins at random
+        return model.to(head.device)
     last, size = decoder.layers[-1], config.layer.hidden_size
     assert isinstance(last, Layer), "a decoder's layers are Layers"
     assert isinstance(last.qkv_proj, nn.Linear), "the decoder's weights are packed: take them from the plain one"
@@ -215,5 +220,4 @@ def eagle3_from_target(
     model.gate_up_proj.weight.copy_(last.gate_up_proj.weight)
     model.down_proj.weight.copy_(last.down_proj.weight.float() * scales[-1])
     model.norm.weight.copy_(decoder.norm.weight)
-    model.lm_head.weight.copy_(decoder.head_weight[draft_ids_J.to(decoder.head_weight.device)])
-    return model.to(decoder.head_weight.device)
+    return model.to(head.device)
