@@ -47,7 +47,6 @@ _LOOKUP_TOKENS = 10  # transformers' own example
 _NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 _EAGLE3_TOKENS = (3, 5)  # fixed drafts, beside which the plug-in's choice is judged
 _DRAFT_LENGTHS = [1, 2, 3, 5, 7]
-_EAGLE3_ALONE = (1, 3, 5, 7)
 _TLT = "vllm tlt"
 _PLUG_IN: dict[str, dict[str, Any]] = {
     _TLT: {},
@@ -198,9 +197,11 @@ def _vllm_kinds(speculation: SpeculationConfig, *, alone: bool) -> dict[str, dic
         "vllm eager": {"speculative": None, "eager": True},
         "vllm ngram": {"speculative": _NGRAM, "eager": False},
     }
+    if alone:
+        del kinds["vllm eager"]  # all of them are in memory at once, 2 GB each
     if speculation.drafter_path is not None:
         eagle3 = {"method": "eagle3", "model": speculation.drafter_path}
-        for tokens in _EAGLE3_ALONE if alone else _EAGLE3_TOKENS:
+        for tokens in _EAGLE3_TOKENS:
             chains = eagle3 | {"num_speculative_tokens": tokens}
             kinds[f"vllm eagle3 {tokens}"] = {"speculative": chains, "eager": False}
         longest = eagle3 | {"num_speculative_tokens": max(_DRAFT_LENGTHS)}
@@ -235,7 +236,7 @@ def verdicts_of(contest: Contest) -> list[dict[str, Any]]:
     verdicts = []
     for rival, variants, bound in _BOUNDS:
         verdicts += _against(contest, "plain", rival, variants, bound)
-    without = ("vllm", "vllm eager", "vllm ngram", *(f"vllm eagle3 {tokens}" for tokens in _EAGLE3_ALONE))
+    without = ("vllm", "vllm eager", "vllm ngram", *(f"vllm eagle3 {tokens}" for tokens in _EAGLE3_TOKENS))
     verdicts += _against(contest, _TLT, "the best of vllm without it", without, _PLUG_IN_BOUND)
     verdicts += _against(contest, _TLT, "itself without n-grams", ("vllm tlt, no n-grams",), 1.0)
     return verdicts + _against(contest, "vllm tlt, off", "vllm", ("vllm",), _OFF_BOUND)

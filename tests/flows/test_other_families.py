@@ -1,4 +1,4 @@
-"""A whole run of a model that transformers computes: cold start, drafter, drafts that change nothing, resume, export."""
+"""A whole run of a model that transformers computes: cold start, drafter, exact drafts, resume, export."""
 
 import shutil
 import signal
