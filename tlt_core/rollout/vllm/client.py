@@ -141,7 +141,12 @@ class VllmRollout:
             if not live:
                 return
             rows = [
-                {"id": name, "tokens": request.prompt_tokens.tolist(), "stream": stream_key(request.key)}
+                {
+                    "id": name,
+                    "tokens": request.prompt_tokens.tolist(),
+                    "stream": stream_key(request.key),
+                    "max_tokens": min(params.max_new_tokens, request.max_new_tokens or params.max_new_tokens),
+                }
                 for name, request in started.items()
             ]
             answer = self.ask({"ask": "decode", "params": sampling, "requests": rows})
@@ -227,7 +232,6 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
-        "max_tokens": params.max_new_tokens,
         "stop_token_ids": list(params.stop_token_ids),
     }
 

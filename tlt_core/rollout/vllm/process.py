@@ -10,7 +10,8 @@
     stdout  {"tensors": 272, "checked": 120, "seconds": 0.4}
     stdin   {"ask": "drafter", "file": "y.safetensors"}
     stdout  {"tensors": 12, "checked": 6}
-    stdin   {"ask": "decode", "params": {...}, "requests": [{"id": "7", "tokens": [...], "stream": 1}, ...]}
+    stdin   {"ask": "decode", "params": {...}, "requests": [{"id": "7", "tokens": [...], "stream": 1,
+             "max_tokens": 512}, ...]}
     stdout  {"live": 3, "tokens": 40, "finished": [{"id", "tokens", "logprobs", "stopped", "states"}, ...],
              "rounds": [...], "version": 3}
     stdin   {"ask": "tuner", "call": "suspend", "arguments": ["eagle3"], "options": {}}
@@ -140,6 +141,7 @@ class Server:
         for request in requests:
             wanted = vllm.SamplingParams(
                 extra_args={"tlt_stream": request["stream"]},
+                max_tokens=request["max_tokens"],
                 logprobs=0,  # of the sampled token alone
                 ignore_eos=True,  # tokens that stop are named
                 detokenize=False,
