@@ -56,7 +56,7 @@ class Run(NamedTuple):
 
 def requests(prompts, number: int) -> list[GenerationRequest]:
     return [
-        GenerationRequest(NoiseKey(0, number, i, s), torch.tensor(list(p)).int())
+        GenerationRequest(NoiseKey(0, number, i, s), torch.tensor(list(p)).int(), max_new_tokens=9 if i == s else None)
         for i, p in enumerate(prompts)
         for s in range(SAMPLES)
     ]
