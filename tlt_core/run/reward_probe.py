@@ -40,13 +40,22 @@ Say = Callable[[Prompt, str], str]  # the response with this answer, as a reward
 
 
 def probe(cfg: RunConfig, *, data_dir: Path, model_dir: Path, digest: str) -> None:
-    """Logs what is wrong.  Raises RewardError for a term that nothing satisfies.  digest: of the data set."""
+    """Logs what is wrong.  Raises RewardError for a term that nothing satisfies or that no prompt is for.
+
+    digest: of the data set."""
     tokenizer = load_tokenizer(model_dir)
     stop = stop_token_ids(model_dir, tokenizer)
 
     def say(prompt: Prompt, answer: str) -> str:
         return _response(tokenizer, stop, prompt, answer)
 
+    tasks = dataset.read_manifest(data_dir).tasks
+    for term in cfg.reward.functions:
+        if not any(map(term.takes, tasks)):
+            raise RewardError(
+                f"reward {term.name!r} has sources={list(term.sources)}, which is no task of the data (its tasks: "
+                f"{', '.join(tasks)}): it would score nothing; mend sources, or leave it out"
+            )
     tried = [f for f in cfg.reward.functions if f.kind not in _NOT_TRIED]
     built_in, own = (tuple(f for f in tried if (f.kind in ("python", "judge")) == mine) for mine in (False, True))
     kept = artifacts_dir() / "probes" / f"{_digest(cfg, digest)}.json"

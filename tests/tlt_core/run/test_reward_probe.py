@@ -62,6 +62,14 @@ def test_a_reward_that_nothing_satisfies_is_refused(said, tmp_path):
         said(rows(tmp_path, [r"\frac{3}{"] * 6), "reward.functions=[{kind: math_verify}]")
 
 
+def test_a_reward_for_a_source_that_no_row_has_is_refused(said, tmp_path):
+    functions = "reward.functions=[{kind: exact}, {kind: exact, sources: [openai/gsm8k]}]"
+    with pytest.raises(
+        RewardError, match=r"sources=\['openai/gsm8k'\], which is no task of the data \(its tasks: file\)"
+    ):
+        said(rows(tmp_path, [1, 2, 3]), functions)
+
+
 def test_tasks_that_a_constant_solves_are_named(said):
     """reasoning-gym 0.1.25 gives full marks to 0, to NaN."""
     lines = said(
