@@ -29,7 +29,7 @@ class _Slot:
         self.taken = True  # its response has been taken, or there was none
         self.whole = True  # no position is missing
         self.covered = 0  # positions with states, from 0
-        self.tokens: list[int] = []  # of the prompt
+        self.tokens: list[int] = []  # of the prompt; of the response, too, when that has ended
 
 
 class Tap:
@@ -66,8 +66,10 @@ class Tap:
         self._pending = (names, row_N, positions_N, norms_N)
         self._foreign = {names[b] for b in foreign}
 
-    def take(self, name: str, *, first: int, length: int) -> Taken | None:
-        """What was kept of a response that has ended; None when something is missing.  first: length of its prompt."""
+    def take(self, name: str, *, first: int, length: int, sampled: Sequence[int] = ()) -> Taken | None:
+        """What was kept of a response that has ended; None when something is missing.
+
+        first: length of its prompt.  sampled: its tokens, which the next turn of an episode begins with."""
         # vLLM appends a random part to the name that the caller gave.
         own = next((own for own in self._of if name in (own, own.rpartition("-")[0])), name)
         slot = self._of.pop(own, None)
@@ -75,14 +77,15 @@ class Tap:
             self.dropped += 1
             return None
         slot.taken = True
+        slot.tokens += sampled
         if not slot.whole or slot.covered < length - 1:
             self.dropped += 1
             return None
-        sampled = slice(first - 1, length - 1)
+        predicting = slice(first - 1, length - 1)
         return Taken(
             self._taps_SCE[slot.index, : length - 1].clone(),
-            self._last_SCD[slot.index, sampled].clone(),
-            self._norms_SC[slot.index, sampled].clone(),
+            self._last_SCD[slot.index, predicting].clone(),
+            self._norms_SC[slot.index, predicting].clone(),
         )
 
     def clear(self) -> None:

@@ -3,6 +3,7 @@
 llm.collective_rpc("tlt_load_drafter", args=("drafter/model.safetensors",))
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from safetensors.torch import save_file
@@ -71,10 +72,10 @@ class WorkerExtension:
             return self.model_runner.get_draft_model()
         return getattr(getattr(self.model_runner, "drafter", None), "model", None)  # vLLM 0.24
 
-    def tlt_write_states(self, name: str, first: int, length: int, file: str) -> bool:
+    def tlt_write_states(self, name: str, first: int, sampled: Sequence[int], file: str) -> bool:
         """Write what `Tap.take` returns into a safetensors file; False where nothing is kept."""
         tap = hooks.parts_of(self.model_runner).tap
-        kept = None if tap is None else tap.take(name, first=first, length=length)
+        kept = None if tap is None else tap.take(name, first=first, length=first + len(sampled), sampled=sampled)
         if kept is None:
             return False
         save_file(kept._asdict(), file)

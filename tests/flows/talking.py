@@ -1,7 +1,7 @@
 """Environments for a random model: what they say depends on what it says."""
 
+import asyncio
 import os
-import time
 
 
 class Talk:
@@ -25,7 +25,7 @@ class Unlucky(Talk):
         if kind == 0:
             raise ValueError("no answer today")
         if kind == 1:
-            time.sleep(60)
+            await asyncio.sleep(60)
         if kind == 2 and self._turn == 2:
             os._exit(3)
         return "?" if kind == 3 else reply  # type: ignore[return-value]

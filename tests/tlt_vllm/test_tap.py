@@ -105,6 +105,16 @@ def test_a_preempted_request_is_computed_again() -> None:
     assert kept(tap.take("a", first=2, length=5)) == shown([1, 2, 7, 8])
 
 
+def test_the_next_turn_of_an_episode_begins_with_what_the_turn_before_has_computed() -> None:
+    runner, tap = begin({"a": [1, 2]})
+    runner.run(tap, {"a": (0, [1, 2])})
+    runner.run(tap, {"a": (2, [7])})
+    assert kept(tap.take("a", first=2, length=4, sampled=[7, 8])) == shown([1, 2, 7])
+    runner.requests["b"] = SimpleNamespace(prompt_token_ids=[1, 2, 7, 8, 5])
+    runner.run(tap, {"b": (3, [8, 5])})
+    assert kept(tap.take("b", first=5, length=6)) == shown([1, 2, 7, 8, 5])
+
+
 def test_without_a_slot_a_response_is_dropped_and_counted() -> None:
     runner, tap = begin({"a": [1, 2], "b": [3, 4], "c": [5, 6]}, slots=1)
     runner.run(tap, {"a": (0, [1, 2]), "b": (0, [3, 4])})

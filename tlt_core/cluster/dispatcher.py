@@ -90,13 +90,12 @@ class Dispatcher(Signs):
         """Up to `wanted` requests for a worker.  One without an engine gets none, and is done when its engine is."""
         if not self._engines.is_host(worker):
             return Pulled((), exhausted=self._engines.host_of(worker) in self._idle)
-        queue = self._queues[worker]
+        queue, fair = self._queues[worker], -(-self._outstanding // len(self._queues))
         if self._shared:
-            fair = -(-self._outstanding // len(self._queues))
             wanted = min(wanted, fair - self._live[worker])
         requests: list[GenerationRequest] = []
-        # Turns that this worker can continue, then new requests; without either, turns that another would continue.
-        others = () if self._live[worker] else self._returning.values()
+        # Turns that this worker can continue, then new requests, then turns of others who are busy, when it is not.
+        others = [own for host, own in self._returning.items() if not self._live[worker] or self._live[host] >= fair]
         for source in (self._returning[worker], queue, *others):
             while source and len(requests) < wanted:
                 requests.append(source.popleft())
@@ -126,9 +125,9 @@ class Dispatcher(Signs):
     def ask(self, event: Progress) -> Order:
         """A worker without requests asks what to do next."""
         host = self._engines.host_of(event.worker)
-        if self._waiting(host) or (host != event.worker and host not in self._idle):
+        if self._waiting(host) or (self._is_open and host != event.worker and host not in self._idle):
             self._idle.discard(event.worker)
-            return self._coordinator.busy(event.worker, event.at_s)
+            return self._coordinator.busy(event)
         self._idle.add(event.worker)
         order = self._coordinator.order(event)
         if order.action is Action.STOP:

@@ -217,8 +217,9 @@ def _text(where: str, row: Any, key: str) -> str:
         raise DataError(f"{where}: no {key!r}; set data.prompt_key and data.answer_key to its columns ({_names(row)})")
     if isinstance(value, float) and not math.isfinite(value):
         raise DataError(f"{where}: {key!r} is {value}; give a finite number or a text")
-    texts = isinstance(value, list) and value and all(isinstance(line, str) for line in value)
-    if isinstance(value, dict) or texts or (isinstance(value, list) and key not in row):
+    asserts = isinstance(value, list) and value and all(str(line).startswith("assert ") for line in value)
+    program = isinstance(value, dict) and {"inputs", "outputs"} <= value.keys()
+    if asserts or program or (isinstance(value, list | dict) and key not in row):
         return json.dumps(value, ensure_ascii=False, default=str)
     if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
         raise DataError(f"{where}: {key!r} is a {type(value).__name__}; give a text or a number")

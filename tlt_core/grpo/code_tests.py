@@ -1,8 +1,9 @@
 """Does the code of a response pass its tests?  It runs in a Python of its own, which sees no network, no other process
 and no variables, and may use little time, memory and disk.
 
-The tests are the reference answer: statements such as `assert add(1, 2) == 3` (HumanEval, MBPP; a JSON list of them,
-too), or a JSON object {"inputs": [...], "outputs": [...]} of what a program reads and has to print (APPS, TACO).
+The tests are the reference answer: statements such as `assert add(1, 2) == 3` (MBPP; a JSON list of them, too), a
+function `check` that is called with the one named by the row's `entry_point` (HumanEval), or a JSON object
+{"inputs": [...], "outputs": [...]} of what a program reads and has to print (APPS, TACO).
 
 This keeps mistakes and clumsy code away from the machine.  It does not hold back code that means harm.
 """
@@ -14,19 +15,20 @@ import secrets
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable
 from typing import Any
 
 MOST_MEMORY_GB = 1.0
 _MOST_FILE = 16 << 20
-_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _APART = ("unshare", "--user", "--net", "--pid", "--fork", "--kill-child")  # from util-linux
 # Runs the code it is given, then the tests; only then it says the word, which the code cannot know.
 _RUNNER = """
 import json, sys
 code, tests, word = json.load(sys.stdin)
-known = {"__name__": "__main__"}
+known = {"__name__": "response"}
 exec(compile(code, "response", "exec"), known)
 exec(compile(tests, "tests", "exec"), known)
 print(word, file=sys.__stdout__, flush=True)
@@ -41,13 +43,14 @@ class Unusable(ValueError):
     """Tests that cannot be read, or a machine that cannot keep code apart."""
 
 
-def passes(response: str, tests: str, *, timeout_s: float) -> bool:
-    """Whether all tests pass, within `timeout_s` together.  Raises NoCode, Unusable."""
+def passes(response: str, tests: str, *, timeout_s: float, entry_point: str = "") -> bool:
+    """Whether all tests pass, within `timeout_s` together.  entry_point: the function that they are for, where they do
+    not name it.  Raises NoCode, Unusable."""
     blocks = _BLOCK.findall(response)
     if not blocks:
         raise NoCode("no ```python block in the response")
-    code, until_s = blocks[-1], time.monotonic() + timeout_s
-    given = _parsed(tests)
+    code, until_s = textwrap.dedent(blocks[-1]), time.monotonic() + timeout_s
+    given = _parsed(tests, entry_point)
     if isinstance(given, str):
         word = secrets.token_hex(16)
         said = _run(["-c", _RUNNER], json.dumps([code, given, word]), until_s)
@@ -67,16 +70,29 @@ def require_apart() -> None:
                        "--security-opt seccomp=unconfined), or give a function of yours (kind: python)")  # fmt: skip
 
 
-def _parsed(tests: str) -> str | list[tuple[str, str]]:
+def _parsed(tests: str, entry_point: str) -> str | list[tuple[str, str]]:
     try:
         given: Any = json.loads(tests)
     except ValueError:
-        return tests
+        if "def check(" not in tests or len(re.findall(r"\bcheck\(", tests)) > 1:
+            return tests
+        if not entry_point:
+            raise Unusable("the tests define `check` and do not call it; give the row an `entry_point`") from None
+        return f"{tests}\ncheck({entry_point})\n"
     if isinstance(given, list) and given and all(isinstance(line, str) for line in given):
         return "\n".join(given)
-    if isinstance(given, dict) and given.get("inputs") and len(given["inputs"]) == len(given.get("outputs", ())):
-        return [(str(read), str(wanted)) for read, wanted in zip(given["inputs"], given["outputs"], strict=True)]
-    raise Unusable(f"the tests are {tests[:60]!r}; give statements, a list of them, or {{inputs: [..], outputs: [..]}}")
+    reads, prints = (given.get(name, ()) if isinstance(given, dict) else () for name in ("inputs", "outputs"))
+    if reads and len(reads) == len(prints) and "fn_name" not in given:
+        return [(_lines(read), _lines(wanted)) for read, wanted in zip(reads, prints, strict=True)]
+    raise Unusable(
+        f"the tests are {tests[:60]!r}; give statements, a list of them, or {{inputs: [..], outputs: [..]}} of a "
+        "program"
+    )
+
+
+def _lines(text: Any) -> str:
+    """Some data sets have a list of lines."""
+    return "\n".join(map(str, text)) if isinstance(text, list) else str(text)
 
 
 def _matches(said: str | None, wanted: str) -> bool:
@@ -91,7 +107,7 @@ def _run(arguments: list[str], read: str, until_s: float) -> str | None:
     left_s = until_s - time.monotonic()
     if left_s <= 0:
         return None
-    with tempfile.TemporaryDirectory(prefix="tlt-code-") as folder, tempfile.TemporaryFile("w+", dir=folder) as out:
+    with tempfile.TemporaryDirectory(prefix="tlt-code-") as folder, tempfile.TemporaryFile(dir=folder) as out:
         process = subprocess.Popen(
             [*_APART, sys.executable, "-I", *arguments],
             cwd=folder,
@@ -109,7 +125,7 @@ def _run(arguments: list[str], read: str, until_s: float) -> str | None:
             process.wait()
             return None
         out.seek(0)
-        return None if process.returncode else out.read()
+        return None if process.returncode else out.read().decode(errors="replace")
 
 
 def _limits(seconds: float) -> Callable[[], None]:

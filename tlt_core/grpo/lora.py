@@ -46,9 +46,10 @@ def require_targets(model: nn.Module, cfg: LoraConfig) -> None:
     leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     missing = sorted(set(cfg.target_modules) - leaves)
     if missing:
+        fused = " (query, key and value are one, and so are gate and up)" if "qkv_proj" in leaves else ""
         raise ModelError(
-            f"update.lora.target_modules={missing}: the decoder has no such linear layer; it has {sorted(leaves)} "
-            "(query, key and value are one, and so are gate and up)"
+            f"update.lora.target_modules={missing}: the decoder has no such linear layer; it has {sorted(leaves)}"
+            f"{fused}"
         )
 
 

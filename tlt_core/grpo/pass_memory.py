@@ -71,6 +71,7 @@ def pass_bytes(config: DecoderConfig, update: UpdateConfig, *, sequence: int) ->
     gradients' sums and optimizer.  sequence: tokens of the longest sequence; a longer one is a pass of its own."""
     if config.foreign:  # about as much as a Llama of these sizes
         config = replace(config, foreign="", family="llama")
+        update = update.model_copy(update={"lora": update.lora.model_copy(update={"enabled": False})})
     tokens = max(update.tokens_per_micro_batch, sequence)
     head = _head_bytes(config, update, tokens)
     live = LiveBytes()

@@ -213,6 +213,8 @@ class Scorer(AbstractContextManager["Scorer"]):
                 components[term] = value
             status, seconds = max(status, ScoreStatus(outcome.status)), seconds + outcome.seconds
             message = message or outcome.message
+        if failure := self._items[key].failure:  # the episode has no end that could be judged
+            components, status, message = [0.0] * len(components), ScoreStatus.ERROR, failure
         del self._calls[key], self._items[key]
         total = sum(w * c for w, c in zip(self._weights, components, strict=True))
         return Score(tuple(components), total, status, seconds, message)

@@ -228,7 +228,8 @@ def judge_reward(settings: str, item: Item) -> float:
 def code_tests_reward(timeout_s: str, item: Item) -> float:
     """1 when the response's last ```python block passes all tests, which are the reference."""
     try:
-        return float(code_tests.passes(item.response, item.answer, timeout_s=float(timeout_s)))
+        name = str(item.metadata.get("entry_point", ""))
+        return float(code_tests.passes(item.response, item.answer, timeout_s=float(timeout_s), entry_point=name))
     except code_tests.NoCode as error:
         raise Unparseable(str(error)) from None
 
@@ -237,9 +238,7 @@ _WITH_SETTINGS: dict[str, Callable[[str, Item], float]] = {"judge": judge_reward
 
 
 def environment_reward(item: Item) -> float:
-    """What the episode earned.  Raises RuntimeError where its environment could not go on."""
-    if item.failure:
-        raise RuntimeError(item.failure)
+    """What the episode earned."""
     return item.earned
 
 

@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tlt_core.items.store import write_atomically
-from tlt_core.items.train_sequence import TENSORS, TrainSequence
+from tlt_core.items.train_sequence import TENSORS, TrainSequence, sequence_id
 from tlt_core.items.types import NoiseKey
 from tlt_core.model.sampling import splitmix64
 
@@ -123,7 +123,7 @@ class SequenceBuffer:
         """Those that may not yet, of the newest step first."""
         newest = self._newest_step
         held = (s for s in self._sequences.values() if is_recent_and_held(s, newest_step=newest))
-        return sorted(held, key=lambda s: (-s.step, s.key))
+        return sorted(held, key=lambda s: (-s.step, s.key, s.first))
 
     def add(self, sequence: TrainSequence) -> None:
         """Keep a sequence, whose tensors must not change any more; it replaces the one of the same id."""
@@ -151,7 +151,7 @@ class SequenceBuffer:
         protected = self._protected() if self._over() else set()
         while self._over():
             everything = self._sequences.values()
-            self._drop(min(everything, key=lambda s: (s.id in protected, s.step, len(s.tokens_L), s.key)))
+            self._drop(min(everything, key=lambda s: (s.id in protected, s.step, len(s.tokens_L), s.key, s.first)))
 
     def _over(self) -> bool:
         return len(self) > self._max_sequences or self._bytes > self._max_bytes
@@ -163,7 +163,7 @@ class SequenceBuffer:
         before = [s for s in self._sequences.values() if s.step < newest]
         last = max((s.step for s in before), default=0)
         nbytes = 0
-        for sequence in sorted((s for s in before if s.step == last), key=lambda s: (-len(s.tokens_L), s.key)):
+        for sequence in sorted((s for s in before if s.step == last), key=lambda s: (-len(s.tokens_L), s.key, s.first)):
             nbytes += sequence.nbytes
             if nbytes * _KEPT_SHARE > self._max_bytes or (len(chosen) + 1) * _KEPT_SHARE > self._max_sequences:
                 break
@@ -264,6 +264,6 @@ def map_file(path: Path) -> list[TrainSequence]:
 
 
 def _read(file: safe_open, key: Sequence[int], policy_version: int, stream: int, first: int) -> TrainSequence:
-    prefix = ".".join(map(str, key))
+    prefix = sequence_id(key, first)
     tensors = {name: file.get_tensor(f"{prefix}/{name}") for name in TENSORS}
     return TrainSequence(key=NoiseKey(*key), policy_version=policy_version, stream=stream, first=first, **tensors)

@@ -140,10 +140,13 @@ class Coordinator:
         worker.reason = order.reason
         return order
 
-    def busy(self, worker: int, at_s: float) -> Order:
+    def busy(self, event: Progress) -> Order:
         """A worker without requests gets some again."""
-        self._count(self._workers[worker], at_s)
-        self._enter(worker, WorkerState.BUSY, max(at_s, self._workers[worker].counted_s))
+        worker = self._workers[event.worker]
+        at_s = max(event.at_s, worker.counted_s)
+        self._count(worker, at_s)
+        worker.steps_done = max(worker.steps_done, event.steps_done)
+        self._enter(event.worker, WorkerState.BUSY, at_s)
         return Order(Action.DECODE, "requests")
 
     def report(self, at_s: float) -> PhaseReport:

@@ -9,6 +9,7 @@ predict a sampled token: p = max(first - 2, 0) .. L - 3.
 Shapes: L tokens, prompt included; P = L - first sampled tokens; E tapped width, D hidden size.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,6 +18,12 @@ from torch import Tensor
 from tlt_core.items.types import NoiseKey, require
 
 TENSORS = ("tokens_L", "taps_LE", "last_PD", "lognorms_P")
+
+
+def sequence_id(key: Sequence[int], first: int) -> str:
+    """Seed, step, prompt, sample, and where the response begins, which tells the turns of an episode apart:
+    sequence_id(NoiseKey(0, 12, 3, 1), 84) == "0.12.3.1.84"."""
+    return ".".join(map(str, (*key, first)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +44,11 @@ class TrainSequence:
     taps_LE: Tensor  # hidden states of positions 0 .. L - 2: the policy never runs the last token
     last_PD: Tensor  # after the final norm, at positions first - 1 .. L - 2; in the dtype of the policy's logits
     lognorms_P: Tensor  # float32, at the same positions, over the whole vocabulary at temperature 1
-    id: str = field(init=False)  # seed, step, prompt, sample, as "0.12.3.1": the same in every run with this seed
+    id: str = field(init=False)  # see `sequence_id`: the same in every run with this seed
     nbytes: int = field(init=False)  # of the tensors
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "id", ".".join(map(str, self.key)))
+        object.__setattr__(self, "id", sequence_id(self.key, self.first))
         object.__setattr__(self, "nbytes", sum(t.nbytes for t in self.tensors.values()))
         length = len(self.tokens_L)
         require(self.tokens_L.dtype == torch.int32, f"tokens are {self.tokens_L.dtype}, not int32")

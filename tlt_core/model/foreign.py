@@ -34,31 +34,35 @@ _attends: list[Attend] = []  # of the pass under way
 
 def foreign_config(raw: dict[str, Any], *, why: str) -> DecoderConfig:
     """Shape of a model that transformers computes.  why: ours cannot.  Raises ModelError."""
-    from huggingface_hub.errors import StrictDataclassError
+    try:
+        config = _shape(raw)
+        _require_usual(config)
+    except ModelError as error:
+        raise ModelError(f"{why}; and {error}") from None
+    except Exception as error:  # transformers' code, on somebody's file, may raise anything
+        raise ModelError(f"{why}; and transformers' layers cannot be used ({error!r:.200})") from None
+    return config
+
+
+def _shape(raw: dict[str, Any]) -> DecoderConfig:
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     family = str(raw.get("model_type"))
-    known = family in CONFIG_MAPPING
-    try:
-        theirs: Any = CONFIG_MAPPING[family].from_dict(raw) if known else None
-    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:  # of a damaged one
-        raise ModelError(f"{why}; and transformers refuses it ({str(error)[:200]})") from None
-    if not known or type(theirs) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ModelError(f"{why}; nor is it a text model that transformers has")
+    theirs: Any = CONFIG_MAPPING[family].from_dict(raw) if family in CONFIG_MAPPING else None
+    if theirs is None or type(theirs) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ModelError("it is no text model of transformers")
     for key, neutral in _NEUTRAL.items():
         if getattr(theirs, key, None) not in neutral:
-            raise ModelError(f"{why}; and {key}={getattr(theirs, key)!r} is not computed by transformers' layers alone")
+            raise ModelError(f"{key}={getattr(theirs, key)!r} acts where our attention and head do not")
     layers = getattr(theirs, "layer_types", None) or ["full_attention"]
     if unknown := sorted(set(layers) - _LAYERS):
-        raise ModelError(f"{why}; and layers of {', '.join(unknown)} keep no keys and values")
-    kinds = _rope_kinds(getattr(theirs, "rope_parameters", None) or {})
-    if changing := sorted(kinds & {"dynamic", "longrope"}):
-        raise ModelError(f"{why}; and with rope_type {changing[0]} a token's position depends on how long others are")
+        raise ModelError(f"layers of {', '.join(unknown)} keep no keys and values")
+    if changing := sorted(_rope_kinds(getattr(theirs, "rope_parameters", None) or {}) & {"dynamic", "longrope"}):
+        raise ModelError(f"with rope_type {changing[0]} a token's position depends on how long others are")
     window = getattr(theirs, "sliding_window", None) if "sliding_attention" in layers else None
     window = window or (raw.get("sliding_window") if raw.get("use_sliding_window", family == "mistral") else None)
-    ends = theirs.eos_token_id
-    heads = theirs.num_attention_heads
-    config = DecoderConfig(
+    ends, heads = theirs.eos_token_id, theirs.num_attention_heads
+    return DecoderConfig(
         family=family,
         vocab_size=theirs.vocab_size,
         hidden_size=theirs.hidden_size,
@@ -78,31 +82,41 @@ def foreign_config(raw: dict[str, Any], *, why: str) -> DecoderConfig:
         pad_token_id=theirs.pad_token_id,
         foreign=json.dumps(raw, sort_keys=True),
     )
-    try:
-        _require_usual(config)
-    except ModelError as error:
-        raise ModelError(f"{why}; and {error}") from None
-    return config
 
 
 def _rope_kinds(rope: dict[str, Any]) -> set[str]:
     """All kinds of RoPE in it: some families have one for each kind of layer."""
-    nested = set().union(*(_rope_kinds(part) for part in rope.values() if isinstance(part, dict)))
+    nested: set[str] = set().union(*(_rope_kinds(part) for part in rope.values() if isinstance(part, dict)))
     return nested | ({str(rope["rope_type"])} if "rope_type" in rope else set())
 
 
 def _require_usual(config: DecoderConfig) -> None:
-    """Raises ModelError for a network that is not embedding, layers with attention, norm and head."""
+    """Raises ModelError for a network that is not embedding, layers with our attention, norm and head."""
     with torch.device("meta"):
         whole = empty(config)
     base, head = getattr(whole, "model", None), getattr(whole, "lm_head", None)
     parts = all(hasattr(base, part) for part in ("embed_tokens", "layers", "norm"))
     if not parts or not isinstance(head, nn.Linear) or head.bias is not None:
         raise ModelError(f"a {config.family} model has another structure than embedding, layers, norm and head")
-    if any(not hasattr(layer, "self_attn") for layer in whole.model.layers):
-        raise ModelError(f"a {config.family} model has layers without attention, which keep no keys and values")
-    if any(name.endswith("sinks") for name, _ in whole.named_parameters()):
+    named = {name for name, _ in whole.named_parameters()} | {"lm_head.weight"}
+    if beside := sorted(whole.state_dict().keys() - named):
+        raise ModelError(f"a {config.family} model keeps {beside[0]}, which is no weight, with its weights")
+    if any(name.endswith("sinks") for name in named):
         raise ModelError(f"a {config.family} model has attention sinks, which our attention does not compute")
+    seen: list[tuple[int, ...]] = []
+
+    def attend(layer: int, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor) -> Tensor:
+        seen.append((layer, *q_THd.shape[1:], *k_TKd.shape[1:], *v_TKd.shape[1:]))
+        return q_THd
+
+    for module in whole.modules():
+        if hasattr(module, "experts"):  # which expert a token goes to is unknown without numbers
+            module.forward = lambda hidden_states, *_, **__: hidden_states
+    tokens = torch.arange(3, device="meta")
+    ForeignDecoder(config, whole)(tokens, tokens, attend)
+    kv = (config.num_kv_heads, config.head_dim)
+    if {shape[1:] for shape in seen} != {(config.num_heads, config.head_dim, *kv, *kv)}:
+        raise ModelError(f"a {config.family} model attends with heads of {seen[0][1:]}, and not as its sizes say")
 
 
 def empty(config: DecoderConfig) -> Any:
@@ -234,4 +248,4 @@ def _attention(
     if scaling is not None and not math.isclose(scaling, usual):
         q_THd = q_THd * (scaling / usual)
     layer: int = module.layer_idx  # type: ignore[assignment]  # every attention of transformers has it
-    return _attends[-1](layer, q_THd, k_TKd, v_TKd)[None], None
+    return _attends[-1](layer, q_THd, k_TKd, v_TKd)[None].contiguous(), None

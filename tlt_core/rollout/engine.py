@@ -35,8 +35,6 @@ from tlt_core.rollout.rounds import Rounds
 from tlt_core.rollout.static_batch import StaticBatch
 from tlt_core.rollout.static_rounds import StaticRounds, widest
 
-_TURNS_KEPT = 2  # for each live request, of episodes that wait for their environment
-
 Pull = Callable[[int], Sequence[GenerationRequest]]
 
 
@@ -141,7 +139,7 @@ class RolloutEngine:
             finished = self._round(params, on_round)
             for done in reversed(finished):  # from the last row on, so that moves do not touch rows still to go
                 if batch.request(done.row).may_continue and not self._is_static:
-                    self._prefill.keep(done.row, most=_TURNS_KEPT * self.max_live)
+                    self._prefill.keep(done.row, most=self.max_live)
                 rollout = batch.rollout(done, policy_version=policy_version, worker=worker)
                 if on_captured is not None and self._capture is not None:
                     on_captured(self._capture.finish(done.row, rollout))
@@ -174,6 +172,10 @@ class RolloutEngine:
                 use_huge_pages()
         else:
             self.decoder.load_weights(weights)
+
+    def forget_turns(self) -> None:
+        """No request that is to come continues one that has ended."""
+        self._prefill.forget()
 
     def prepare(self, params: SamplingParams) -> None:
         """Take memory and capture graphs that `decode` would otherwise begin with; no request may be live."""

@@ -53,7 +53,7 @@ class Prefill:
             self._turns.popitem(last=False)
 
     def forget(self) -> None:
-        """The weights have changed."""
+        """The weights have changed, or the phase has ended."""
         self._turns.clear()
 
     @torch.inference_mode()

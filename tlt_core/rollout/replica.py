@@ -104,6 +104,7 @@ class BuiltinReplica:
 
     def report(self) -> DecodeReport:
         rounds, self._rounds = tuple(self._rounds), []
+        self._engine.forget_turns()
         return DecodeReport(rounds, build.snapshot(self._engine), sum(self._engine.drafter_failures.values()))
 
     def release_memory(self) -> None:

@@ -67,6 +67,7 @@ class Episodes:
             so_far = self._turns.setdefault(turn.key, [])
             so_far.append(turn)
             if turn.finish == FinishReason.LENGTH and self._room(turn.key, turn.tokens, max_new_tokens) == 0:
+                self._environments.forget(turn.key)
                 ended.append(self._end(turn.key, FinishReason.LENGTH))
             else:
                 text = self._prompts.text(turn.completion)
@@ -75,13 +76,14 @@ class Episodes:
             self._earned[key] = self._earned.get(key, 0.0) + reply.reward
             if reply.done:
                 ended.append(self._end(key, FinishReason.STOP, failure=reply.failure))
-            elif not self._continue(key, reply, max_new_tokens):
-                ended.append(self._end(key, FinishReason.LENGTH))
+            elif (why := self._continue(key, reply, max_new_tokens)) is not None:
+                self._environments.forget(key)
+                ended.append(self._end(key, why))
         return ended
 
     def begin(self, request: GenerationRequest) -> GenerationRequest:
         """The first turn."""
-        return replace(request, max_new_tokens=self._cfg.max_turn_tokens, may_continue=True)
+        return replace(request, max_new_tokens=self._cfg.max_turn_tokens, may_continue=self._cfg.max_turns > 1)
 
     def requests(self) -> list[tuple[GenerationRequest, int]]:
         """Turns that can begin, each with the worker that has decoded the turn before."""
@@ -91,7 +93,8 @@ class Episodes:
     def _room(self, key: NoiseKey, tokens: Tensor, max_new_tokens: int) -> int:
         return max_new_tokens - (len(tokens) - self._turns[key][0].prompt_len)
 
-    def _continue(self, key: NoiseKey, reply: Reply, max_new_tokens: int) -> bool:
+    def _continue(self, key: NoiseKey, reply: Reply, max_new_tokens: int) -> FinishReason | None:
+        """Prepare the next turn.  There is none when the turns are used up, or the tokens: then why."""
         turns = self._turns[key]
         said = encode_turn(
             self._prompts.tokenizer,
@@ -101,20 +104,20 @@ class Episodes:
         )
         tokens = torch.cat([turns[-1].tokens, torch.tensor(said, dtype=torch.int32)])
         room = self._room(key, tokens, max_new_tokens)
-        if len(turns) >= self._cfg.max_turns or room < 1:
-            return False
+        if len(turns) >= self._cfg.max_turns:
+            return FinishReason.STOP
+        if room < 1:
+            return FinishReason.LENGTH
         most = min(room, self._cfg.max_turn_tokens or room)
         is_last = len(turns) + 1 == self._cfg.max_turns
         self._requests.append((GenerationRequest(key, tokens, most, may_continue=not is_last), turns[-1].worker))
-        return True
+        return None
 
     def _end(self, key: NoiseKey, finish: FinishReason, *, failure: str = "") -> Rollout:
         turns, earned = self._turns.pop(key), self._earned.pop(key, 0.0)
         first, last = turns[0], turns[-1]
         if failure:
             self._warn(failure, key)
-        elif finish == FinishReason.LENGTH:
-            self._environments.forget(key)
         size = len(last.tokens) - first.prompt_len
         logprobs, sampled = torch.zeros(size), torch.zeros(size, dtype=torch.bool)
         for turn in turns:

@@ -231,6 +231,8 @@ def _own_engine(cfg: RunConfig, model: DecoderConfig, sizes: _Sizes) -> Owners:
         owners["hidden states"] = live * sizes.positions * (_TAPS + 1) * model.hidden_size * item
         drafter_slot = 2 * sizes.positions * model.num_kv_heads * model.head_dim * item
         owners["drafter"] = item * _drafter_parameters(cfg, model) + live * drafter_slot
+    if cfg.rollout.environment is not None and cfg.cluster.device == "cpu":
+        owners["turns that go on"] = owners["keys and values"] + owners.get("hidden states", 0)
     return owners
 
 

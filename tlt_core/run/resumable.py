@@ -17,7 +17,10 @@ log = logging.getLogger(__name__)
 
 _FIXED = {"seed", "model", "data", "coldstart", "rollout", "algorithm", "update"}  # sections of the fingerprint
 _FREE: dict[str, Any] = {  # what a resumed run may change within them
-    "rollout": {"speculation", "vllm", "max_probs_diff", "kv_memory_fraction", "max_live_requests"},
+    "rollout": {
+        **dict.fromkeys(("speculation", "vllm", "max_probs_diff", "kv_memory_fraction", "max_live_requests"), True),
+        "environment": {"timeout_s", "num_processes", "max_running"},
+    },
     "update": {
         "tokens_per_micro_batch": True,
         "activation_checkpointing": True,

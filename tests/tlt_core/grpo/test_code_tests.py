@@ -14,6 +14,8 @@ from tlt_core.items.types import Prompt, ScoreStatus
 ADD = "def add(a, b):\n    return a + b\n"
 ASSERTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
 PROGRAM = '{"inputs": ["2\\n", "5\\n"], "outputs": ["4\\n", "10"]}'
+MANY_LINES = '{"inputs": [["1", "2"]], "outputs": [["1", "2"]]}'
+CHECK = "def check(candidate):\n    assert candidate(1, 2) == 3\n"
 ORPHAN = "import time; time.sleep(97.25)"
 
 
@@ -39,10 +41,16 @@ def said(code: str) -> str:
         (ADD + "def broken(:\n", ASSERTS, False),
         ("print(int(input()) * 2)\n", PROGRAM, True),
         ("print(int(input()) ** 2)\n", PROGRAM, False),  # right for the first input alone
+        ("print(input())\nprint(input())\n", MANY_LINES, True),
+        (ADD + "if __name__ == '__main__':\n    print(input())\n", ASSERTS, True),
+        ("import os\nos.write(1, bytes([255]))\n" + ADD, ASSERTS, True),
+        ("    def add(a, b):\n        return a + b\n", ASSERTS, True),
+        (ADD, CHECK, True),
+        (ADD.replace("+ b", "- b"), CHECK, False),
     ],
 )
 def test_code_is_right_when_all_tests_pass(code: str, tests: str, expected: bool) -> None:
-    assert passes(said(code), tests, timeout_s=20.0) == expected
+    assert passes(said(code), tests, timeout_s=20.0, entry_point="add") == expected
 
 
 @pytest.mark.parametrize(
@@ -76,6 +84,10 @@ def test_processes_that_code_starts_end_with_it() -> None:
 def test_no_code_and_no_tests_are_told_apart() -> None:
     with pytest.raises(NoCode):
         passes("def add(a, b): ...", ASSERTS, timeout_s=5.0)
+    with pytest.raises(Unusable, match="give the row an `entry_point`"):
+        passes(said(ADD), CHECK, timeout_s=5.0)
+    with pytest.raises(Unusable, match="of a program"):
+        passes(said(ADD), '{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}', timeout_s=5.0)
     with pytest.raises(Unusable, match="give statements, a list of them"):
         passes(said(ADD), '{"inputs": ["1"], "outputs": []}', timeout_s=5.0)
 

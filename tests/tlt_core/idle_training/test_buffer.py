@@ -95,8 +95,13 @@ def bytes_in_memory(buffer: SequenceBuffer) -> int:
 
 
 def remade(name: str, length: int):
-    _, step, prompt, sample = map(int, name.split("."))
+    _, step, prompt, sample, _ = map(int, name.split("."))
     return make(step, prompt, sample, length=length)
+
+
+def test_turns_of_one_episode_are_kept_apart() -> None:
+    first, second = make(1, 0, length=20), make(1, 0, length=40, first=26)
+    assert first.id != second.id
 
 
 def test_oldest_steps_go_first_and_the_shortest_of_them(tmp_path, writer):
@@ -109,14 +114,14 @@ def test_oldest_steps_go_first_and_the_shortest_of_them(tmp_path, writer):
         make(3, 4, length=10),  # evicts the shortest of step 1
     ):
         buffer.add(sequence)
-    assert ids(buffer.sequences()) == ["5.1.2.0", "5.1.3.0", "5.3.0.0", "5.3.4.0"]
+    assert ids(buffer.sequences()) == ["5.1.2.0.4", "5.1.3.0.4", "5.3.0.0.4", "5.3.4.0.4"]
     buffer.add(make(3, 5, length=11))
-    assert ids(buffer.sequences()) == ["5.1.2.0", "5.3.0.0", "5.3.4.0", "5.3.5.0"]
+    assert ids(buffer.sequences()) == ["5.1.2.0.4", "5.3.0.0.4", "5.3.4.0.4", "5.3.5.0.4"]
     # The longest of the step before stays (one in three of four); what is too short for the bounds never comes in.
     buffer.add(make(3, 6, length=8))
-    assert ids(buffer.sequences()) == ["5.1.2.0", "5.3.0.0", "5.3.4.0", "5.3.5.0"]
+    assert ids(buffer.sequences()) == ["5.1.2.0.4", "5.3.0.0.4", "5.3.4.0.4", "5.3.5.0.4"]
     buffer.add(make(4, 7, length=10))  # of step 3 the longest stays; step 1 is now older than the step before
-    assert ids(buffer.sequences()) == ["5.3.0.0", "5.3.4.0", "5.3.5.0", "5.4.7.0"]
+    assert ids(buffer.sequences()) == ["5.3.0.0.4", "5.3.4.0.4", "5.3.5.0.4", "5.4.7.0.4"]
 
 
 def test_the_same_response_again_replaces_a_mapped_one(tmp_path, writer):
@@ -129,8 +134,8 @@ def test_the_same_response_again_replaces_a_mapped_one(tmp_path, writer):
         buffer.index()  # takes notice
         buffer.add(make(1, 0, length=length))
         assert digests(buffer) == {
-            "5.1.0.0": digest(make(1, 0, length=length)),
-            "5.1.1.0": digest(remade("5.1.1.0", 40)),
+            "5.1.0.0.4": digest(make(1, 0, length=length)),
+            "5.1.1.0.4": digest(remade("5.1.1.0", 40)),
         }
     assert files(tmp_path) == ["seqs_000001.safetensors"]
 
@@ -228,7 +233,7 @@ def test_open_clears_what_later_steps_left(tmp_path, writer):
     (tmp_path / ".seqs_000003.safetensors.partial-77").write_bytes(b"half")
     (tmp_path / "canary.json").write_text("{}")
     reopened = SequenceBuffer(tmp_path, index=index, **ROOMY, writer=writer)
-    assert ids(reopened.sequences()) == ["5.1.0.0"]
+    assert ids(reopened.sequences()) == ["5.1.0.0.4"]
     assert files(tmp_path) == ["canary.json", "seqs_000001.safetensors"]
 
 

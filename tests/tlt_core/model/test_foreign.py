@@ -1,6 +1,7 @@
 """Families that transformers computes: the same numbers as there, in decoding, update and export."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def test_an_update_is_that_of_plain_autograd_and_resumes_to_the_bit(folder: Path
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "rope_type dynamic",
         ),
-        ("t5", {}, "nor is it a text model that transformers has"),
+        ("t5", {}, "it is no text model of transformers"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_its_configuration(
@@ -162,6 +163,17 @@ def test_what_cannot_be_computed_is_refused_by_its_configuration(
 ) -> None:
     CONFIG_MAPPING[family](**SIZES, **settings).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=problem):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gemma3", "llama4", "bloom", "mpt", "falcon", "gptj", "lfm2_moe", "glm4_moe", "deepseek_v3", "mamba", "none_such"],
+)
+def test_other_kinds_of_models_are_refused_in_words(family: str, tmp_path: Path) -> None:
+    """Multimodal ones, other structures, state beside the weights, keys and values of other sizes."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **SIZES}))
+    with pytest.raises(ModelError, match=rf"config\.json: .*'{family}' is not supported; .*; and "):
         load_config(tmp_path)
 
 

@@ -35,7 +35,7 @@ def drafter(decoder, tmp_path_factory) -> str:
 
 def engine_of(decoder: Decoder, drafter: str, **speculation) -> RolloutEngine:
     cfg = SpeculationConfig(drafter_path=drafter, **speculation)
-    return build.make_engine(decoder, cfg, max_live=4, max_len=120, seed=0, capture=True)
+    return build.make_engine(decoder, cfg, max_live=6, max_len=120, seed=0, capture=True)
 
 
 def talk(engine: RolloutEngine, *, may_continue: bool, turns: int = 3) -> tuple[list[list[Rollout]], dict, list[int]]:

@@ -168,15 +168,15 @@ class Server:
             del self._live[output.request_id]
             stopped = part.finish_reason == "stop"
             told = {"id": output.request_id, "tokens": tokens, "logprobs": logprobs, "stopped": stopped}
-            finished.append(told | {"states": self._states(output.request_id, first, first + len(tokens))})
+            finished.append(told | {"states": self._states(output.request_id, first, tokens)})
         return len(part.token_ids)
 
-    def _states(self, name, first, length):
+    def _states(self, name, first, sampled):
         """Write what was kept of a response; returns the file, None where nothing was."""
         if self._folder is None:
             return None
         file = f"{self._folder}/states_{name}.safetensors"
-        written = self._llm.collective_rpc("tlt_write_states", args=(name, first, length, file))[0]
+        written = self._llm.collective_rpc("tlt_write_states", args=(name, first, sampled, file))[0]
         return file if written else None
 
     def counters(self):
