@@ -135,7 +135,7 @@ def test_the_same_response_again_replaces_a_mapped_one(tmp_path, writer):
         buffer.add(make(1, 0, length=length))
         assert digests(buffer) == {
             "5.1.0.0.4": digest(make(1, 0, length=length)),
-            "5.1.1.0.4": digest(remade("5.1.1.0", 40)),
+            "5.1.1.0.4": digest(remade("5.1.1.0.4", 40)),
         }
     assert files(tmp_path) == ["seqs_000001.safetensors"]
 
