@@ -21,11 +21,11 @@ class Unlucky(Talk):
 
     async def step(self, text: str) -> tuple[str, float, bool]:
         reply = await super().step(text)
-        kind = len(text) % 6
+        kind = len(text) % 12
         if kind == 0:
             raise ValueError("no answer today")
         if kind == 1:
             await asyncio.sleep(60)
-        if kind == 2 and self._turn == 2:
+        if len(text) % 24 == 2 and self._turn == 2:
             os._exit(3)
         return "?" if kind == 3 else reply  # type: ignore[return-value]

@@ -12,6 +12,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.prefect]
 TALK = (
     "rollout.environment={path: 'tests.flows.talking:Talk', max_turns: 3, max_turn_tokens: 8}",
     "reward.functions=[{kind: environment}]",
+    # Who is decoded together follows the clock, and with it the last bits of log-probabilities in torch's kernels.
+    "algorithm.tis_cap=0",
 )
 
 
@@ -32,18 +34,14 @@ def test_episodes_are_the_same_whatever_decodes_them_and_after_kills(root: Path)
     killed = Run(root, "killed", *TALK, steps=3)
     assert killed.start_and_kill(lambda: killed.has_scored(2)).wait(60) == -signal.SIGKILL
     assert killed.finish().digest == whole.digest
-    assert [row["rollout/checksum"] for row in killed.rows] == [row["rollout/checksum"] for row in whole.rows]
+    assert [row["rollout/checksum"] for row in killed.rows[1:]] == [row["rollout/checksum"] for row in rows]
 
 
 def test_an_environment_that_raises_hangs_or_dies_costs_episodes_and_not_the_run(root: Path) -> None:
-    unlucky = TALK[0].replace("Talk'", "Unlucky', timeout_s: 3")
-    run = Run(root, "unlucky", unlucky, TALK[1], "rollout.num_samples=16", steps=2).finish()
+    unlucky = TALK[0].replace("Talk'", "Unlucky', timeout_s: 3, num_processes: 4")
+    run = Run(root, "unlucky", unlucky, *TALK[1:], "rollout.num_samples=16", steps=2).finish()
     assert sum(row.get("reward/num_error", 0) for row in run.rows) >= 4
     assert sum(row.get("reward/num_ok", 0) for row in run.rows) >= 4
-    for failure in (
-        "no answer today",
-        "a step took longer than",
-        "its process ended",
-        "return (message, reward, done)",
-    ):
+    for failure in ("no answer today", "a step took longer than", "return (message, reward, done)"):
         assert failure in run.said, failure
+    assert "its process ended" in run.said or "the process that held the episode has ended" in run.said

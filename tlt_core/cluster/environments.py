@@ -33,7 +33,8 @@ class Environments:
         """reward: its limits of memory and variables hold here, too."""
         self._cfg = cfg
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor: Any = ray.remote(num_cpus=0, max_restarts=-1)(Host)
+        # A step that is asked for while a process starts again is tried once more; if its episode was lost, it says so.
+        actor: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=1)(Host)
         options = {"max_concurrency": cfg.max_running + 1, "scheduling_strategy": here}
         self._hosts = [
             actor.options(**options).remote(cfg.path, reward.max_memory_gb, reward.pass_variables)
