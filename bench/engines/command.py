@@ -24,7 +24,7 @@ from prefect import flow
 
 from bench.engines import llama_cpp
 from bench.engines.environment import PeerError
-from bench.engines.measure import Case, Contest, EngineSpec, compete, cores, own_environment
+from bench.engines.measure import Case, Contest, EngineSpec, compete, cores, first_prompt, own_environment
 from bench.report import write_report
 from bench.verdicts import summarise, verdict
 from conf.load import ConfigError
@@ -103,7 +103,8 @@ def bench_engines(
             policy = cfg.run_dir / "policy"
             model = policy if policy.is_dir() else cold_start(cfg, model, prepared, show.stage)[0]
     train = dataset.load(Path(prepared.path), "train", load_tokenizer(model))
-    prompts = [p.tokens.tolist() for p in PromptOrder(train, seed=cfg.seed).take(max(lives))]
+    wanted = min(repeats * sum(case.live for case in cases), len(train))
+    prompts = [p.tokens.tolist() for p in PromptOrder(train, seed=cfg.seed).take(wanted)]
     longest = max(map(len, prompts)) + max(new_tokens, *(case.most_tokens for case in cases)) + 32
     specs, missing = engines(cfg, model, max_live=max(lives), max_len=longest, with_llama=peers != "none", alone=alone)
     with Terminal() as show:
@@ -121,7 +122,7 @@ def bench_engines(
     failed = [{"configuration": name, "reason": f"left out: {reason}"} for name, reason in contest.failed.items()]
     tokenizer = load_tokenizer(model)
     log_probs, enders = float32_log_probs(model), tokenizer.all_special_ids
-    agreements = agreements_of(contest, prompts, enders=enders, log_probs=log_probs)
+    agreements = agreements_of(contest, cases, prompts, enders=enders, log_probs=log_probs)
     told = {name: value for name, value in os.environ.items() if name.startswith(_TELLING)}
     return write_report(
         out,
@@ -175,6 +176,8 @@ def engines(
             f"left out: {python} has vLLM's build for GPUs, and CPUs are compared; 'make vllm-env VLLM=cpu "
             "VLLM_VENV=.venv-vllm-cpu' makes another environment, VLLM_PYTHON=.venv-vllm-cpu/bin/python names it"
         )
+    if reason and alone:
+        raise ConfigError(f"--peers=vllm: {reason.removeprefix('left out: ')}")
     if reason:
         return specs, [*missing, *({"configuration": name, "reason": reason} for name in kinds)]
     # The scheduler in a process of its own would compete with the computing threads for the same cores.
@@ -257,16 +260,24 @@ def _against(contest: Contest, name: str, rival: str, variants: Sequence[str], b
 
 
 def agreements_of(
-    contest: Contest, prompts: Sequence[Sequence[int]], *, enders: Collection[int], log_probs: LogProbs
+    contest: Contest,
+    cases: Sequence[Case],
+    prompts: Sequence[Sequence[int]],
+    *,
+    enders: Collection[int],
+    log_probs: LogProbs,
 ) -> list[dict[str, Any]]:
-    """A row for each engine: its greedy tokens beside those of transformers, on the largest batch."""
-    cases = [case for name, case in contest.measured if name == _REFERENCE and case.temperature == 0]
+    """A row for each engine: its greedy tokens beside those of transformers, on the largest batch.  cases, prompts: as
+    given to `compete`."""
+    greedy = [case for name, case in contest.measured if name == _REFERENCE and case.temperature == 0]
     rows = []
-    case = max(cases, key=lambda case: case.live, default=None)
+    case = max(greedy, key=lambda case: case.live, default=None)
     for name, other in contest.measured:
         if name != _REFERENCE and other == case:
+            start = first_prompt(cases, other)
+            asked = [prompts[index % len(prompts)] for index in range(start, start + other.live)]
             reference, theirs = (contest.measured[one, other][0].tokens for one in (_REFERENCE, name))
-            found = agreement(prompts[: other.live], reference, theirs, enders=enders, log_probs=log_probs)
+            found = agreement(asked, reference, theirs, enders=enders, log_probs=log_probs)
             rows.append({"configuration": name, "compared_with": _REFERENCE, "live": other.live, **found._asdict()})
     return rows
 

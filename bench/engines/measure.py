@@ -83,14 +83,15 @@ def compete(
 ) -> Contest:
     """Measure every engine on every case that it accepts, `repeats` times; another engine is first in each repeat.
 
+    Each measurement has prompts of its own, as far as there are some: an engine may remember what it has seen.
     on_progress: called with a phase, and with how much of it is done, of how much.  Raises PeerError when an engine
     fails, unless it is optional and fails before the measurements.
     """
     found = Contest({}, {}, {})
     log_dir.mkdir(parents=True, exist_ok=True)
 
-    def job(case: Case, tokens: int, seed: int) -> dict[str, Any]:
-        asked = [list(p) for p in prompts[: case.live]]
+    def job(case: Case, tokens: int, seed: int, start: int = 0) -> dict[str, Any]:
+        asked = [list(prompts[index % len(prompts)]) for index in range(start, start + case.live)]
         about = {"temperature": case.temperature, "seed": seed, "natural_ends": case.most_tokens > 0}
         return {"prompts": asked, "new_tokens": tokens, **about}
 
@@ -118,7 +119,8 @@ def compete(
             on_progress("measurements", turn, repeats * len(cases))
             able = [engine for engine in engines if engine.takes(case)]
             for engine in able[repeat % len(able) :] + able[: repeat % len(able)]:
-                reply = engine.work(job(case, case.most_tokens or new_tokens, seed + repeat))
+                start = first_prompt(cases, case) + repeat * sum(c.live for c in cases)
+                reply = engine.work(job(case, case.most_tokens or new_tokens, seed + repeat, start))
                 decoding_s = max(reply["seconds"] - reply["first_seconds"], 1e-9)
                 count = sum(map(len, reply["tokens"]))
                 rate, total = (count - case.live) / decoding_s, count / reply["seconds"]
@@ -126,6 +128,11 @@ def compete(
                 found.measured.setdefault((engine.spec.name, case), []).append(result)
                 _log.info("repeat %d, %s, %s: %.1f tokens/s", repeat, case, engine.spec.name, result.tokens_per_s)
     return found
+
+
+def first_prompt(cases: Sequence[Case], case: Case) -> int:
+    """Of a case's first repeat."""
+    return sum(other.live for other in cases[: list(cases).index(case)])
 
 
 def own_environment(*, threads: int) -> dict[str, str]:
