@@ -18,12 +18,13 @@ from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for
 from multiprocessing.connection import Client, Connection, Listener
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from conf.system import ClusterConfig
-from tlt_core.cluster import group, heartbeat, worker
+from tlt_core.cluster import environments, group, heartbeat, worker
 from tlt_core.cluster.placement import Node, Placement
 
 MODULES = ["pytest", "deepspeed", "peft", "tlt_core.cluster.worker", "tlt_core.grpo.lora", __name__]
@@ -164,7 +165,12 @@ def is_initialized() -> bool:
     return bool(_alive)
 
 
-def kill(actor: Handle) -> None:
+def get_runtime_context() -> SimpleNamespace:
+    return SimpleNamespace(get_node_id=lambda: _HERE.id)
+
+
+def kill(actor: Handle, *, no_restart: bool = True) -> None:
+    assert no_restart, "nothing starts again here"
     process = _alive.pop(actor.address, None)
     if process is not None:
         process.kill()
@@ -183,7 +189,8 @@ def in_place_of_ray() -> Iterator[None]:
         return Placement(None, tuple(range(count)), (_HERE,) * count, _HERE)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "ray", sys.modules[__name__])
+        for module in (group, environments):
+            patch.setattr(module, "ray", sys.modules[__name__])
         patch.setattr(group, "start_ray", lambda _: None)
         patch.setattr(group, "require_room", lambda *_: None)
         patch.setattr(group, "reserve", reserve)

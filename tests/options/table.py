@@ -62,7 +62,10 @@ OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {  # option: name of a value: s
     },
     "environment": {
         "none": (),
-        "turns": ("rollout.environment={path: 'tests.flows.talking:Talk', max_turns: 3, max_turn_tokens: 8}",),
+        "turns": (
+            "rollout.environment={path: 'tests.flows.talking:Talk', max_turns: 2, max_turn_tokens: 8}",
+            "rollout.max_new_tokens=80",  # both turns fit
+        ),
     },
     "engine": {"builtin": ("rollout.engine=builtin",), "vllm": ("rollout.engine=vllm",)},
 }

@@ -59,7 +59,7 @@ def test_every_engine_takes_its_turn_on_every_case(tmp_path):
     whole = [line for line in journal if line.split()[1] == "11"]
     assert whole == ["a 11 1 0.0 3", "b 11 1 0.0 3", "a 11 2 1.0 3", "b 11 1 0.0 4", "a 11 1 0.0 4", "a 11 2 1.0 4"]
     assert journal[:2] == ["a 1 1 0.0 3", "a 8 1 0.0 3"]  # the warm-up
-    assert contest.measured["a", Case(2, 1.0)][0].tokens == [[5] * 11, [6] * 11]
+    assert contest.measured["a", Case(2, 1.0)][0].tokens == [[6] * 11, [7] * 11]
     assert all(row["cores"] == cores(1) for row in contest.described.values())
     assert len({row["pid"] for row in contest.described.values()}) == 2
     assert all(not Path(f"/proc/{row['pid']}").exists() for row in contest.described.values())
