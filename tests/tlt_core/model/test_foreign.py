@@ -1,6 +1,5 @@
 """Families that transformers computes: the same numbers as there, in decoding, update and export."""
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -103,13 +102,11 @@ def test_decoding_is_transformers_and_drafts_change_nothing(folder: Path) -> Non
     for name in ("greedy", "T=1"):
         plain = decoded(PARAMS[name], policy="off")
         assert decoded(PARAMS[name], policy="fixed", strategies=(chain,)) == plain
-    model = theirs(folder)
-    for request, tokens in zip(requests(6), decoded(PARAMS["greedy"], policy="off"), strict=False):
-        start = request.prompt_tokens[None].long()
+    model, sampled = theirs(folder), decoded(PARAMS["greedy"], policy="off")
+    for prompt in {tuple(request.prompt_tokens.tolist()) for request in requests(6)}:
+        start = torch.tensor([prompt])
         wanted = model.generate(start, attention_mask=torch.ones_like(start), do_sample=False, max_new_tokens=40)[0]
-        sampled = {tuple(other) for other in decoded(PARAMS["greedy"], policy="off")}
-        assert tuple(wanted.tolist()) in sampled, tokens
-        break
+        assert wanted.tolist() in sampled
 
 
 def test_an_update_is_that_of_plain_autograd_and_resumes_to_the_bit(folder: Path, tmp_path: Path) -> None:
@@ -184,4 +181,3 @@ def test_a_layer_that_does_not_attend_is_noticed(folder: Path) -> None:
     tokens, offsets = torch.arange(5), torch.tensor([0, 5])
     with pytest.raises(ModelError, match=r"layers \[0, 2\] .* attend, of 3"):
         decoder(tokens, tokens, lambda _, q, k, v: packed_causal_attention(q, k, v, offsets))
-    assert dataclasses.replace(decoder.config, foreign="") != decoder.config
