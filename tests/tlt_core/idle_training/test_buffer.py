@@ -99,9 +99,14 @@ def remade(name: str, length: int):
     return make(step, prompt, sample, length=length)
 
 
-def test_turns_of_one_episode_are_kept_apart() -> None:
-    first, second = make(1, 0, length=20), make(1, 0, length=40, first=26)
-    assert first.id != second.id
+def test_turns_of_one_episode_are_kept_apart_on_disk_too(tmp_path, writer):
+    buffer = SequenceBuffer(tmp_path, **ROOMY, writer=writer)
+    turns = make(1, 0, length=20), make(1, 0, length=40, first=26)
+    for turn in turns:
+        buffer.add(turn)
+    buffer.end_step(1)
+    assert digests(buffer) == {turn.id: digest(turn) for turn in turns}
+    assert len(buffer) == 2
 
 
 def test_oldest_steps_go_first_and_the_shortest_of_them(tmp_path, writer):
