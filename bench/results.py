@@ -54,6 +54,7 @@ _MEASURES = {  # by the word behind `tlt bench`
     "engines": "Our engine beside others, on the same prompts and cores. `live` is the number of requests at a time, "
     "`over_plain` the speed over our plain decoding, `differing` the share of responses unlike those of `plain`.",
     "memory": "The memory plan, made before the run, beside the most that a worker has held.",
+    "kills": "A run in which one step of ten is struck, by killing a process, beside the same run left alone.",
     "peers": "Whole steps of ours and of TRL's GRPOTrainer, all else equal. `reward, tlt minus trl`: over all steps.",
 }
 

@@ -58,8 +58,9 @@ class FileData(_Prompts):
 
     kind: Literal["file"]
     train_path: str
-    """Training rows: a .jsonl, .json, .csv or .parquet file, a folder of .parquet files, or a folder that the library
-    `datasets` has saved."""
+    """Training rows: a .jsonl, .json, .csv or .parquet file, a folder of .parquet files, a folder that the library
+    `datasets` has saved, or files of the hub: hf://datasets/openai/gsm8k/main/train-*.parquet, with @COMMIT behind the
+    name if they are to stay the same."""
     more: tuple[FileSource, ...] = ()
     """Further training rows, [{path: b.parquet, share: 0.3}], with the same columns."""
     validation_path: str = ""

@@ -32,6 +32,9 @@ class EvaluationConfig(Section):
     max_new_tokens: int | None = Field(None, ge=1, le=MOST_TOKENS)
     """Longest validation response, in tokens.  Lower it when a few long ones delay the run.  A higher limit than the
     rollout's makes the workers' slots for keys and values as long.  None: as in rollout."""
+    plain_every_steps: int = Field(0, ge=0, le=MOST_STEPS)
+    """RL steps between comparisons: the step's rollouts are decoded once more, plainly and without idle work.  Tokens
+    are the same then, and the time tells what is saved.  Also at the last step.  0: never.  The builtin engine only."""
 
 
 class RunConfig(Section):
@@ -145,6 +148,11 @@ class RunConfig(Section):
             return (
                 "cluster.release_rollout_memory=true: vLLM cannot sleep on a CPU; set cluster.release_rollout_memory "
                 "to false"
+            )
+        if self.evaluation.plain_every_steps:
+            return (
+                f"evaluation.plain_every_steps={self.evaluation.plain_every_steps}: vLLM cannot turn its drafts off "
+                "for a while; set evaluation.plain_every_steps to 0"
             )
         return self.rollout.why_not_vllm
 

@@ -12,7 +12,7 @@ from conf.load import ConfigError
 
 DEMO = "conf/demo.yaml"
 _MANY = 1_000_000
-Benchmark = Literal["step", "e2e", "rollout", "tuner", "idle", "engines", "peers", "demo", "memory"]
+Benchmark = Literal["step", "e2e", "rollout", "tuner", "idle", "engines", "peers", "demo", "memory", "kills"]
 _MODULES = {b: f"{b}.command" for b in ("tuner", "idle", "engines", "peers")}
 _MODULES |= dict.fromkeys(("step", "demo", "memory"), "one_run")
 
@@ -196,7 +196,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "workloads; idle: what the drafter gains by training in idle time, and what that costs; engines: "
         "our engine beside transformers, vLLM and llama.cpp; peers: whole steps of ours beside TRL's; demo: "
         "what a whole run takes and brings, from its folder (trained first if need be); memory: the plan beside what "
-        "workers took",
+        "workers took; kills: a run whose processes are killed, beside one that is left alone",
     )
     parser.add_argument("config", nargs="?", default=DEMO, metavar="CONFIG")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")

@@ -22,6 +22,7 @@ from tasks.retrain import register_drafter, register_policy
 from tasks.stages import cold_start, prepare_data, prepare_model, probe_rewards, warm_up_drafter
 from tasks.step import (
     checkpoint,
+    compare_with_plain,
     evaluate,
     export_policy,
     publish,
@@ -87,6 +88,8 @@ def train(config: RunConfig | str, overrides: list[str] | None = None) -> Path:
             tracker.outcome(took.metrics())
             provenance.end_attempt(cfg.run_dir, took_s=took.stages)
             log.info("%s", took.in_words())
+            if learnt := tracker.learning():
+                log.info("learning: %s", learnt)
             log.info("verdict: %s", tracker.verdict())
             return trained
 
@@ -108,6 +111,8 @@ def iterate(
         session.begin_step(step)
         at_step(step)
         scored = sample(session, step)
+        if session.compares_with_plain(step):
+            compare_with_plain(session, step)
         update_policy(session, step, scored)
         publish(session, step)
         if session.validation.is_due(step):

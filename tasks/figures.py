@@ -137,6 +137,7 @@ _CURVES = {  # label, metric, color and style of each line
     "reward": [
         ("mean reward, training", "critic/rewards/mean", _BLUE, "-"),
         ("greedy reward, validation", "val-core/all/reward/greedy", _ORANGE, "--"),
+        ("mean reward, validation", "val-core/all/reward/mean_at_", _GREEN, "--"),
     ],
     "acceptance": [
         ("in rollouts", "rollout/spec_accept_length", _BLUE, "-"),
@@ -153,7 +154,7 @@ _CURVES = {  # label, metric, color and style of each line
 
 
 def reward_curve(rows: Sequence[Row], *, path: Path) -> None:
-    """Mean reward in training, and greedy reward in validation, over the steps."""
+    """Mean reward in training, greedy and mean reward in validation, over the steps."""
     _save(_lines("reward", rows), path)
 
 
@@ -190,10 +191,16 @@ def idle_use(rows: Sequence[Row]) -> str:
     return _svg(_stacked(steps, parts, "idle worker seconds"))
 
 
+def _is(name: str, metric: str) -> bool:
+    """metric: whole, or up to a number."""
+    return name == metric or (metric.endswith("_") and name.removeprefix(metric).isdigit())
+
+
 def _lines(name: str, rows: Sequence[Row]) -> Figure:
     figure, axes = _over_steps(_UNITS[name])
     for label, metric, color, style in _CURVES[name]:
-        points = [(row["step"], row[metric]) for row in rows if metric in row and math.isfinite(row[metric])]
+        named = ((row["step"], name, row[name]) for row in rows for name in row if name.startswith(metric))
+        points = [(step, value) for step, name, value in named if _is(name, metric) and math.isfinite(value)]
         if points:
             marker = "o" if len(points) <= _MARKED else None
             axes.plot(

@@ -37,6 +37,12 @@ def resample(session: Session, step: int, scored: ScoredBatch) -> ScoredBatch:
     return session.resample(step, scored)
 
 
+@task(task_run_name="compare-with-plain-{step}", cache_policy=NO_CACHE)
+def compare_with_plain(session: Session, step: int) -> dict[str, float]:
+    """The step's rollouts once more, by plain decoding: the same tokens; returns the ratio of times."""
+    return session.rollout.compare_with_plain(session.params, step=step)
+
+
 @task(task_run_name="policy-update-{step}", cache_policy=NO_CACHE)
 def update_policy(session: Session, step: int, scored: ScoredBatch) -> None:
     """Scored responses in, which are saved first; a new policy on the worker group."""

@@ -29,7 +29,7 @@ from tlt_core.machine import provenance
 from tlt_core.run.savings import savings
 from tlt_core.run.session import Session
 from tlt_core.run.step_metrics import time_metrics
-from tlt_core.run.summary import rows_of
+from tlt_core.run.summary import learning, rows_of
 
 log = logging.getLogger(__name__)
 
@@ -92,6 +92,10 @@ class Tracker:
         self.mlflow.tag("verdict", found.verdict)
         self.outcome(found.metrics())
         return found.verdict
+
+    def learning(self) -> str:
+        """How the validation reward has changed, in one line; empty with less than two validations."""
+        return learning(self._rows, samples=self._cfg.evaluation.num_samples)
 
     def step(self, session: Session, step: int, scored: ScoredBatch) -> dict[str, float]:
         started_s = time.perf_counter()

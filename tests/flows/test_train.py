@@ -41,7 +41,7 @@ class _Shown(logging.Handler):
 
 def _config(folder: Path, **changes: Any) -> RunConfig:
     settings = [f"output_dir={folder}/runs", f"tracking.uri=sqlite:///{folder}/mlflow.db", "name=pipeline"]
-    return load("conf/smoke.yaml", settings).model_copy(update=changes)
+    return load("conf/smoke.yaml", [*settings, "evaluation.plain_every_steps=2"]).model_copy(update=changes)
 
 
 @pytest.fixture(scope="module")
@@ -74,13 +74,22 @@ def test_every_step_is_recorded_once_with_the_field_s_vocabulary(rows: list[dict
     assert sum(rows[1][f"timing_s/{p}"] for p in phases) <= rows[1]["timing_s/step"]
 
 
+def test_plain_decoding_gives_the_same_responses(rows: list[dict[str, float]]) -> None:
+    assert [row.get("rollout/plain_equal_frac") for row in rows] == [None, None, 1.0, 1.0], "every second and the last"
+    assert all(row["rollout/plain_speedup"] * row["timing_s/gen"] > 0 for row in rows[2:])
+
+
 def test_every_metric_is_declared_and_every_declared_one_is_made(rows: list[dict[str, float]]) -> None:
     assert not undeclared(name for row in rows for name in row if name != "step")
     declared = {metric.name: metric for section in SECTIONS for metric in section.metrics}
     made = [{found.name for name in row if (found := declaration(name))} for row in rows]
     always = {name for name, metric in declared.items() if not metric.when}
     assert all(always <= names for names in made[1:])
-    parts = {name for name, metric in declared.items() if metric.when in ("speculation", "validation", "cold start")}
+    parts = {
+        name
+        for name, metric in declared.items()
+        if metric.when in ("speculation", "validation", "cold start", "a comparison")
+    }
     assert parts <= set().union(*made)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from conf.data import FileData
 from conf.reward import task_of
+from tlt_core.data import hub
 from tlt_core.data.chat import MESSAGES
 from tlt_core.data.question import DataError, Question
 from tlt_core.data.row_files import READERS, ROWS_AT_ONCE
@@ -31,7 +32,10 @@ TASK = "file"  # of rows without a data source
 # Names of columns, the likeliest first.
 _PROMPTS = ("prompt", "question", "problem", "input", "context_messages", "messages", "instruction", "query")
 _ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "label", "solution", "target", "final_answer")
-_KINDS = ".jsonl, .json, .csv or .parquet file, or a folder of .parquet or .arrow files"
+_KINDS = (
+    ".jsonl, .json, .csv or .parquet file, a folder of .parquet or .arrow files, or "
+    f"{hub.START}OWNER/NAME/FILES of the Hugging Face hub"
+)
 _MARKED = re.compile(r"####[ \t]*(\S[^\n]*?)\s*\Z")
 
 
@@ -44,13 +48,13 @@ def check(cfg: FileData) -> None:
 
 def splits(cfg: FileData) -> tuple[list[Question], list[Question]]:
     """Training and validation questions; no question is in both.  Raises DataError."""
-    train = _read(Path(cfg.train_path), cfg, setting="data.train_path")
+    train = _read(cfg.train_path, cfg, setting="data.train_path")
     for further in cfg.more:
-        items = _read(Path(further.path), cfg, setting="data.more")
+        items = _read(further.path, cfg, setting="data.more")
         taken = random.Random(f"{cfg.seed} {further.path}").sample(range(len(items)), round(further.share * len(items)))
         train += [items[index] for index in sorted(taken)]
     if cfg.validation_path:
-        validation = _read(Path(cfg.validation_path), cfg, setting="data.validation_path")
+        validation = _read(cfg.validation_path, cfg, setting="data.validation_path")
         held = {asked(i) for i in validation}
         apart = [i for i in train if asked(i) not in held]
         if not apart:
@@ -84,12 +88,20 @@ def places(cfg: FileData, wanted: Collection[tuple[str, str]]) -> dict[tuple[str
 
 def source(cfg: FileData) -> str:
     """The files with their checksums, so that it changes with their content."""
-    given = [Path(p) for p in (cfg.train_path, *(further.path for further in cfg.more), cfg.validation_path) if p]
-    paths = [file for p in given for file in (sorted(p.rglob("*")) if p.is_dir() else [p]) if not file.is_dir()]
+    given = [p for p in (cfg.train_path, *(further.path for further in cfg.more), cfg.validation_path) if p]
+    paths = [file for path in given for file in _all_files(path)]
     return ", ".join(f"{p} sha256 {sha256_of(p) if p.is_file() else 'missing'}" for p in paths)
 
 
-def _read(path: Path, cfg: FileData, *, setting: str) -> list[Question]:
+def _all_files(path: str) -> list[Path]:
+    """What a checksum is taken of."""
+    if path.startswith(hub.START):
+        return hub.files(path)
+    given = Path(path)
+    return [file for file in sorted(given.rglob("*")) if not file.is_dir()] if given.is_dir() else [given]
+
+
+def _read(path: str, cfg: FileData, *, setting: str) -> list[Question]:
     items = [item for _, item in _located(path, cfg, setting=setting, says=True)]
     if not items:
         raise DataError(f"data file {path} has no rows")
@@ -100,10 +112,10 @@ def _both(cfg: FileData) -> list[Iterator[tuple[str, Question]]]:
     """Rows of each training file, and of the validation file if there is one."""
     paths = [("data.train_path", cfg.train_path), *(("data.more", further.path) for further in cfg.more)]
     paths += [("data.validation_path", cfg.validation_path)]
-    return [_located(Path(path), cfg, setting=setting) for setting, path in paths if path]
+    return [_located(path, cfg, setting=setting) for setting, path in paths if path]
 
 
-def _located(path: Path, cfg: FileData, *, setting: str, says: bool = False) -> Iterator[tuple[str, Question]]:
+def _located(path: str, cfg: FileData, *, setting: str, says: bool = False) -> Iterator[tuple[str, Question]]:
     """says: tell in the log what was chosen."""
     prompt_key, answer_key, shortened = "", "", 0
     for where, row in _rows(path, setting=setting):
@@ -133,12 +145,14 @@ def _located(path: Path, cfg: FileData, *, setting: str, says: bool = False) -> 
         log.info("%s: of %d answers the end is the reference (after '####', or in the last box)", path, shortened)
 
 
-def _rows(path: Path, *, setting: str) -> Iterator[tuple[str, Any]]:
+def _rows(path: str, *, setting: str) -> Iterator[tuple[str, Any]]:
     """(where, row) of whatever the path is."""
-    if path.is_dir():
-        tables = _tables(path, setting=setting)
-    elif path.is_file():
-        tables = [path]
+    if path.startswith(hub.START):
+        tables = hub.files(path)
+    elif Path(path).is_dir():
+        tables = _tables(Path(path), setting=setting)
+    elif Path(path).is_file():
+        tables = [Path(path)]
     else:
         raise DataError(f"data file {path} does not exist; {setting} wants a {_KINDS}")
     for table in tables:

@@ -29,6 +29,7 @@ training/informative_groups | groups | count | groups with different rewards kep
 > `reward.functions` that is not `format`, is 1 or more.
 val-core/{task}/reward/greedy | reward | mean over prompts | score of the greedy response | validation
 val-core/{task}/reward/mean_at_{k} | reward | mean over prompts and k samples | score | validation
+val-core/{task}/reward/error_at_{k} | reward | over prompts | standard error of mean_at_{k} | validation
 val-core/{task}/reward/pass_at_{k} | share | over prompts | prompts that at least one of k samples passes | validation
 
 # Responses
@@ -41,6 +42,8 @@ response_length/p99 | tokens | 99th percentile over responses | length of a resp
 response_length/clip_ratio | share | over responses | cut at `rollout.max_new_tokens`
 rollout/tail_ratio | ratio | p99 / p50 | how long the tail of response lengths is
 rollout/entropy_est | nats | mean over tokens | negative log-probability of the sampled token
+rollout/plain_speedup | ratio | of the step's rollouts | time of plain decoding over time with TLT | a comparison
+rollout/plain_equal_frac | share | over responses | the same tokens when decoded plainly | a comparison
 rollout/checksum | 48 bits | over all tokens | equal figures: equal rollouts, token for token
 
 # Speculation
@@ -117,6 +120,7 @@ timing_s/reward | s | sum | waiting for scores after rollout
 timing_s/ref | s | sum | log-probabilities under the reference policy | a KL term
 timing_s/update_actor | s | sum | update
 timing_s/update_weights | s | sum | loading the new weights into the rollout replicas
+timing_s/gen_plain | s | sum | the same rollouts by plain decoding | a comparison
 timing_s/testing | s | sum | validation | validation
 timing_s/save_checkpoint | s | sum | checkpoint | a checkpoint is due
 timing_s/tracking | s | sum | figures, samples and metrics

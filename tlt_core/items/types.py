@@ -60,6 +60,7 @@ class SamplingParams:
     top_k: int = 0  # 0: off
     max_new_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()
+    plain: bool = False  # without speculation: the same tokens, later; our engine alone
 
     def __post_init__(self) -> None:
         found = f"temperature is {self.temperature}: give 0 (greedy) or a positive number"

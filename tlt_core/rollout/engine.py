@@ -243,7 +243,8 @@ class RolloutEngine:
 
     def _round(self, params: SamplingParams, on_round: Callable[[RoundTrace], None]) -> list[Finished]:
         """One round of the live batch: choose, draft, verify, commit, learn."""
-        batch, speculation, started_s = self._batch, self.speculation, time.perf_counter()
+        batch, started_s = self._batch, time.perf_counter()
+        speculation = None if params.plain else self.speculation
         context, numbers = sum(batch.lengths), batch.numbers
         strategy, min_draft_probs = OFF, NO_MIN_DRAFT_PROBS
         if speculation is not None:

@@ -16,7 +16,7 @@ from tlt_core.cluster.dispatcher import Drained
 from tlt_core.cluster.group import Generated, WorkerGroup
 from tlt_core.grpo.reward import Score
 from tlt_core.idle_training.coordinator import IdleTrainingSettings, PhaseReport
-from tlt_core.items.types import GenerationRequest, NoiseKey, Prompt, Rollout, RolloutBatch, SamplingParams
+from tlt_core.items.types import GenerationRequest, NoiseKey, Prompt, Rollout, RolloutBatch, SamplingParams, WorkerState
 from tlt_core.model.sampling import of_validation
 from tlt_core.rollout.engine import RoundTrace
 from tlt_core.run.drafter_release import DrafterPublisher, bubble_metrics
@@ -47,10 +47,11 @@ class RolloutPhase:
         self._phases: list[PhaseReport] = []  # of the step: its rollouts, and waiting for their rewards
         self._batches: list[RolloutBatch] = []  # of the step's rollouts
         self._seconds = 0.0  # that they took
+        self._again: list[Sequence[Sequence[GenerationRequest]]] = []  # what `sample` was asked for in the step
         self.rounds: list[Sequence[RoundTrace]] = []  # of the latest `sample`, by worker
 
     def begin_step(self) -> None:
-        self._phases, self._batches, self._seconds = [], [], 0.0
+        self._phases, self._batches, self._again, self._seconds = [], [], [], 0.0
 
     def sample(
         self,
@@ -73,7 +74,10 @@ class RolloutPhase:
             self._drafter.observe([r.idle_training for r in done.reports if r.idle_training is not None])
             rollouts = RolloutBatch.pack(finished)
         self._batches.append(rollouts)
-        self._seconds += time.perf_counter() - started_s
+        self._again.append(groups)
+        late_s = _streamed_after_rollout(done.phase)
+        self._metrics.move("gen", "update_actor", seconds=late_s)
+        self._seconds += time.perf_counter() - started_s - late_s
         sampled = RolloutBatch.join(self._batches)
         self._metrics.log(rollout_metrics(sampled, seconds=self._seconds))
         self._add(done.phase)
@@ -84,6 +88,30 @@ class RolloutPhase:
     ) -> RolloutBatch:
         """Responses that nothing is trained on; they leave no metrics."""
         return RolloutBatch.pack(self._generate(groups, params, phase=phase, step=step, stream=None)[0])
+
+    def compare_with_plain(self, params: SamplingParams, *, step: int) -> dict[str, float]:
+        """Decode the step's rollouts once more, plainly and without idle work: are tokens the same, and how much longer
+        does it take?"""
+        again: list[RolloutBatch] = []
+        with self._metrics.timed("gen_plain"):
+            started_s = time.perf_counter()
+            for groups in self._again:
+                finished, _ = self._generate(
+                    groups, replace(params, plain=True), phase="plain", step=step, stream=None, scored=False
+                )
+                again.append(RolloutBatch.pack(finished))
+            seconds = time.perf_counter() - started_s
+        pairs = [
+            torch.equal(first.completion(i), second.completion(i))
+            for first, second in zip(self._batches, again, strict=True)
+            for i in range(len(first))
+        ]
+        metrics = {
+            "rollout/plain_speedup": seconds / self._seconds,
+            "rollout/plain_equal_frac": sum(pairs) / len(pairs),
+        }
+        self._metrics.log(metrics)
+        return metrics
 
     def train_until_scored(self, rollouts: RolloutBatch, *, step: int) -> None:
         """While rewards are outstanding, every worker is idle and trains the drafter."""
@@ -105,6 +133,7 @@ class RolloutPhase:
         phase: str,
         step: int,
         stream: StreamedUpdate | None,
+        scored: bool = True,
     ) -> tuple[list[Rollout], Generated]:
         """stream: None for responses that are not trained on."""
         trains = stream is not None
@@ -125,8 +154,9 @@ class RolloutPhase:
 
         def on_progress(drained: Drained) -> None:
             whole = ended(drained.finished)
-            for rollout in whole:
-                self._scoring.submit(rollout)
+            if scored:
+                for rollout in whole:
+                    self._scoring.submit(rollout)
             finished.extend(whole)
             if stream is not None:
                 stream.add(whole)
@@ -157,6 +187,12 @@ class RolloutPhase:
         self._metrics.spans.extend(phase.spans)
         self._phases.append(phase)
         self._metrics.log(bubble_metrics(self._phases))
+
+
+def _streamed_after_rollout(phase: PhaseReport) -> float:
+    """Seconds behind the end of the last response in which the update has gone on already."""
+    ends = (span.end_s for span in phase.spans if span.state == WorkerState.STREAMING)
+    return max(max(ends, default=0.0) - phase.over_s, 0.0)
 
 
 def requests_for(prompts: Sequence[Prompt], samples: int, *, seed: int, step: int) -> list[list[GenerationRequest]]:

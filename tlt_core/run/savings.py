@@ -1,8 +1,8 @@
 """What speculation, the streamed update and drafter training have saved in one run: seconds, shares, a verdict.
 
-In: the rows of `metrics.jsonl` and the configuration.  Out: `Savings`.  All seconds are estimates, against what plain
-work costs on this machine in this run; each part says how it was computed, and which setting to change where it did
-not help.
+In: the rows of `metrics.jsonl` and the configuration.  Out: `Savings`.  Seconds are estimates, against what plain work
+costs on this machine in this run, unless some rollouts were decoded plainly, too (`evaluation.plain_every_steps`); each
+part says how it was computed, and which setting to change where it did not help.
 """
 
 import math
@@ -16,6 +16,7 @@ Row = Mapping[str, float]
 Outcome = Literal["helped", "did not help", "not measured", "not used", "off"]
 
 SPECULATION, STREAMED, DRAFTER = "speculation", "streamed update", "drafter training"
+_BESIDE = ("gen_plain", "testing", "save_checkpoint")  # no part of an RL step
 _NOTICEABLE = 0.005  # of the step time: less counts as nothing
 _NO_TAIL = 0.05  # of the workers' rollout time: with less idle time there is nothing to use
 
@@ -41,7 +42,7 @@ class Idle(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Savings:
     steps: int
-    step_s: float  # measured, all steps
+    step_s: float  # measured, all steps, without validations, checkpoints and comparisons
     saved_s: float  # estimated, all parts
     plain_s: float  # step_s + saved_s: what the steps would have taken
     parts: tuple[Part, ...]
@@ -96,7 +97,8 @@ def _totals(rows: Sequence[Row], num_workers: int) -> _Totals:
     trained_s = max(of("idle/harvested_s") - streamed_s, 0.0)
     worker_s = num_workers * gen_s
     share = idle_s / worker_s if worker_s else 0.0
-    return _Totals(whole, of("timing_s/step"), gen_s, idle_s, streamed_s, trained_s, share)
+    step_s = of("timing_s/step") - sum(of(f"timing_s/{name}") for name in _BESIDE)
+    return _Totals(whole, step_s, gen_s, idle_s, streamed_s, trained_s, share)
 
 
 def _speculation(total: _Totals, cfg: RunConfig) -> Part:
@@ -107,6 +109,8 @@ def _speculation(total: _Totals, cfg: RunConfig) -> Part:
     )
     if policy == "off":
         return Part(SPECULATION, "off", "Decoding was plain.", "rollout.speculation.policy=cost_model")
+    if measured := [row for row in total.rows if "timing_s/gen_plain" in row]:
+        return _measured(measured, total)
     ratios = [row["rollout/spec_speedup_est"] for row in total.rows if "rollout/spec_speedup_est" in row]
     if not ratios:
         return Part(SPECULATION, "not measured", "The rollout engine does not say what plain rounds would have cost.")
@@ -117,6 +121,23 @@ def _speculation(total: _Totals, cfg: RunConfig) -> Part:
     text = f"Decoding was {ratios[-1]:.2f} times as fast as plain decoding would have been."
     change = "off" if policy == "cost_model" else "cost_model"
     return Part(SPECULATION, "did not help", text, f"rollout.speculation.policy={change}", how, saved_s)
+
+
+def _measured(rows: Sequence[Row], total: _Totals) -> Part:
+    """rows: of the steps whose rollouts were decoded plainly, too."""
+    plain_s, gen_s = (math.fsum(row[f"timing_s/{name}"] for row in rows) for name in ("gen_plain", "gen"))
+    equal = min(row["rollout/plain_equal_frac"] for row in rows)
+    steps = ", ".join(f"{row['training/global_step']:.0f}" for row in rows)
+    how = (
+        f"Rollout time x (plain over actual time - 1): the rollouts of step {steps} were decoded once more, plainly "
+        "and without idle work."
+    )
+    saved_s = total.gen_s * (plain_s / gen_s - 1)
+    same = "the same tokens" if equal == 1 else f"{equal:.1%} of responses the same"
+    text = f"Measured at step {steps}: {plain_s:.1f} s plainly, {gen_s:.1f} s with TLT, {same}."
+    if saved_s >= _NOTICEABLE * total.step_s:
+        return Part(SPECULATION, "helped", text, "", how, saved_s)
+    return Part(SPECULATION, "did not help", text, "rollout.speculation.policy=off", how, saved_s)
 
 
 def _streamed(total: _Totals, cfg: RunConfig) -> Part:
@@ -227,14 +248,15 @@ def _idle(total: _Totals) -> tuple[Idle, ...]:
 def _verdict(total: _Totals, parts: Sequence[Part], *, saved_s: float, plain_s: float) -> str:
     if not total.rows:
         return "nothing to judge: no step was recorded"
+    how = "rollouts measured" if any("timing_s/gen_plain" in row for row in total.rows) else "estimate"
     count = f"{len(total.rows)} step{'s' if len(total.rows) > 1 else ''}"
     if abs(saved_s) < _NOTICEABLE * total.step_s:
         head = f"nothing saved in {count} of {total.step_s:.1f} s"
     elif saved_s < 0:
-        head = f"{-saved_s:.1f} s lost in {count} of {total.step_s:.1f} s (estimate)"
+        head = f"{-saved_s:.1f} s lost in {count} of {total.step_s:.1f} s ({how})"
     else:
         most = "at most " if any(part.name == STREAMED and part.outcome == "helped" for part in parts) else ""
-        head = f"{most}{saved_s:.1f} s saved of about {plain_s:.1f} s in {count} ({saved_s / plain_s:.0%}, estimate)"
+        head = f"{most}{saved_s:.1f} s saved of about {plain_s:.1f} s in {count} ({saved_s / plain_s:.0%}, {how})"
     return "; ".join([head, *(_in_words(part) for part in parts)])
 
 

@@ -14,7 +14,7 @@ from tlt_core.grpo.advantage import informative
 from tlt_core.items.types import FinishReason, RolloutBatch, ScoredBatch, ScoreStatus, WorkerSpan
 
 _DEEPEST = 8  # draft positions whose acceptance is reported
-_DRIVER_PHASES = ("publish_drafter", "reward", "ref", "update_weights", "save_checkpoint", "testing")
+_DRIVER_PHASES = ("publish_drafter", "reward", "ref", "update_weights", "save_checkpoint", "testing", "gen_plain")
 
 
 class StepMetrics:
@@ -39,6 +39,11 @@ class StepMetrics:
         finally:
             total_s = self._values.get(f"timing_s/{name}", 0.0) + time.perf_counter() - started
             self._values[f"timing_s/{name}"] = total_s
+
+    def move(self, source: str, target: str, *, seconds: float) -> None:
+        """Count seconds as those of another phase."""
+        for name, change in ((source, -seconds), (target, seconds)):
+            self._values[f"timing_s/{name}"] = self._values.get(f"timing_s/{name}", 0.0) + change
 
     def values(self) -> dict[str, float]:
         return dict(self._values)
@@ -143,7 +148,10 @@ def sampled_metrics(scores_PS: Tensor, passed_PS: Tensor, tasks: Sequence[str]) 
     """mean@k and pass@k of k samples per prompt, over all prompts and per task."""
     metrics, k = {}, scores_PS.shape[1]
     for task, rows in _rows_by_task(tasks).items():
-        metrics[f"val-core/{task}/reward/mean_at_{k}"] = scores_PS[rows].double().mean().item()
+        means_P = scores_PS[rows].double().mean(dim=1)
+        metrics[f"val-core/{task}/reward/mean_at_{k}"] = means_P.mean().item()
+        if len(rows) > 1:
+            metrics[f"val-core/{task}/reward/error_at_{k}"] = means_P.std().item() / len(rows) ** 0.5
         metrics[f"val-core/{task}/reward/pass_at_{k}"] = passed_PS[rows].any(dim=1).double().mean().item()
     return metrics
 

@@ -5,6 +5,7 @@ In: a run's folder (`metrics.jsonl`, `steps/`).  Out: dictionaries and rows for 
 
 import csv
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,6 +64,20 @@ def curves(rows: Sequence[Mapping[str, float]]) -> list[dict[str, float | str]]:
         for row in rows
         if row["step"] > 0
     ]
+
+
+def learning(rows: Sequence[Mapping[str, float]], *, samples: int) -> str:
+    """How the validation reward has changed, in one line; empty before the second validation.  samples: of a prompt, 0:
+    greedy.  The errors of both ends count in full, though they are of the same prompts."""
+    mean = f"val-core/all/reward/mean_at_{samples}" if samples else "val-core/all/reward/greedy"
+    error = f"val-core/all/reward/error_at_{samples}"
+    found = [row for row in rows if mean in row]
+    if len(found) < 2:
+        return ""
+    first, last = found[0], found[-1]
+    sure = f" +-{math.hypot(first[error], last[error]):.3f}" if error in first and error in last else ""
+    change = f"{first[mean]:.3f} -> {last[mean]:.3f} ({last[mean] - first[mean]:+.3f}{sure})"
+    return f"validation reward {change}, {'sampled' if samples else 'greedy'}, step {first['step']} to {last['step']}"
 
 
 def length_histogram(run_dir: Path, *, max_new_tokens: int) -> list[dict[str, int]]:

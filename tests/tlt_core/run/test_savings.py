@@ -58,6 +58,18 @@ def _part(found: Savings, name: str) -> tuple[str, str]:
     return part.outcome, part.change
 
 
+def test_a_measured_comparison_counts_more_than_the_estimate() -> None:
+    """40 s of rollouts; the 10 s of step 2 took 17 s plainly, so 28 s are saved.  Its step is as long as before: the 17
+    seconds, and 3 of validation, are no part of it."""
+    rows = [dict(row) for row in _ROWS]
+    rows[2] |= {"timing_s/step": 60.0, "timing_s/testing": 3.0, "timing_s/gen_plain": 17.0}
+    rows[2] |= {"rollout/plain_equal_frac": 1.0, "training/global_step": 2.0}
+    found = savings(rows, _cfg())
+    assert (found.step_s, found.parts[0].saved_s, found.parts[0].outcome) == (100.0, pytest.approx(28.0), "helped")
+    assert found.parts[0].finding == "Measured at step 2: 17.0 s plainly, 10.0 s with TLT, the same tokens."
+    assert found.verdict.startswith("at most 33.0 s saved of about 133.0 s in 2 steps (25%, rollouts measured)")
+
+
 def test_seconds_and_shares_of_a_run_in_which_all_parts_helped() -> None:
     found = savings(_ROWS, _cfg())
     assert (found.steps, found.step_s, found.saved_s, found.plain_s) == (2, 100.0, 25.0, 125.0)

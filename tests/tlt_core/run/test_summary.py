@@ -27,6 +27,17 @@ def test_summary_and_curves(tmp_path: Path) -> None:
     assert [(line.split(",")[0], line.split(",")[column]) for line in lines] == [("1", "2.0"), ("2", "3.0"), ("3", "")]
 
 
+def test_how_the_validation_reward_has_changed() -> None:
+    """Errors of 0.03 and 0.04 make 0.05."""
+    name = "val-core/all/reward/{}_at_2"
+    first = {"step": 0, name.format("mean"): 0.25, name.format("error"): 0.03, "val-core/all/reward/greedy": 0.5}
+    last = {"step": 8, name.format("mean"): 0.5, name.format("error"): 0.04, "val-core/all/reward/greedy": 0.375}
+    said = run_summary.learning([first, {"step": 1}, last], samples=2)
+    assert said == "validation reward 0.250 -> 0.500 (+0.250 +-0.050), sampled, step 0 to 8"
+    assert "0.500 -> 0.375 (-0.125), greedy" in run_summary.learning([first, last], samples=0)
+    assert run_summary.learning([first], samples=2) == ""
+
+
 def test_files_of_a_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "bubble/idle_s": 2.0, "drafter/canary_error": 0.5}\n')
     renamed = {"step": 1, "idle/idle_s": 2.0, "drafter/heldout_error": 0.5}  # an earlier release wrote the file
