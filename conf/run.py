@@ -149,12 +149,12 @@ class RunConfig(Section):
                 "cluster.release_rollout_memory=true: vLLM cannot sleep on a CPU; set cluster.release_rollout_memory "
                 "to false"
             )
-        if self.evaluation.plain_every_steps:
-            return (
-                f"evaluation.plain_every_steps={self.evaluation.plain_every_steps}: vLLM cannot turn its drafts off "
-                "for a while; set evaluation.plain_every_steps to 0"
-            )
         return self.rollout.why_not_vllm
+
+    def compares_with_plain(self, step: int) -> bool:
+        """Is the step's rollout decoded plainly, too?  vLLM cannot turn its drafts off for a while."""
+        every = self.evaluation.plain_every_steps if self.rollout.engine == "builtin" else 0
+        return every > 0 and (step % every == 0 or step == self.num_steps)
 
     @model_validator(mode="after")
     def _engine_is_possible(self) -> "RunConfig":

@@ -111,7 +111,7 @@ def iterate(
         session.begin_step(step)
         at_step(step)
         scored = sample(session, step)
-        if session.compares_with_plain(step):
+        if session.cfg.compares_with_plain(step):
             compare_with_plain(session, step)
         update_policy(session, step, scored)
         publish(session, step)

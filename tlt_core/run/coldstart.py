@@ -14,6 +14,7 @@ from pathlib import Path
 from conf.data import GymData
 from conf.rollout import RolloutConfig, SpeculationConfig
 from conf.run import RunConfig
+from conf.system import ClusterConfig
 from conf.update import AlgorithmConfig, UpdateConfig
 from tlt_core.cluster.group import WorkerGroup
 from tlt_core.cluster.messages import TrainerSpec, WorkerSpec
@@ -74,19 +75,20 @@ def _make(cfg: RunConfig, *, model_dir: Path, data_dir: Path, out_dir: Path, on_
         exclude=held_out,
         seed=cfg.seed,
     )
+    cluster = _cluster(cfg)
     steps = [
         step
         for epoch in range(cfg.coldstart.num_epochs)
         for step in make_supervised_batches(
             examples,
             tokens_per_step=cfg.coldstart.tokens_per_step,
-            num_workers=cfg.cluster.num_workers,
+            num_workers=cluster.num_workers,
             seed=cfg.seed + epoch,
         )
     ]
     started_s = time.time()
     on_progress("starting workers", 0, 1, None)
-    with WorkerGroup(cfg.cluster, _spec(cfg, model_dir, len(steps)), shared=out_dir.parent) as group:
+    with WorkerGroup(cluster, _spec(cfg, cluster, model_dir, len(steps)), shared=out_dir.parent) as group:
         on_progress("loading the model", 0, 1, None)
         group.load(None, 0)
         losses = _train(group, steps, on_progress)
@@ -110,7 +112,17 @@ def _train(group: WorkerGroup, steps: Sequence[Sequence[TrainBatch]], on_progres
     return losses
 
 
-def _spec(cfg: RunConfig, model_dir: Path, num_steps: int) -> WorkerSpec:
+def _cluster(cfg: RunConfig) -> ClusterConfig:
+    """On the CPU of one machine a single worker with all threads: one copy of weights, sums and optimizer state."""
+    given = cfg.cluster
+    if given.device != "cpu" or given.address != "local" or cfg.update.backend.kind != "torch":
+        return given
+    return given.model_copy(
+        update={"num_workers": 1, "threads_per_worker": given.num_workers * given.threads_per_worker}
+    )
+
+
+def _spec(cfg: RunConfig, cluster: ClusterConfig, model_dir: Path, num_steps: int) -> WorkerSpec:
     update = UpdateConfig(
         optimizer=cfg.coldstart.optimizer,
         tokens_per_micro_batch=cfg.update.tokens_per_micro_batch,
@@ -125,8 +137,8 @@ def _spec(cfg: RunConfig, model_dir: Path, num_steps: int) -> WorkerSpec:
         ),
         max_len=1,
         trainer=TrainerSpec(update, AlgorithmConfig(), num_steps, max_new_tokens=1, temperature=1.0),
-        threads=cfg.cluster.threads_per_worker,
-        device=cfg.cluster.device,
-        workers_per_gpu=cfg.cluster.workers_per_gpu,
+        threads=cluster.threads_per_worker,
+        device=cluster.device,
+        workers_per_gpu=cluster.workers_per_gpu,
         decodes=False,
     )

@@ -158,10 +158,6 @@ class Session:
         self._stream.plan(prompts)
         return requests_for(prompts, self.cfg.rollout.num_samples, seed=self.cfg.seed, step=step)
 
-    def compares_with_plain(self, step: int) -> bool:
-        every = self.cfg.evaluation.plain_every_steps
-        return every > 0 and (step % every == 0 or step == self.cfg.num_steps)
-
     def score(self, step: int, rollouts: RolloutBatch) -> ScoredBatch:
         """Wait for the outstanding scores; shape rewards, compute group-relative advantages."""
         self._reporter.phase("reward")

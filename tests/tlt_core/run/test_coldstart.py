@@ -34,6 +34,6 @@ def test_what_changes_the_model_changes_the_folder_and_nothing_else_does(config,
 def test_it_is_sharded_as_the_update_is(config):
     """A model whose optimizer does not fit on one GPU has to start, too."""
     sharded = config("update.backend={kind: deepspeed, zero_stage: 3}")
-    spec = coldstart._spec(sharded, Path("model"), num_steps=2)
+    spec = coldstart._spec(sharded, sharded.cluster, Path("model"), num_steps=2)
     assert spec.trainer is not None
     assert spec.trainer.update.backend == sharded.update.backend
