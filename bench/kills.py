@@ -1,13 +1,14 @@
 """`tlt bench kills`: a run whose processes are killed again and again ends as the one that is left alone, to the bit.
 
-Both are `tlt train` in processes of their own.  In one, every tenth step is struck at a moment of it that a seed draws:
-a process is killed, and where that ends the run, the same command is started again.  Compared are the steps' tokens,
-rewards, losses and gradients, and the weights at the end.  Useful share: time of the run left alone over the other's.
+Both are `tlt train` in processes of their own, from the same cold start.  In one, a process is killed in one of every
+ten steps, at a moment that a seed draws; where that ends the run, the same command is started again.  Compared are the
+steps' tokens, rewards, losses and gradients, and the weights at the end.  Useful share: time of the run left alone over
+the other's.
 """
 
-import contextlib
 import hashlib
 import json
+import math
 import random
 import shutil
 import subprocess
@@ -21,6 +22,9 @@ import psutil
 from bench.report import write_report
 from bench.verdicts import summarise, verdict
 from conf.run import RunConfig
+from flows._terminal import Terminal
+from flows.status import STATUS
+from tasks.stages import cold_start, prepare_data, prepare_model
 from tlt_core.items.store import write_atomically
 from tlt_core.machine.doctor import machine
 from tlt_core.run.summary import rows_of
@@ -47,19 +51,24 @@ class Kill(NamedTuple):
 
 def bench_kills(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
     """repeats: not used; a run is disturbed once in every ten steps.  Raises ValueError where a run fails by itself."""
-    plan = _plan(cfg.num_steps, seed=cfg.seed)
+    with Terminal() as show:  # made once: the second run would find it, and look faster
+        model = prepare_model(cfg)
+        dataset = prepare_data(cfg, model)
+        if cfg.coldstart.enabled:
+            cold_start(cfg, model, dataset, show.stage)
     peace, storm = (_own(cfg, name) for name in ("peace", "storm"))
     for run in (peace, storm):
-        shutil.rmtree(run.run_dir, ignore_errors=True)  # an earlier benchmark would be resumed
-    peace_s, _ = _train(peace, [])
+        if run.run_dir.exists():  # an earlier benchmark would be resumed
+            shutil.rmtree(run.run_dir)
+    peace_s, _ = _train(peace, [], step_s=0.0)
     quiet = rows_of(peace.run_dir)
-    storm_s, struck = _train(storm, plan, step_s=sum(row.get("timing_s/step", 0.0) for row in quiet) / cfg.num_steps)
+    step_s = sum(row.get("timing_s/step", 0.0) for row in quiet) / cfg.num_steps
+    storm_s, struck = _train(storm, _plan(cfg.num_steps, seed=cfg.seed), step_s=step_s)
     found = rows_of(storm.run_dir)
     same = {name: [row.get(name) for row in quiet] == [row.get(name) for row in found] for name in _COMPARED}
     same["weights"] = _weights(peace) == _weights(storm)
-    figures = {"left alone s": peace_s, "killed s": storm_s, "kills": len(struck), "useful share": peace_s / storm_s}
-    figures["step s"] = sum(row.get("timing_s/step", 0.0) for row in quiet) / cfg.num_steps
-    figures["lost s a kill"] = (storm_s - peace_s) / len(struck)
+    figures = {"left alone s": peace_s, "killed s": storm_s, "step s": step_s, "kills": len(struck)}
+    figures["lost s a kill"] = (storm_s - peace_s) / max(len(struck), 1)
     row = {"configuration": cfg.name, "killed": ", ".join(f"{k.victim} in step {k.step}" for k in struck)}
     return write_report(
         out,
@@ -98,8 +107,8 @@ def _own(cfg: RunConfig, name: str) -> RunConfig:
     return cfg.model_copy(update=changes)
 
 
-def _train(run: RunConfig, plan: list[Kill], *, step_s: float = 0.0) -> tuple[float, list[Kill]]:
-    """Seconds until the run has ended, and the kills.  Raises ValueError."""
+def _train(run: RunConfig, plan: list[Kill], *, step_s: float) -> tuple[float, list[Kill]]:
+    """Seconds until the run has ended, and the kills, with the steps that they struck.  Raises ValueError."""
     waiting, began_s = list(plan), time.perf_counter()
     struck: list[Kill] = []
     path = run.run_dir.with_name(f"{run.name}.yaml")
@@ -107,18 +116,19 @@ def _train(run: RunConfig, plan: list[Kill], *, step_s: float = 0.0) -> tuple[fl
     write_atomically(path, lambda partial: partial.write_text(json.dumps(run.model_dump(mode="json"))))
     log = path.with_suffix(".log")
     while True:
-        before = len(struck)
+        before, due_s = len(struck), math.inf
         with log.open("a") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "flows.cli", "train", str(path)], stdout=file, stderr=file
-            )
+            command = [sys.executable, "-m", "flows.cli", "train", str(path)]
+            process = subprocess.Popen(command, stdout=file, stderr=file)
         try:
             while process.poll() is None:
-                if waiting and _step(run, process.pid) == waiting[0].step:
-                    time.sleep(waiting[0].moment * step_s)
-                    if _kill(process.pid, waiting[0].victim):
-                        struck.append(waiting.pop(0))
                 time.sleep(_LOOK_S)
+                step = _step(run, process)
+                if waiting and step >= waiting[0].step:
+                    due_s = min(due_s, time.perf_counter() + waiting[0].moment * step_s)
+                    if time.perf_counter() >= due_s and _kill(process, waiting[0].victim):
+                        struck.append(waiting.pop(0)._replace(step=step))
+                        due_s = math.inf
         finally:
             process.kill()
         if process.returncode == 0:
@@ -127,24 +137,26 @@ def _train(run: RunConfig, plan: list[Kill], *, step_s: float = 0.0) -> tuple[fl
             raise ValueError(f"the run ended by itself with code {process.returncode}: see {log}")
 
 
-def _step(run: RunConfig, pid: int) -> int | None:
-    """The step that the process is at."""
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads((run.run_dir / "status.json").read_text())
-        return known["step"] if known["pid"] == pid else None
-    return None
+def _step(run: RunConfig, process: "subprocess.Popen[bytes]") -> int:
+    """The step that the process is at; 0 before the first."""
+    path = run.run_dir / STATUS  # which is replaced as a whole
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    return known.get("step") or 0 if known.get("pid") == process.pid else 0
 
 
-def _kill(driver: int, victim: str) -> bool:
+def _kill(driver: "subprocess.Popen[bytes]", victim: str) -> bool:
     """Kill one of the run's processes of that kind.  False: there is none at this moment."""
     word = _VICTIMS[victim]
-    with contextlib.suppress(psutil.NoSuchProcess):
-        own = psutil.Process(driver)
-        chosen = (
-            [p for p in own.children(recursive=True) if word in " ".join([p.name(), *p.cmdline()])] if word else [own]
-        )
-        if chosen:
-            chosen[-1].kill()
+    if not word:
+        driver.kill()
+        return True
+    family = {process.pid for process in psutil.Process(driver.pid).children(recursive=True)}
+    for process in psutil.process_iter(["name", "cmdline"]):
+        if process.pid in family and word in " ".join([process.info["name"], *(process.info["cmdline"] or ())]):
+            try:
+                process.kill()
+            except psutil.NoSuchProcess:  # it has ended since it was listed
+                continue
             return True
     return False
 

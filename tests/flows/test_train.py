@@ -76,7 +76,6 @@ def test_every_step_is_recorded_once_with_the_field_s_vocabulary(rows: list[dict
 
 def test_plain_decoding_gives_the_same_responses(rows: list[dict[str, float]]) -> None:
     assert [row.get("rollout/plain_equal_frac") for row in rows] == [None, None, 1.0, 1.0], "every second and the last"
-    assert all(row["rollout/plain_speedup"] * row["timing_s/gen"] > 0 for row in rows[2:])
 
 
 def test_every_metric_is_declared_and_every_declared_one_is_made(rows: list[dict[str, float]]) -> None:

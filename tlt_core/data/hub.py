@@ -1,6 +1,7 @@
 """Data sets of the Hugging Face hub, under the addresses that pandas, polars and DuckDB take, too."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 from tlt_core.data.question import DataError
@@ -10,11 +11,12 @@ _ADDRESS = re.compile(re.escape(START) + r"(?P<name>[^/@]+/[^/@]+)(?:@(?P<revisi
 _CONVERTED = {"~parquet": "refs/convert/parquet"}  # huggingface_hub's short name of the branch that the hub makes
 
 
+@cache  # the hub is asked once: a branch may move between two questions
 def files(address: str) -> list[Path]:
     """hf://datasets/OWNER/NAME[@REVISION]/PATTERN: the files there, from the cache what is in it already; revision: a
     commit, a tag, a branch, or ~parquet, the hub's own conversion.  Raises DataError."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     parts = _ADDRESS.fullmatch(address)
     if parts is None:
@@ -26,7 +28,7 @@ def files(address: str) -> list[Path]:
         folder = snapshot_download(
             parts["name"], repo_type="dataset", revision=revision, allow_patterns=[parts["pattern"]]
         )
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         raise DataError(
             f"{address} cannot be had from the hub ({type(error).__name__}); check the spelling and the network, or "
             "give a local file"

@@ -10,7 +10,7 @@ The rule:
 
     passes of the policy update that are ready come first: all workers have to do later what is not done now
     else train the drafter
-    stop when the rollout ends, after the piece in hand; who would wait for another's piece computes passes meanwhile
+    stop when the rollout ends, after the piece in hand
 
 With `stream_first` off, the first two change places.
 
@@ -165,12 +165,7 @@ class Coordinator:
 
     def _decide(self, worker: _Worker, at_s: float, *, has_data: bool) -> Order:
         if self._over_s is not None:
-            others_work = any(w.state in _WORKING for w in self._workers if w is not worker)
-            return (
-                Order(Action.STREAM, "streaming")
-                if self._offered and others_work
-                else Order(Action.STOP, "rollout_over")
-            )
+            return Order(Action.STOP, "rollout_over")
         obstacle = self._obstacle(worker, at_s, has_data=has_data)
         if self._offered and (self._settings.stream_first or obstacle not in (None, "min_idle")):  # which passes
             return Order(Action.STREAM, "streaming")

@@ -16,7 +16,7 @@ from tlt_core.cluster.dispatcher import Drained
 from tlt_core.cluster.group import Generated, WorkerGroup
 from tlt_core.grpo.reward import Score
 from tlt_core.idle_training.coordinator import IdleTrainingSettings, PhaseReport
-from tlt_core.items.types import GenerationRequest, NoiseKey, Prompt, Rollout, RolloutBatch, SamplingParams, WorkerState
+from tlt_core.items.types import GenerationRequest, NoiseKey, Prompt, Rollout, RolloutBatch, SamplingParams
 from tlt_core.model.sampling import of_validation
 from tlt_core.rollout.engine import RoundTrace
 from tlt_core.run.drafter_release import DrafterPublisher, bubble_metrics
@@ -75,9 +75,7 @@ class RolloutPhase:
             rollouts = RolloutBatch.pack(finished)
         self._batches.append(rollouts)
         self._again.append(groups)
-        late_s = _streamed_after_rollout(done.phase)
-        self._metrics.move("gen", "update_actor", seconds=late_s)
-        self._seconds += time.perf_counter() - started_s - late_s
+        self._seconds += time.perf_counter() - started_s
         sampled = RolloutBatch.join(self._batches)
         self._metrics.log(rollout_metrics(sampled, seconds=self._seconds))
         self._add(done.phase)
@@ -94,20 +92,19 @@ class RolloutPhase:
         does it take?"""
         again: list[RolloutBatch] = []
         with self._metrics.timed("gen_plain"):
-            started_s = time.perf_counter()
             for groups in self._again:
                 finished, _ = self._generate(
                     groups, replace(params, plain=True), phase="plain", step=step, stream=None, scored=False
                 )
                 again.append(RolloutBatch.pack(finished))
-            seconds = time.perf_counter() - started_s
+        seconds = self._metrics.values()
         pairs = [
             torch.equal(first.completion(i), second.completion(i))
             for first, second in zip(self._batches, again, strict=True)
             for i in range(len(first))
         ]
         metrics = {
-            "rollout/plain_speedup": seconds / self._seconds,
+            "rollout/plain_speedup": seconds["timing_s/gen_plain"] / seconds["timing_s/gen"],
             "rollout/plain_equal_frac": sum(pairs) / len(pairs),
         }
         self._metrics.log(metrics)
@@ -135,7 +132,7 @@ class RolloutPhase:
         stream: StreamedUpdate | None,
         scored: bool = True,
     ) -> tuple[list[Rollout], Generated]:
-        """stream: None for responses that are not trained on."""
+        """stream: None for responses that are not trained on.  scored: False where they have their scores already."""
         trains = stream is not None
         finished: list[Rollout] = []
         total, started_s = sum(len(g) for g in groups), time.perf_counter()
@@ -187,12 +184,6 @@ class RolloutPhase:
         self._metrics.spans.extend(phase.spans)
         self._phases.append(phase)
         self._metrics.log(bubble_metrics(self._phases))
-
-
-def _streamed_after_rollout(phase: PhaseReport) -> float:
-    """Seconds behind the end of the last response in which the update has gone on already."""
-    ends = (span.end_s for span in phase.spans if span.state == WorkerState.STREAMING)
-    return max(max(ends, default=0.0) - phase.over_s, 0.0)
 
 
 def requests_for(prompts: Sequence[Prompt], samples: int, *, seed: int, step: int) -> list[list[GenerationRequest]]:

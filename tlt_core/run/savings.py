@@ -137,7 +137,7 @@ def _measured(rows: Sequence[Row], total: _Totals) -> Part:
     text = f"Measured at step {steps}: {plain_s:.1f} s plainly, {gen_s:.1f} s with TLT, {same}."
     if saved_s >= _NOTICEABLE * total.step_s:
         return Part(SPECULATION, "helped", text, "", how, saved_s)
-    return Part(SPECULATION, "did not help", text, "rollout.speculation.policy=off", how, saved_s)
+    return Part(SPECULATION, "did not help", text, "", how, saved_s)  # one comparison is no ground for advice
 
 
 def _streamed(total: _Totals, cfg: RunConfig) -> Part:

@@ -48,7 +48,6 @@ class AnyPhase(RuleBasedStateMachine):
         self.offered, self.taken = 0, 0
         self.steps: Counter[int] = Counter()
         self.training: set[int] = set()
-        self.orders: dict[int, Action] = {}  # what each worker was told last
         self.over = False
 
     def pull(self, worker: int, wanted: int) -> None:
@@ -87,10 +86,7 @@ class AnyPhase(RuleBasedStateMachine):
     def ask(self, worker: int) -> Action:
         """A worker without requests asks, and does at once what it is told."""
         action = self.dispatcher.ask(Progress(worker, self.steps[worker], 0.0, has_data=True)).action
-        others_work = any(order in (Action.TRAIN, Action.STREAM) for w, order in self.orders.items() if w != worker)
-        last = Action.STREAM if others_work and self.taken < self.offered else Action.STOP
-        assert action is last if self.over else action is not Action.STOP
-        self.orders[worker] = action
+        assert (action is Action.STOP) == self.over
         self.training.add(worker)
         if action is Action.TRAIN:
             self.steps[worker] += 1
@@ -140,8 +136,7 @@ class AnyPhase(RuleBasedStateMachine):
         if not self.wanted:
             self.dispatcher.end()
             self.over = True
-        while {self.ask(worker) for worker in sorted(self.held)} != {Action.STOP}:
-            assert self.taken <= self.offered
+        assert all(self.ask(worker) is Action.STOP for worker in sorted(self.held))
         report = self.dispatcher.phase()
         assert {span.worker for span in report.spans} == set(self.held)
 

@@ -90,8 +90,10 @@ def test_files_of_a_hub_are_read_then_found_without_it(read):
 
     again = read("hf://datasets/owner/sums@~parquet/main/train-*.jsonl", endpoint, HF_HUB_OFFLINE="1")
     assert again.stdout == first.stdout
-    missing = read("hf://datasets/owner/others/main/train-*.jsonl", endpoint)
-    assert "cannot be had from the hub" in missing.stderr
+    for name in ("owner/others", "owner/no--name"):
+        missing = read(f"hf://datasets/{name}/main/train-*.jsonl", endpoint)
+        assert "DataError: " in missing.stderr
+        assert "cannot be had from the hub" in missing.stderr
 
 
 @pytest.mark.parametrize("address", ["hf://datasets/owner", "hf://datasets/owner/name", "hf://datasets//name/x.jsonl"])

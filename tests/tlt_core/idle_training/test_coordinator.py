@@ -29,8 +29,7 @@ def wait(reason: str) -> Order:
 
 
 def test_passes_of_the_update_by_hand():
-    """Each is computed once; first or last, as the settings say; behind the end of rollout only by who would wait for
-    another's piece of work."""
+    """Each is computed once; first or last, as the settings say; the end of rollout pre-empts them."""
     stream = Order(Action.STREAM, "streaming")
     c = Coordinator(2, IdleTrainingSettings(min_idle_s=0.0), step=7, at_s=10.0)
     c.offer(2)
@@ -40,15 +39,11 @@ def test_passes_of_the_update_by_hand():
     c.offer(1)
     assert c.order(Progress(1, 0, 13.5, has_data=True)) == stream
     c.end(14.0)
-    c.offer(2)
-    assert c.order(Progress(1, 0, 14.1, has_data=True)) == stream  # worker 0 still trains
-    assert c.order(Progress(0, 1, 14.3, has_data=True)) == stream  # worker 1 still computes
-    assert c.order(Progress(1, 0, 14.5, has_data=True)) == STOP  # none is left
     c.offer(1)
-    assert c.order(Progress(0, 1, 14.6, has_data=True)) == STOP  # nobody is waited for
-    report = c.report(14.7)
+    assert c.order(Progress(1, 0, 14.1, has_data=True)) == STOP
+    report = c.report(14.2)
     assert WorkerSpan(0, WorkerState.STREAMING, 11.0, 13.0) in report.spans
-    assert WorkerSpan(1, WorkerState.STREAMING, 13.5, 14.5) in report.spans
+    assert WorkerSpan(1, WorkerState.STREAMING, 13.5, 14.1) in report.spans
     assert report.idle_by_reason_s == pytest.approx({"streaming": 2.5, "training": 1.0})
     assert bubble(report)["idle/streamed_s"] == pytest.approx(2.5)
     last = Coordinator(1, IdleTrainingSettings(min_idle_s=0.0, stream_first=False), step=7, at_s=10.0)

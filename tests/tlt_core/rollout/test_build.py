@@ -7,7 +7,7 @@ import torch
 
 from conf.rollout import SpeculationConfig, StrategyConfig
 from tests.decoders import lively
-from tests.tlt_core.rollout.playing import play, requests
+from tests.tlt_core.rollout.playing import assert_same, play, requests
 from tlt_core.drafter.eagle3.files import save_eagle3
 from tlt_core.drafter.eagle3.model import eagle3_from_target
 from tlt_core.items.types import SamplingParams
@@ -36,6 +36,18 @@ def test_repetition_is_exploited(decoder):
     plain = rounds(decoder, SpeculationConfig(policy="off"), params)
     chain = SpeculationConfig(policy="fixed", strategies=(StrategyConfig(depth=7, tokens=7),))
     assert len(rounds(decoder, chain, params)) < 0.5 * len(plain)
+
+
+def test_a_plain_pass_between_others_drafts_nothing(decoder):
+    """The same engine, the same requests: with drafts, without, with; tokens are equal."""
+    params = SamplingParams(temperature=0.0, max_new_tokens=60)
+    chain = SpeculationConfig(policy="fixed", strategies=(StrategyConfig(depth=7, tokens=7),))
+    engine = build.make_engine(decoder, chain, max_live=2, max_len=MAX_LEN, seed=0)
+    passes = [play(engine, requests(9), dataclasses.replace(params, plain=plain)) for plain in (False, True, False)]
+    drafted = [any(not trace.report.strategy.is_off for trace in traces) for _, traces in passes]
+    assert drafted == [True, False, True]
+    for found, _ in passes[1:]:
+        assert_same(passes[0][0], found)
 
 
 def test_a_drafter_of_another_model_is_refused(tiny_config, drafter_folder):
