@@ -32,11 +32,11 @@ from tlt_core.run.summary import rows_of
 _EVERY = 10  # steps
 _VICTIMS = {  # in this order; a word of the process's name or command line, "" for the driver
     "a worker": "ray::Worker",
-    "the driver": "",
     "Prefect's server": "uvicorn",
-    "a scoring process": "multiprocessing",
+    "a scoring process": "multiprocessing.spawn",
     "the dispatcher": "ray::Dispatcher",
     "raylet": "raylet/raylet",
+    "the driver": "",  # last: it leaves a server of Prefect, which the next start uses and which is no child then
 }
 _COMPARED = ("rollout/checksum", "critic/rewards/mean", "actor/pg_loss", "actor/grad_norm")
 _LOOK_S = 0.05
