@@ -30,13 +30,13 @@ from tlt_core.machine.doctor import machine
 from tlt_core.run.summary import rows_of
 
 _EVERY = 10  # steps
-_VICTIMS = {  # in this order; a word of the process's name or command line, "" for the driver
+_VICTIMS = {  # in turn; a word of the process's name or command line, "" for the driver
     "a worker": "ray::Worker",
     "Prefect's server": "uvicorn",
     "a scoring process": "multiprocessing.spawn",
     "the dispatcher": "ray::Dispatcher",
     "raylet": "raylet/raylet",
-    "the driver": "",  # last: it leaves a server of Prefect, which the next start uses and which is no child then
+    "the driver": "",
 }
 _COMPARED = ("rollout/checksum", "critic/rewards/mean", "actor/pg_loss", "actor/grad_norm")
 _LOOK_S = 0.05
@@ -126,8 +126,9 @@ def _train(run: RunConfig, plan: list[Kill], *, step_s: float) -> tuple[float, l
                 step = _step(run, process)
                 if waiting and step >= waiting[0].step:
                     due_s = min(due_s, time.perf_counter() + waiting[0].moment * step_s)
-                    if time.perf_counter() >= due_s and _kill(process, waiting[0].victim):
-                        struck.append(waiting.pop(0)._replace(step=step))
+                    if time.perf_counter() >= due_s:
+                        victim = _kill(process, waiting[0].victim)
+                        struck.append(waiting.pop(0)._replace(step=step, victim=victim))
                         due_s = math.inf
         finally:
             process.kill()
@@ -144,21 +145,20 @@ def _step(run: RunConfig, process: "subprocess.Popen[bytes]") -> int:
     return known.get("step") or 0 if known.get("pid") == process.pid else 0
 
 
-def _kill(driver: "subprocess.Popen[bytes]", victim: str) -> bool:
-    """Kill one of the run's processes of that kind.  False: there is none at this moment."""
-    word = _VICTIMS[victim]
-    if not word:
-        driver.kill()
-        return True
+def _kill(driver: "subprocess.Popen[bytes]", wanted: str) -> str:
+    """Kill one of the run's processes of that kind, or, where it has none (a server of Prefect that was there before is
+    not the run's), of the next kind; returns which."""
     family = {process.pid for process in psutil.Process(driver.pid).children(recursive=True)}
-    for process in psutil.process_iter(["name", "cmdline"]):
-        if process.pid in family and word in " ".join([process.info["name"], *(process.info["cmdline"] or ())]):
-            try:
+    listed = [p for p in psutil.process_iter(["name", "cmdline"]) if p.pid in family]
+    kinds = [*_VICTIMS]
+    for victim in kinds[kinds.index(wanted) :]:
+        for process in listed:
+            words = " ".join([process.info["name"], *(process.info["cmdline"] or ())])
+            if _VICTIMS[victim] and _VICTIMS[victim] in words and process.is_running():
                 process.kill()
-            except psutil.NoSuchProcess:  # it has ended since it was listed
-                continue
-            return True
-    return False
+                return victim
+    driver.kill()
+    return kinds[-1]
 
 
 def _steps(rows: list[dict[str, float]]) -> list[float]:
