@@ -31,13 +31,14 @@ class Run:
         self.folder, self.log, self._steps = root / "runs" / name, root / f"{name}.log", steps
         own = (f"name={name}", f"output_dir={root / 'runs'}", f"tracking.uri=sqlite:///{root}/mlflow.db")
         settings = (*own, f"num_steps={steps}", *_SETTINGS, *settings)
-        self._command = [sys.executable, "-m", "flows.cli", "train", "conf/smoke.yaml", *settings]
+        self._settings = ["conf/smoke.yaml", *settings]
         self._environment = os.environ | {"OMP_NUM_THREADS": "1", "PREFECT_HOME": str(root / "prefect")}
         self._environment |= {"TLT_HOME": str(home)} if home else {}
 
-    def start(self) -> subprocess.Popen:
+    def start(self, command: str = "train") -> subprocess.Popen:
         log = self.log.open("a")
-        return subprocess.Popen(self._command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        whole = [sys.executable, "-m", "flows.cli", command, *self._settings]
+        return subprocess.Popen(whole, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
     def finish(self) -> "Run":
         process = self.start()

@@ -1,6 +1,7 @@
 """Environments for a random model: what they say depends on what it says."""
 
 import asyncio
+import itertools
 import os
 
 
@@ -17,15 +18,22 @@ class Talk:
 
 
 class Unlucky(Talk):
-    """Some episodes raise, hang, end their process or answer with nothing of use."""
+    """Of the episodes of each process some raise, hang, answer with nothing of use, or end the process."""
+
+    _started = itertools.count()
+
+    def reset(self, *, prompt: str, answer: str, metadata: dict[str, object]) -> None:
+        super().reset(prompt=prompt, answer=answer, metadata=metadata)
+        self._number = next(self._started)
 
     async def step(self, text: str) -> tuple[str, float, bool]:
         reply = await super().step(text)
-        kind = len(text) % 12
-        if kind == 0:
+        if self._number == 5:
             raise ValueError("no answer today")
-        if kind == 1:
+        if self._number == 7:
             await asyncio.sleep(60)
-        if len(text) % 24 == 2 and self._turn == 2:
+        if self._number == 12 and self._turn == 2:
             os._exit(3)
-        return "?" if kind == 3 else reply  # type: ignore[return-value]
+        if self._number == 12:
+            return "go on", 0.5, False
+        return "?" if self._number == 9 else reply  # type: ignore[return-value]

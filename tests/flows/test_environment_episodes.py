@@ -38,7 +38,7 @@ def test_episodes_are_the_same_whatever_decodes_them_and_after_kills(root: Path)
 
 
 def test_an_environment_that_raises_hangs_or_dies_costs_episodes_and_not_the_run(root: Path) -> None:
-    unlucky = TALK[0].replace("Talk'", "Unlucky', timeout_s: 3, num_processes: 4")
+    unlucky = TALK[0].replace("Talk'", "Unlucky', timeout_s: 10, num_processes: 4")
     run = Run(root, "unlucky", unlucky, *TALK[1:], "rollout.num_samples=16", steps=2).finish()
     assert sum(row.get("reward/num_error", 0) for row in run.rows) >= 4
     assert sum(row.get("reward/num_ok", 0) for row in run.rows) >= 4

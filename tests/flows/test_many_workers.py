@@ -2,6 +2,7 @@
 
     one process  =  two processes (torch, ZeRO-3)                 up to the rounding of sums in another order
     two processes here  =  two nodes of Ray's fake cluster        bit for bit, and after a node was killed, too
+    cold start of one worker  =  of two nodes                     up to the rounding of sums
 
 With eps = 1e-3 AdamW does not turn the rounding of a gradient near zero into a visible part of the learning rate.
 """
@@ -29,12 +30,16 @@ OF_THE_POLICY = ("critic/", "actor/", "response_length/", "val-core/", "training
 WITHOUT_TIMES = ("tokens_T", "logprobs_T", "offsets_R1", "prompt_ids_R", "finish_R", "worker_R")
 
 
-def run(root: Path, name: str, model: Path, *settings: str) -> Run:
-    """With a data set and a cold start of its own."""
+def run(root: Path, name: str, home: Path, *settings: str) -> Run:
+    return Run(root, name, "update.optimizer.eps=1e-3", *settings, steps=STEPS, home=home)
+
+
+def home_of(root: Path, name: str, model: Path) -> Path:
+    """For a data set and a cold start of its own."""
     home = root / f"{name}-home"
     (home / "models").mkdir(parents=True)
     (home / "models" / model.name).symlink_to(model)
-    return Run(root, name, "update.optimizer.eps=1e-3", *settings, steps=STEPS, home=home)
+    return home
 
 
 def rows_of(run: Run) -> list[dict[str, float]]:
@@ -52,10 +57,14 @@ def weights_of(run: Run) -> dict:
     return load_file(run.folder / "policy" / "model.safetensors")
 
 
-def moved(a: Run, b: Run) -> float:
-    """The largest difference between their weights."""
-    theirs = weights_of(b)
-    return max(float((weight - theirs[name]).abs().max()) for name, weight in weights_of(a).items())
+def cold_start_in(home: Path) -> dict:
+    (folder,) = home.glob("coldstart/*/model.safetensors")
+    return load_file(folder)
+
+
+def difference(a: dict, b: dict) -> float:
+    """The largest one between weights."""
+    return max(float((weight - b[name]).abs().max()) for name, weight in a.items())
 
 
 def require_workers_gone() -> None:
@@ -71,8 +80,13 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def two(root, embedded_model) -> Run:
-    return run(root, "two", embedded_model).finish()
+def its_home(root, embedded_model) -> Path:
+    return home_of(root, "two", embedded_model)
+
+
+@pytest.fixture(scope="module")
+def two(root, its_home) -> Run:
+    return run(root, "two", its_home).finish()
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +95,8 @@ def nodes():
         yield cluster
 
 
-def on_nodes(root, name, model, nodes, *more) -> Run:
-    return run(root, name, model, f"cluster.address={nodes.address}", "cluster.placement=spread", *more)
+def on_nodes(root, name, home, nodes, *more) -> Run:
+    return run(root, name, home, f"cluster.address={nodes.address}", "cluster.placement=spread", *more)
 
 
 @pytest.mark.parametrize(
@@ -97,12 +111,11 @@ def on_nodes(root, name, model, nodes, *more) -> Run:
     ],
 )
 def test_two_processes_make_the_update_of_one_with_either_back_end(root, embedded_model, two, settings, request):
-    other = run(root, request.node.callspec.id.replace(" ", ""), embedded_model, *settings).finish()
+    name = request.node.callspec.id.replace(" ", "")
+    other = run(root, name, home_of(root, name, embedded_model), *settings).finish()
     assert rollouts_of(other, "tokens_T") == rollouts_of(two, "tokens_T")
-    assert moved(two, other) < TOLERANCE
-    start = root / "two-home" / "coldstart"
-    (first,) = start.glob("*/model.safetensors")
-    assert max(float((w - load_file(first)[n]).abs().max()) for n, w in weights_of(two).items()) > 1000 * TOLERANCE
+    assert difference(weights_of(two), weights_of(other)) < TOLERANCE
+    assert difference(weights_of(two), cold_start_in(root / "two-home")) > 1000 * TOLERANCE
     for row, expected in zip(rows_of(other), rows_of(two), strict=True):
         assert row == pytest.approx(expected, rel=1e-3, abs=1e-5)
     assert len({row["critic/rewards/mean"] for row in two.rows[1:]}) > 1, (
@@ -110,8 +123,8 @@ def test_two_processes_make_the_update_of_one_with_either_back_end(root, embedde
     )
 
 
-def test_two_nodes_repeat_what_two_processes_do(root, embedded_model, two, nodes):
-    spread = on_nodes(root, "nodes", embedded_model, nodes, "cluster.release_rollout_memory=true").finish()
+def test_two_nodes_repeat_what_two_processes_do(root, its_home, two, nodes):
+    spread = on_nodes(root, "nodes", its_home, nodes, "cluster.release_rollout_memory=true").finish()
     sat_on = set(re.findall(r"127\.0\.0\.\d \((\w+)\)", (spread.folder / "log.txt").read_text()))
     workers_nodes = {n["NodeID"] for n in nodes.global_state.node_table() if n["NodeManagerAddress"] != HEAD}
     assert len(sat_on) == 2
@@ -122,8 +135,16 @@ def test_two_nodes_repeat_what_two_processes_do(root, embedded_model, two, nodes
     require_workers_gone()
 
 
-def test_a_killed_node_ends_the_run_and_it_resumes(root, embedded_model, two, nodes):
-    killed = on_nodes(root, "killed", embedded_model, nodes)
+def test_a_cold_start_on_two_nodes_is_that_of_one_process(root, its_home, embedded_model, two, nodes):
+    theirs = home_of(root, "cold", embedded_model)
+    cold = on_nodes(root, "cold", theirs, nodes)
+    assert cold.start("coldstart").wait(TIMEOUT_S) == 0, cold.said[-3000:]
+    assert difference(cold_start_in(theirs), cold_start_in(its_home)) < TOLERANCE
+    assert (cold_start_in(theirs)["model.norm.weight"] - 1).abs().max() > 100 * TOLERANCE, "nothing was trained"
+
+
+def test_a_killed_node_ends_the_run_and_it_resumes(root, its_home, two, nodes):
+    killed = on_nodes(root, "killed", its_home, nodes)
     (victim,) = (node for node in nodes.worker_nodes if node.node_ip_address == SECOND)
     first, *more = [raylet.process.pid for raylet in victim.all_processes["raylet"]]
     process = killed.start_and_kill(lambda: killed.has_checkpoint(1), victim=lambda _: first)
