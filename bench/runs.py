@@ -37,6 +37,16 @@ def first_drafter(cfg: RunConfig) -> tuple[Path, Path]:
     return folder, policy
 
 
+def base_drafter(cfg: RunConfig) -> Path:
+    """Folder of a drafter that was made for the model as it is before the cold start."""
+    folder = cfg.run_dir.with_name(f"bench-{cfg.name}") / "drafter-base"
+    if not folder.is_dir():
+        with Terminal() as show:
+            base = prepare_model(cfg)
+            warm_up_drafter(cfg, base, prepare_data(cfg, base), folder, show.stage)
+    return folder
+
+
 def variants(cfg: RunConfig, drafter: Path) -> dict[str, RunConfig]:
     """Configurations that differ only in drafting, and in what idle workers do.
 
