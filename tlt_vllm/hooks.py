@@ -28,7 +28,8 @@ class Parts:
         self.exact = None
         if settings is not None and settings.exact:
             self.exact = ExactSampler(runner, self.tap, policy_logprobs=settings.policy_logprobs)
-        self.deferred = None if settings is None else Deferred(runner)
+        first = isinstance(runner, GPUModelRunner)  # V1
+        self.deferred = Deferred(runner) if settings is not None and first else None
         self.ngrams: NgramDrafts | None = None  # made in the first step of a scheduler that may choose them
         self.scheduled: Any = None  # of the step under way: vLLM's SchedulerOutput,
         self.sampled: Any = None  # and tokens sampled, [B, ..], -1 behind the last
