@@ -56,7 +56,9 @@ class AdaptiveScheduler(Scheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         if scheduler_output.num_scheduled_tokens:
             sampled = model_runner_output.sampled_token_ids
-            emitted = {name: len(sampled[row]) for name, row in model_runner_output.req_id_to_index.items()}
+            # A request that has ended is no longer there; the asynchronous scheduler began this step before it knew.
+            rows = model_runner_output.req_id_to_index
+            emitted = {name: len(sampled[row]) for name, row in rows.items() if name in self.requests}
             self.draft_lengths.finish(
                 emitted,
                 draft_s=getattr(model_runner_output, "tlt_draft_s", None),
