@@ -13,7 +13,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # scheduler and runner in th
 
 import vllm
 
-from tlt_core.items.speculation import Strategy
+from tlt_core.items.speculation import NO_MIN_DRAFT_PROBS, Strategy
 
 
 def main():
@@ -37,6 +37,7 @@ def main():
 
     def scripted(*args, **options):
         schedule(*args, **options)
+        chosen.tuner.min_draft_probs = NO_MIN_DRAFT_PROBS  # the tuner's follows the clock
         length = next(lengths, 0)
         chosen._chosen = chosen.by_length[length] if length >= 0 else Strategy("ngram", -length, 1, -length)
         return abs(length)
