@@ -89,6 +89,19 @@ def test_the_torch_back_end_takes_what_the_plan_says() -> None:
     backend.close()
 
 
+def test_the_heap_has_holes_where_compiled_products_lie() -> None:
+    def update(*changes: str) -> module.Owners:
+        cfg = _load("demo", *changes)
+        return memory_plan(cfg, _shape(cfg)).phases["update"]
+
+    holes, products = "holes in the heap", "compiled products"
+    assert update()[holes] == update()["passes of the update"] // 2
+    assert products in update()
+    assert not {holes, products} & update("cluster.gpus_per_worker=1", "rollout.engine=builtin").keys()
+    single = load("conf/demo.yaml").with_dtypes(rollout="bfloat16", update="float32", coldstart="float32")
+    assert not {holes, products} & memory_plan(single, _shape(single)).phases["update"].keys()
+
+
 def test_a_run_that_cannot_fit_is_refused_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "load_config", lambda folder: SEVEN_B)
     monkeypatch.setattr(preflight, "count_parameters", lambda folder: 1)
