@@ -1,8 +1,11 @@
 """What the driver itself computes on: the first drafter and trials of drafters need no worker."""
 
+import gc
+
 import torch
 
 from conf.system import ClusterConfig
+from tlt_core.machine.memory import give_freed_memory_back
 
 
 def driver_device(cluster: ClusterConfig) -> str:
@@ -11,6 +14,8 @@ def driver_device(cluster: ClusterConfig) -> str:
 
 
 def release(device: str) -> None:
-    """Give a GPU's unused memory back: workers start next."""
+    """Give unused memory back: workers start next.  Without it a driver keeps most of what its largest work took."""
+    gc.collect()
+    give_freed_memory_back()
     if device != "cpu":
         torch.cuda.empty_cache()

@@ -62,6 +62,13 @@ def keep_freed_memory() -> bool:
     return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, _LARGEST_INT))
 
 
+def give_freed_memory_back() -> None:
+    """To the kernel, all that malloc keeps.  Does nothing where the C library is not glibc."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 COMPILED_PRODUCTS = 256  # that oneDNN keeps; by default 1,024, which passes of ever new lengths fill
 
 
