@@ -1,4 +1,5 @@
-"""Puts `exact` and `tap` in front of two methods of vLLM's V1 runner.  Imported in the processes that run the model."""
+"""Puts `exact` and `tap` in front of methods of vLLM's V1 runner, `second_runner` in front of V2's.  Imported in the
+processes that run the model."""
 
 import functools
 import time
@@ -7,10 +8,12 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
 
 from tlt_vllm.deferred import Deferred
 from tlt_vllm.exact import ExactSampler
 from tlt_vllm.ngram import NgramDrafts
+from tlt_vllm.second_runner import SlotSampler
 from tlt_vllm.settings import Settings
 from tlt_vllm.tap import Tap
 
@@ -25,10 +28,11 @@ class Parts:
         capture_mb = 0 if settings is None else settings.capture_mb
         # All workers of a tensor-parallel engine compute the same hidden states.
         self.tap = Tap(runner, capture_mb=capture_mb) if capture_mb and get_tp_group().is_first_rank else None
-        self.exact = None
-        if settings is not None and settings.exact:
-            self.exact = ExactSampler(runner, self.tap, policy_logprobs=settings.policy_logprobs)
         first = isinstance(runner, GPUModelRunner)  # V1
+        self.exact: Any = None
+        if settings is not None and settings.exact:
+            logprobs = settings.policy_logprobs
+            self.exact = ExactSampler(runner, self.tap, policy_logprobs=logprobs) if first else SlotSampler(runner)
         self.deferred = Deferred(runner) if settings is not None and first else None
         self.ngrams: NgramDrafts | None = None  # made in the first step of a scheduler that may choose them
         self.scheduled: Any = None  # of the step under way: vLLM's SchedulerOutput,
@@ -83,7 +87,13 @@ def install() -> None:
     if getattr(GPUModelRunner, _INSTALLED, False):
         return
     sample, propose = GPUModelRunner._sample, GPUModelRunner.propose_draft_token_ids
-    sample_tokens = GPUModelRunner.sample_tokens
+    sample_tokens, load = GPUModelRunner.sample_tokens, Worker.load_model
+
+    @functools.wraps(load)
+    def load_model(self: Any, **options: Any) -> None:
+        load(self, **options)
+        if not isinstance(self.model_runner, GPUModelRunner):  # V2, before its graphs are captured
+            parts_of(self.model_runner)
 
     @functools.wraps(sample)
     def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
@@ -116,6 +126,7 @@ def install() -> None:
     GPUModelRunner._sample = _sample
     GPUModelRunner.propose_draft_token_ids = propose_draft_token_ids
     GPUModelRunner.sample_tokens = timed_sample_tokens
+    Worker.load_model = load_model
     setattr(GPUModelRunner, _INSTALLED, True)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tlt_vllm import counters, cpu_fix, rows
 from tlt_vllm.settings import Settings, table
-from tlt_vllm.signatures import require_vllm
+from tlt_vllm.signatures import WITH_SECOND_RUNNER, is_one_of, require_vllm
 
 SCHEDULER = "tlt_vllm.scheduler.AdaptiveScheduler"
 WORKER = "tlt_vllm.worker.WorkerExtension"
@@ -57,8 +57,9 @@ def prepare(args: Any) -> None:
     refuse_pairs(args, settings, speculative or {})
     if not args.disable_log_stats:  # a server; LLM(...) shows no counters
         counters.publish()
-    if settings.exact or settings.capture_mb:
-        _choose_runner_v1()
+    first = _for_first_runner(args, settings, version)
+    if first:
+        _choose_runner_v1(first)
     for name, ours in (("scheduler_cls", SCHEDULER), ("worker_extension_cls", WORKER)):
         given = getattr(args, name)
         if given not in (None, "", ours):
@@ -69,7 +70,7 @@ def prepare(args: Any) -> None:
         args.speculative_config = speculative | {
             "num_speculative_tokens_per_batch_size": table(settings.draft_lengths, most)
         }
-    _log.info("tlt: vLLM %s, %s", version, _in_words(settings))
+    _log.info("tlt: vLLM %s, %s", version, _in_words(settings, first))
 
 
 def refuse_pairs(args: Any, settings: Settings, speculative: Mapping[str, Any]) -> None:
@@ -92,11 +93,20 @@ def refuse_pairs(args: Any, settings: Settings, speculative: Mapping[str, Any]) 
         )
 
 
-def _in_words(settings: Settings) -> str:
-    """What is on, and why the rest is off."""
-    runner = "model runner V1 or V2, as vLLM chooses"
-    if settings.exact or settings.capture_mb:
-        runner = "model runner V1, for which exact sampling and hidden states are written"
+def _for_first_runner(args: Any, settings: Settings, version: str) -> str:
+    """What of the settings is written for vLLM's first model runner alone, in words; "" where nothing is."""
+    if settings.capture_mb:
+        return f"hidden states (tlt.capture_mb={settings.capture_mb})"
+    if settings.exact and not is_one_of(version, WITH_SECOND_RUNNER):
+        return f"exact sampling in vLLM {version}"
+    if settings.exact and str(args.logprobs_mode).startswith("processed"):
+        return f"exact sampling with logprobs_mode={args.logprobs_mode}"
+    return ""
+
+
+def _in_words(settings: Settings, first: str) -> str:
+    """What is on, and why the rest is off.  first: why it is vLLM's first model runner."""
+    runner = f"model runner V1, for which alone {first} is written" if first else "model runner as vLLM chooses"
     lengths = ", ".join(map(str, settings.draft_lengths))
     captured = f"{settings.capture_mb} MB for" if settings.capture_mb else "no"
     return "; ".join(
@@ -109,13 +119,12 @@ def _in_words(settings: Settings) -> str:
     )
 
 
-def _choose_runner_v1() -> None:
-    """vLLM has two model runners; exact sampling and hidden states are written for the first.  Its processes inherit
-    the variable.  Raises ValueError where the user wants the second."""
+def _choose_runner_v1(what: str) -> None:
+    """vLLM's processes inherit the variable.  what: why.  Raises ValueError where the user wants the second runner."""
     wanted = os.environ.get(_RUNNER)
     if wanted not in (None, "0", "false", "False"):
         raise ValueError(
-            f"{_RUNNER}={wanted} with tlt in additional_config: exact sampling and hidden states are written for "
-            f"vLLM's first model runner; unset {_RUNNER}, or set tlt.exact to false and leave tlt.capture_mb out"
+            f"{_RUNNER}={wanted} with tlt in additional_config: {what} is written for vLLM's first model runner; unset "
+            f"{_RUNNER}, or do without"
         )
     os.environ[_RUNNER] = "0"

@@ -39,11 +39,12 @@ class Rows:
         if not hasattr(requests[name], _OURS):
             for other, state in requests.items():
                 if not hasattr(state, _OURS):
-                    setattr(state, _OURS, self._new(other, state.sampling_params))
+                    setattr(state, _OURS, self.new(other, state.sampling_params))
         row: Row | None = getattr(requests[name], _OURS)
         return row
 
-    def _new(self, name: str, wanted: Any) -> Row | None:
+    def new(self, name: str, wanted: Any) -> Row | None:
+        """Of a request that has just come, as `of`.  wanted: its vLLM's SamplingParams."""
         if wanted is None:
             return None
         stream = (wanted.extra_args or {}).get(STREAM)

@@ -34,8 +34,12 @@ class AdaptiveScheduler(Scheduler):
         beside = settings.ngram and settings.exact and drafter == "eagle3" and settings.policy != "fixed"
         # Drafts of n-grams are known on the host alone, which the asynchronous scheduler does not wait for.
         with_ngrams = beside and not vllm_config.scheduler_config.async_scheduling
+        with_ngrams &= not getattr(vllm_config, "use_v2_model_runner", False)
         if beside and not with_ngrams:
-            _log.info("tlt: n-grams do not draft, since the scheduler is asynchronous: --no-async-scheduling lets them")
+            _log.info(
+                "tlt: n-grams do not draft: they need --no-async-scheduling and vLLM's first model runner "
+                "(VLLM_USE_V2_MODEL_RUNNER=0)"
+            )
         self.draft_lengths = DraftLengths(settings, drafter, with_ngrams=with_ngrams)
         self._counters = Writer(vllm_config.parallel_config.data_parallel_index)
         self._began_s = 0.0

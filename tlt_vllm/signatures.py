@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 VERSIONS = ("0.24", "0.32", "0.33")  # whose sources were read; a test reads them again
+WITH_SECOND_RUNNER = ("0.32", "0.33")  # in which exact sampling knows vLLM's second model runner
 
 _SCHEDULER, _RUNNER = "v1/core/sched/scheduler.py", "v1/worker/gpu_model_runner.py"
+_SECOND = "v1/worker/gpu"
 _PROPOSER, _RELOAD = "v1/spec_decode/llm_base_proposer.py", "model_executor/model_loader/reload/layerwise.py"
 _SIGNATURES: Mapping[str, Mapping[str, str]] = {
     "engine/arg_utils.py": {"EngineArgs.create_engine_config": "self"},
@@ -38,11 +40,29 @@ _SIGNATURES: Mapping[str, Mapping[str, str]] = {
         ),
         "SpecDecodeBaseProposer._sample_draft_tokens": "self hidden_states sampling_metadata",
     },
+    "v1/worker/gpu_worker.py": {"Worker.load_model": "self"},
     "v1/sample/sampler.py": {"Sampler.gather_logprobs": "logprobs num_logprobs token_ids"},
     _RELOAD: {
         "initialize_layerwise_reload": "model",
         "finalize_layerwise_reload": "",  # all of the next one's
         "finalize_layerwise_processing": "model model_config",
+    },
+}
+# Of the second model runner, for exact sampling.
+_OF_SECOND: Mapping[str, Mapping[str, str]] = {
+    f"{_SECOND}/model_runner.py": {"GPUModelRunner.finish_requests": "self scheduler_output"},
+    f"{_SECOND}/sample/sampler.py": {
+        "Sampler.add_request": "self req_idx sampling_params",
+        "Sampler.apply_sampling_params": (
+            "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos "
+            "seq_lens_upper_bound_np"
+        ),
+    },
+    f"{_SECOND}/spec_decode/speculator.py": {
+        "DraftModelSpeculator.sample_draft": (
+            "self hidden_states sample_src_positions idx_mapping temperature seeds draft_step draft_logits"
+        ),
+        "DraftModelSpeculator.compute_draft_logits": "self hidden_states spec_step_idx",
     },
 }
 # What is read of them besides.
@@ -57,10 +77,16 @@ _NAMES: Mapping[str, str] = {
 }
 
 
-def differences(read: Callable[[str], str]) -> list[str]:
+def is_one_of(version: str, known: tuple[str, ...]) -> bool:
+    """is_one_of("0.32.1", WITH_SECOND_RUNNER)"""
+    return version.startswith(tuple(f"{beginning}." for beginning in known))
+
+
+def differences(read: Callable[[str], str], *, version: str) -> list[str]:
     """What is not as expected, in words; empty where all is.  read: source of a file under vLLM's package.
 
     Further parameters with defaults are no difference."""
+    second = _OF_SECOND if is_one_of(version, WITH_SECOND_RUNNER) else {}
     names = [
         f"{path}: nothing is called {name}"
         for path, wanted in _NAMES.items()
@@ -70,7 +96,7 @@ def differences(read: Callable[[str], str]) -> list[str]:
     ]
     return names + [
         f"{path}: {name} {'is not there' if found is None else tuple(found)}, where {tuple(wanted.split())} is needed"
-        for path, functions in _SIGNATURES.items()
+        for path, functions in {**_SIGNATURES, **second}.items()
         for tree in [ast.parse(read(path))]
         for name, wanted in functions.items()
         if (found := _parameters(tree, name, len(wanted.split()))) != wanted.split()
@@ -82,8 +108,8 @@ def require_vllm() -> str:
     import vllm
 
     package = Path(vllm.__file__).parent
-    if vllm.__version__.startswith(tuple(f"{version}." for version in VERSIONS)):
-        wrong = differences(lambda path: (package / path).read_text())
+    if is_one_of(vllm.__version__, VERSIONS):
+        wrong = differences(lambda path: (package / path).read_text(), version=vllm.__version__)
         if not wrong:
             return vllm.__version__
         raise ValueError(f"vLLM {vllm.__version__} is not as tlt_vllm expects: {'; '.join(wrong)}")

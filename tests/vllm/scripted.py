@@ -24,6 +24,7 @@ def told(python: Path, small: Small, **options: Any) -> dict[str, Any]:
         "prompts": small.prompts,
         "max_tokens": [24 + 4 * i for i in range(len(small.prompts))],
         "temperatures": [0.0] * len(small.prompts),
+        "repetition": [1.0] * len(small.prompts),
         "stop": STOPS,
         "lengths": None,
         "loads": [None],

@@ -4,7 +4,7 @@ vLLM's build for CPUs refuses its second runner, whose kernels are written in Tr
 brings nothing there.  Both run on a CPU: the kernels in Triton's interpreter.
 
 stdin   {"model": ..., "drafter": null, "second_runner": false, "asynchronous": false, "exact": true,
-         "prompts": [[...], ...], "max_tokens": [...], "temperatures": [...], "stop": [2],
+         "prompts": [[...], ...], "max_tokens": [...], "temperatures": [...], "repetition": [...], "stop": [2],
          "lengths": [3, 0, 1, ...],                             null: the tuner chooses draft lengths
          "loads": [["tlt_load_drafter", file], null]}           one pass over the prompts after each of these
 stdout  the last line: {"runner": ..., "scheduler": ..., "passes": [{"tokens": [[...], ...],
@@ -97,9 +97,16 @@ def main():
     note_steps(core.scheduler, steps)
     params = [
         vllm.SamplingParams(
-            temperature=heat, seed=number, max_tokens=count, stop_token_ids=job["stop"], detokenize=False
+            temperature=heat,
+            repetition_penalty=repetition,
+            seed=number,
+            max_tokens=count,
+            stop_token_ids=job["stop"],
+            detokenize=False,
         )
-        for number, (heat, count) in enumerate(zip(job["temperatures"], job["max_tokens"], strict=True))
+        for number, (heat, repetition, count) in enumerate(
+            zip(job["temperatures"], job["repetition"], job["max_tokens"], strict=True)
+        )
     ]
 
     def counted():

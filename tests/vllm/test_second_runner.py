@@ -59,3 +59,18 @@ def test_the_tuner_chooses(vllm_python, small, without_drafts):
     assert found["tokens"] == without_drafts[small.policy]
     assert len({length for length, *_ in found["rounds"]}) > 1
     assert found["counted"] == [sum(r[2] for r in found["rounds"]), sum(r[3] for r in found["rounds"])]
+
+
+def test_exact_sampling_is_the_first_runners(vllm_python, small):
+    """At temperatures above 0, too, and beside requests that vLLM samples, since our definition lacks penalties."""
+    mixed = {"temperatures": [0.0, 0.7, 1.0, 0.0, 1.0, 0.7], "repetition": [9.0, 1.0, 1.0, 1.0, 1.0, 1.0]}
+    drafts = {"drafter": str(small.drafter), "lengths": LENGTHS}
+    plain, first = (told(vllm_python, small, **mixed, **more)["passes"][0] for more in ({}, drafts))
+    for more in ({}, drafts, {"asynchronous": True, **drafts}):
+        second = told(vllm_python, small, second_runner=True, **mixed, **more)["passes"][0]
+        assert second["tokens"] == first["tokens"] == plain["tokens"]
+        if more:
+            assert second["rounds"] == first["rounds"], "the same drafts are accepted, round by round"
+            assert second["counted"][1] > 0
+    free = told(vllm_python, small, temperatures=mixed["temperatures"])["passes"][0]
+    assert [a == b for a, b in zip(free["tokens"], plain["tokens"], strict=True)] == [False] + [True] * 5
