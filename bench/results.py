@@ -1,6 +1,7 @@
 """Write docs/results.md, and the table in README.md, from reports/*.json:  python -m bench.results
 
-A new report in the folder appears by itself; `tests/bench/test_results.py` fails until this has run again.
+A new report in the folder appears by itself; `tests/bench/test_results.py` fails until this has run again.  All reports
+of a machine are of one commit; those of older ones, in reports/history, are listed and never quoted.
 """
 
 import json
@@ -23,9 +24,10 @@ _HEAD = """\
 <!-- Written by `python -m bench.results` from reports/*.json: do not edit. -->
 
 Each section below is one report of `tlt bench`. It names the machine, the commit and the command that was typed (an
-option `--out`, which only names the report, is left out). Figures are medians over the repeats, with minimum and
-maximum in brackets. A bound is what a figure has to reach. Tables use the names of the report;
-[metrics.md](metrics.md) explains those with a slash.
+option `--out`, which only names the report, is left out). All reports of a machine are of one commit, without changes;
+older ones are listed [at the end](#history). Figures are medians over the repeats, with minimum and maximum in
+brackets. A bound is what a figure has to reach. Tables use the names of the report; [metrics.md](metrics.md) explains
+those with a slash.
 
 To repeat a report, train the drafter first that its command names, with the same configuration:
 
@@ -49,8 +51,9 @@ _MEASURES = {  # by the word behind `tlt bench`
     "e2e": "Whole RL steps. `plain`: no speculation. `fixed`: one strategy in every round. `static`: the adaptive "
     "engine with its first drafter. `streamed`: no speculation, and idle workers compute parts of the policy update. "
     "`trained`: as `static`, and idle workers train the drafter. `tlt`: all of these.",
-    "idle": "A whole run with the drafter trained in idle time (`adaptive`), beside the same run with its first one "
-    "(`static`). Lengths are tokens a round on the responses of each block of steps; `error` is the standard error.",
+    "idle": "Whole runs that differ in the drafter. `ngram`: n-grams alone. `static`: the first drafter. `trained`: "
+    "it, trained in idle time. `base`, `base_trained`: the same with a drafter of the model before its cold start. "
+    "Lengths are tokens a round of long chains on the responses of each block; `error` is the standard error.",
     "engines": "Our engine beside others, on the same prompts and cores. `live` is the number of requests at a time, "
     "`over_plain` the speed over our plain decoding, `differing` the share of responses unlike those of `plain`.",
     "memory": "The memory plan, made before the run, beside the most that a worker has held.",
@@ -85,9 +88,10 @@ _CHOSEN: dict[str, tuple[str, ...]] = {  # of rows with more figures than a page
     "idle": (
         "static_by_round",
         "static_by_round_error",
-        "adaptive_by_round",
-        "adaptive_by_round_error",
-        "ratio_by_round",
+        "trained_by_round",
+        "trained_by_round_error",
+        "base_by_round",
+        "base_trained_by_round",
         "ngram_by_round",
         "static_or_ngram_by_round",
         "over_static/timing_s/gen",
@@ -133,10 +137,27 @@ def load_reports(folder: Path) -> dict[str, Report]:
     return reports
 
 
-def page(reports: Mapping[str, Report]) -> str:
+def require_one_commit(reports: Mapping[str, Report]) -> None:
+    """Raises ValueError where the reports of a machine are of several commits, or of changed files."""
+    of_machine: dict[str, tuple[str, str]] = {}
+    for name, report in reports.items():
+        commit = report["commit"]
+        if commit.endswith("-dirty"):
+            raise ValueError(
+                f"reports/{name}.json: files had changed since {commit[:9]}; commit them and measure again"
+            )
+        first, known = of_machine.setdefault(_short_machine(report), (name, commit))
+        if commit != known:
+            raise ValueError(
+                f"reports/{first}.json is of {known[:9]} and reports/{name}.json of {commit[:9]}, on the same machine: "
+                "make both on one commit, or move the older to reports/history"
+            )
+
+
+def page(reports: Mapping[str, Report], history: Mapping[str, Report]) -> str:
     """docs/results.md."""
-    parts = [_HEAD, _missed(reports), *(_section(name, report) for name, report in reports.items())]
-    return "\n".join(parts)
+    sections = [_section(name, report) for name, report in reports.items()]
+    return "\n".join([_HEAD, _missed(reports), *sections, _history(history)])
 
 
 def readme_table(reports: Mapping[str, Report]) -> str:
@@ -154,11 +175,12 @@ def readme_table(reports: Mapping[str, Report]) -> str:
             "else equal, times as fast as with plain decoding:",
             "",
         ]
-    lines.append(f"| | {' | '.join(_short_machine(reports[name]) for name in steps)} |")
-    lines.append("|---" * (len(steps) + 1) + "|")
-    for name, words in _ABLATION.items():
-        lines.append(f"| {words} | {' | '.join(_times(found.get(name)) for found in steps.values())} |")
-    lines.append("")
+    if steps:
+        lines.append(f"| | {' | '.join(_short_machine(reports[name]) for name in steps)} |")
+        lines.append("|---" * (len(steps) + 1) + "|")
+        for name, words in _ABLATION.items():
+            lines.append(f"| {words} | {' | '.join(_times(found.get(name)) for found in steps.values())} |")
+        lines.append("")
     for question in _QUESTIONS:
         answers = [(_answer(question, report), report) for report in reports.values()]
         values = [f"{_times(v['value'])} ({_widest(report)})" for v, report in answers if v]
@@ -227,6 +249,18 @@ def _section(name: str, report: Report) -> str:
     for rows in _alike(report):
         lines += [*_table(rows, _kind(report)), ""]
     return "\n".join(lines)
+
+
+def _history(reports: Mapping[str, Report]) -> str:
+    head = "Older measurements, which have not been made again. Some are of changed files (`-dirty`)."
+    rows = [
+        f"| [{name}](../reports/history/{name}.json) | {_short_machine(r)} | `{r['commit'][:9]}"
+        f"{'-dirty' * r['commit'].endswith('-dirty')}` | `{re.sub(r' --out [^ ]+', '', r['command'])}` |"
+        for name, r in reports.items()
+    ]
+    return "\n".join(
+        ["## History", "", head, "", "| report | machine | commit | command |", "|---" * 4 + "|", *rows, ""]
+    )
 
 
 def _alike(report: Report) -> list[list[Mapping[str, Any]]]:
@@ -324,8 +358,9 @@ def _escape(text: str) -> str:
 
 def main() -> None:
     reports = load_reports(_ROOT / "reports")
-    readme = _ROOT / "README.md"
-    (_ROOT / "docs" / "results.md").write_text(page(reports), encoding="utf-8")
+    require_one_commit(reports)
+    readme, whole = _ROOT / "README.md", page(reports, load_reports(_ROOT / "reports" / "history"))
+    (_ROOT / "docs" / "results.md").write_text(whole, encoding="utf-8")
     readme.write_text(replace_table(readme.read_text(encoding="utf-8"), readme_table(reports)), encoding="utf-8")
     print(f"{len(reports)} reports: docs/results.md and the table in README.md are up to date")
 

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from bench import results
 
 ROOT = Path(__file__).parents[2]
@@ -37,16 +39,17 @@ REPORT: dict[str, Any] = {
 
 
 def test_both_pages_are_what_the_reports_say() -> None:
-    reports = results.load_reports(ROOT / "reports")
+    reports, older = (results.load_reports(ROOT / folder) for folder in ("reports", "reports/history"))
+    results.require_one_commit(reports)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert (ROOT / "docs" / "results.md").read_text(encoding="utf-8") == results.page(reports), AGAIN
+    assert (ROOT / "docs" / "results.md").read_text(encoding="utf-8") == results.page(reports, older), AGAIN
     assert readme == results.replace_table(readme, results.readme_table(reports)), AGAIN
 
 
 def test_a_new_report_appears_by_itself(tmp_path: Path) -> None:
     (tmp_path / "step-small.json").write_text(json.dumps(REPORT))
     reports = results.load_reports(tmp_path)
-    page, table = results.page(reports), results.readme_table(reports)
+    page, table = results.page(reports, {}), results.readme_table(reports)
     assert "## step-small\n" in page
     assert "- Machine: Some CPU, AVX2, 4 cores, 2 threads, 8.0 GB; Python 3.11.7" in page
     assert "- Command: `tlt bench step conf/smoke.yaml --repeats 3`" in page
@@ -55,6 +58,15 @@ def test_a_new_report_appears_by_itself(tmp_path: Path) -> None:
     assert "| same tokens | 1 | 1 | holds |" in page
     assert "| steps | 1.25 (1.125-1.5) |\n| all steps | 1.25 |" in page
     assert "Of the 2 bounds set beforehand, 1 hold ([which](docs/results.md#missed-bounds) do not)." in table
+
+
+def test_reports_of_a_machine_are_of_one_clean_commit() -> None:
+    elsewhere = {**REPORT, "machine": {**REPORT["machine"], "cpu": "Another CPU"}, "commit": "fedc"}
+    results.require_one_commit({"a": REPORT, "b": elsewhere})
+    with pytest.raises(ValueError, match=r"reports/a\.json is of 012345678 and reports/b\.json of fedc"):
+        results.require_one_commit({"a": REPORT, "b": {**REPORT, "commit": "fedc"}})
+    with pytest.raises(ValueError, match=r"reports/a\.json: files had changed since fedc"):
+        results.require_one_commit({"a": {**REPORT, "commit": "fedc-dirty"}})
 
 
 def test_whole_steps_stand_in_the_readme_by_part_and_machine() -> None:
