@@ -7,13 +7,12 @@ of a machine are of one commit; those of older ones, in reports/history, are lis
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench.results_tables import Report, alike, cell, escape, kind, markdown, number
 from tlt_core.items.metrics import present_name
-
-Report = Mapping[str, Any]
 
 _ROOT = Path(__file__).parents[1]
 _BEGIN, _END = "<!-- results: written by `python -m bench.results` -->", "<!-- end of results -->"
@@ -60,45 +59,6 @@ _MEASURES = {  # by the word behind `tlt bench`
     "kills": "A run in which one step of ten is struck, by killing a process, beside the same run left alone.",
     "peers": "Whole steps of ours and of TRL's GRPOTrainer, all else equal. `reward, tlt minus trl`: over all steps.",
 }
-
-_LIVE = ("1 live", "2 live", "3-4 live", "5-8 live", "above")
-_CHOSEN: dict[str, tuple[str, ...]] = {  # of rows with more figures than a page has room for
-    "rollout": (
-        "tokens_per_s",
-        "ratio",
-        "tail_tokens_per_s",
-        "tokens_per_request_round",
-        "active_frac",
-        *(f"{live}: tokens_per_s" for live in _LIVE),
-        "differing",
-    ),
-    "e2e": (
-        "timing_s/gen",
-        "timing_s/update_actor",
-        "timing_s/step",
-        "over_plain_in_all",
-        "perf/rollout_share",
-        "rollout/spec_accept_length",
-        "idle/idle_s",
-        "idle/harvested_s",
-        "idle/streamed_s",
-        "idle/streamed_share",
-        "same_steps",
-    ),
-    "idle": (
-        "static_by_round",
-        "static_by_round_error",
-        "trained_by_round",
-        "trained_by_round_error",
-        "base_by_round",
-        "base_trained_by_round",
-        "ngram_by_round",
-        "static_or_ngram_by_round",
-        "over_static/timing_s/gen",
-        "over_static/timing_s/step",
-    ),
-}
-
 
 # Configurations of `bench e2e` in the README's table.
 _ABLATION = {
@@ -217,7 +177,7 @@ def replace_table(readme: str, table: str) -> str:
 
 def _missed(reports: Mapping[str, Report]) -> str:
     rows = [
-        f"| {_escape(v['claim'])} | {_value_of(v)} | {_bound_of(v)} | [{name}](#{name}) |"
+        f"| {escape(v['claim'])} | {_value_of(v)} | {_bound_of(v)} | [{name}](#{name}) |"
         for name, report in reports.items()
         for v in report.get("verdicts", ())
         if not v["holds"]
@@ -228,7 +188,7 @@ def _missed(reports: Mapping[str, Report]) -> str:
 
 def _section(name: str, report: Report) -> str:
     lines, command = [f"## {name}", ""], re.sub(r" --out \S+", "", report["command"])
-    lines += [_MEASURES[_kind(report)], ""] if _kind(report) in _MEASURES else []
+    lines += [_MEASURES[kind(report)], ""] if kind(report) in _MEASURES else []
     lines += [
         f"- Report: [reports/{name}.json](../reports/{name}.json); repeats: {report.get('repeats', 1)}",
         f"- Machine: {_machine(report)}",
@@ -242,12 +202,12 @@ def _section(name: str, report: Report) -> str:
     if report.get("verdicts"):
         lines += ["| claim | measured | bound | |", "|---|---|---|---|"]
         lines += [
-            f"| {_escape(v['claim'])} | {_value_of(v)} | {_bound_of(v)} | {'holds' if v['holds'] else '**missed**'} |"
+            f"| {escape(v['claim'])} | {_value_of(v)} | {_bound_of(v)} | {'holds' if v['holds'] else '**missed**'} |"
             for v in report["verdicts"]
         ]
         lines.append("")
-    for rows in _alike(report):
-        lines += [*_table(rows, _kind(report)), ""]
+    for rows in alike(report):
+        lines += [*markdown(rows, kind(report)), ""]
     return "\n".join(lines)
 
 
@@ -263,60 +223,17 @@ def _history(reports: Mapping[str, Report]) -> str:
     )
 
 
-def _alike(report: Report) -> list[list[Mapping[str, Any]]]:
-    """Rows that share a table: those with the chosen figures, and those with the same fields."""
-    chosen = set(_CHOSEN.get(_kind(report), ()))
-    tables: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
-    for row in report.get("rows", ()):
-        is_chosen = len(chosen & row.keys()) >= 3
-        tables.setdefault(("chosen",) if is_chosen else tuple(row), []).append(row)
-    return list(tables.values())
-
-
-def _table(rows: Sequence[Mapping[str, Any]], kind: str) -> list[str]:
-    """A Markdown table.  What is the same in all rows stands in a line above it.  A lone row stands upright."""
-    if len(rows) == 1:
-        return ["| figure | value |", "|---|---|", *(f"| {_escape(f)} | {_cell(v)} |" for f, v in rows[0].items())]
-    fields = list(dict.fromkeys(field for row in rows for field in row))
-    labels = [field for field in fields if any(isinstance(row.get(field), str) for row in rows)]
-    chosen = [field for field in _CHOSEN.get(kind, ()) if field in fields]
-    figures = chosen if len(chosen) >= 3 else [field for field in fields if field not in labels]
-    same = [field for field in labels + figures if all(row.get(field) == rows[0].get(field) for row in rows)]
-    columns = [field for field in labels + figures if field not in same]
-    lines = [f"In all rows: {', '.join(f'`{f}` {_cell(rows[0].get(f))}' for f in same)}.", ""] if same else []
-    lines += [f"| {' | '.join(map(_escape, columns))} |", "|---" * len(columns) + "|"]
-    return [*lines, *(f"| {' | '.join(_cell(row.get(field)) for field in columns)} |" for row in rows)]
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    if isinstance(value, Mapping) and "median" in value:
-        median, low, high = (_number(value[name]) for name in ("median", "min", "max"))
-        return median if low == high else f"{median} ({low}-{high})"
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return _number(value)
-    return _escape(str(value))
-
-
-def _number(value: float) -> str:
-    """Three digits behind the point of ratios, fewer of larger numbers."""
-    size = abs(value)
-    text = f"{value:.3f}" if size < 10 else f"{value:.1f}" if size < 1000 else f"{value:.0f}"
-    return text.rstrip("0").rstrip(".") if "." in text else text
-
-
 def _value_of(verdict: Mapping[str, Any]) -> str:
     low, high = verdict.get("spread", (verdict["value"],) * 2)
-    return _cell({"median": verdict["value"], "min": low, "max": high})
+    return cell({"median": verdict["value"], "min": low, "max": high})
 
 
 def _bound_of(verdict: Mapping[str, Any]) -> str:
     """A report says whether a bound holds, and so on which side of it the value has to be."""
     value, bound = verdict["value"], verdict["bound"]
     if value == bound:
-        return _number(bound)
-    return f"{'at least' if (value > bound) == verdict['holds'] else 'at most'} {_number(bound)}"
+        return number(bound)
+    return f"{'at least' if (value > bound) == verdict['holds'] else 'at most'} {number(bound)}"
 
 
 def _answer(question: str, report: Report) -> Mapping[str, Any] | None:
@@ -324,12 +241,6 @@ def _answer(question: str, report: Report) -> Mapping[str, Any] | None:
     if question == _LEAST_FAVOURABLE:
         found.sort(key=lambda v: float(v["value"]))
     return next(iter(found), None)
-
-
-def _kind(report: Report) -> str:
-    """The word behind `tlt bench`, or a deployment's parameter."""
-    found = re.search(r"tlt bench (\w+)|benchmark=(\w+)", report["command"])
-    return "" if found is None else found[1] or found[2]
 
 
 def _short_machine(report: Report) -> str:
@@ -350,10 +261,6 @@ def _machine(report: Report) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in machine.get("versions", {}).items())
     threads = f"{machine['threads']} thread{'s' * (machine['threads'] > 1)}"
     return f"{_short_machine(report)}, {threads}, {machine['memory_gb']} GB; Python {machine['python']}, {versions}"
-
-
-def _escape(text: str) -> str:
-    return text.replace("|", "\\|")
 
 
 def main() -> None:
