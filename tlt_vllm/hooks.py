@@ -92,7 +92,8 @@ def install() -> None:
     @functools.wraps(load)
     def load_model(self: Any, **options: Any) -> None:
         load(self, **options)
-        if not isinstance(self.model_runner, GPUModelRunner):  # V2, before its graphs are captured
+        # V2, before its graphs are captured; a stage of a pipeline without the model's end has no sampler.
+        if not isinstance(self.model_runner, GPUModelRunner) and self.model_runner.sampler is not None:
             parts_of(self.model_runner)
 
     @functools.wraps(sample)

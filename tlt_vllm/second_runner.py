@@ -32,7 +32,7 @@ class SlotSampler:
         self._of_name: dict[str, Row | None] = {}  # until a request has ended: one that was preempted comes back
         self._of_slot: dict[int, Row | None] = {}
         self._streams_S = torch.zeros(runner.max_num_reqs, dtype=torch.int64, device=runner.device)
-        self.foreign = 0  # rows of logits that vLLM sampled
+        self.foreign = 0  # requests that vLLM sampled, added up over steps
         add, apply, finish = sampler.add_request, sampler.apply_sampling_params, runner.finish_requests
 
         def add_request(slot: int, wanted: Any) -> None:
@@ -78,14 +78,13 @@ class SlotSampler:
         if not any(rows.values()):
             return original(logits_NV, slots_N, slots_B, slots, positions_N, *more, **options)
         keys_N2 = row_keys(self._streams_S[slots_N.long()], positions_N.long() + 1)
-        whole = all(rows.values())
-        if whole:
+        foreign = sum(row is None for row in rows.values())
+        if not foreign:
             result_NV = torch.full_like(logits_NV, -torch.inf, dtype=torch.float32)
         else:
             theirs_NV = original(logits_NV.clone(), slots_N, slots_B, slots, positions_N, *more, **options)
             result_NV = theirs_NV.float()
-            foreign = torch.tensor([slot for slot, row in rows.items() if row is None], device=slots_N.device)
-            self.foreign += len(foreign)
+            self.foreign += foreign
         groups: dict[SamplingParams, list[int]] = defaultdict(list)
         for slot, row in rows.items():
             if row is not None:

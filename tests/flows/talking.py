@@ -32,8 +32,8 @@ class Unlucky(Talk):
             raise ValueError("no answer today")
         if self._number == 7:
             await asyncio.sleep(60)
+        if self._number == 9:
+            return "?"  # type: ignore[return-value]  # which is refused: the test asks for that
         if self._number == 12 and self._turn == 2:
             os._exit(3)
-        if self._number == 12:
-            return "go on", 0.5, False
-        return "?" if self._number == 9 else reply  # type: ignore[return-value]
+        return ("go on", 0.5, False) if self._number == 12 else reply
