@@ -22,7 +22,7 @@ from conf.optimizer import AdamWConfig
 from conf.update import AlgorithmConfig, UpdateConfig
 from tlt_core.grpo import trainer_files
 from tlt_core.grpo.batch import TrainBatch
-from tlt_core.grpo.lora import inject_adapters, merged_weights
+from tlt_core.grpo.lora import fuse_adapters, inject_adapters, merged_weights
 from tlt_core.grpo.loss import LossTerms, TokenData, empty_sums, loss_metrics, policy_loss, token_weights
 from tlt_core.grpo.micro_batch import MicroBatch, idle_micro_batch, micro_batches
 from tlt_core.grpo.optimizer import learning_rate
@@ -107,6 +107,7 @@ class PolicyTrainer:
         model = PolicyModel(decoder, temperature=temperature, activation_checkpointing=cfg.activation_checkpointing)
         self._decoder = decoder
         if cfg.backend.kind == "torch":
+            fuse_adapters(decoder)
             self._backend = TorchBackend(model, self._optimizer, world_size=world_size)
         else:
             from tlt_core.grpo import deepspeed_backend  # seven seconds to import

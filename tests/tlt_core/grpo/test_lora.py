@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from conf.optimizer import AdamWConfig
 from conf.update import AlgorithmConfig, LoraConfig, UpdateConfig
 from tests.decoders import lively
 from tests.tlt_core.grpo.rollouts import make_trainer, tiny_scored
 from tlt_core.grpo.batch import TrainBatch, make_train_batches
+from tlt_core.grpo.lora import fuse_adapters, inject_adapters
 from tlt_core.grpo.update import PolicyTrainer
 from tlt_core.model.config import ModelError
 
@@ -63,3 +65,25 @@ def test_resume_is_bitwise() -> None:
 def test_unknown_target_is_refused() -> None:
     with pytest.raises(ModelError, match=r"q_proj.*down_proj"):
         _trainer(torch.float32, LoraConfig(enabled=True, target_modules=("q_proj",)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_fused_adapters_compute_what_peft_does(bias: bool) -> None:
+    """Outputs and gradients of a chain of two layers, the first of which gets an input that needs no gradient."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"qkv_proj": nn.Linear(6, 10, bias=bias), "down_proj": nn.Linear(10, 5, bias=bias)}).double()
+    inject_adapters(model, LORA)
+    trained = {name: p for name, p in model.named_parameters() if "lora_" in name}
+    for parameter in trained.values():
+        nn.init.normal_(parameter)
+    x_STD = torch.randn(2, 3, 6, dtype=torch.float64)
+
+    def results() -> list[Tensor]:
+        out = model["down_proj"](model["qkv_proj"](x_STD).sin())
+        return [out, *torch.autograd.grad(out.square().sum(), list(trained.values()))]
+
+    expected = results()
+    fuse_adapters(model)
+    for ours, theirs in zip(results(), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+    assert len(trained) == 4
