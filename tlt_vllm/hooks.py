@@ -30,7 +30,8 @@ class Parts:
         self.tap = Tap(runner, capture_mb=capture_mb) if capture_mb and get_tp_group().is_first_rank else None
         first = isinstance(runner, GPUModelRunner)  # V1
         self.exact: Any = None
-        if settings is not None and settings.exact:
+        # A stage of a pipeline without the model's end has no sampler.
+        if settings is not None and settings.exact and (first or runner.sampler is not None):
             logprobs = settings.policy_logprobs
             self.exact = ExactSampler(runner, self.tap, policy_logprobs=logprobs) if first else SlotSampler(runner)
         self.deferred = Deferred(runner) if settings is not None and first else None
@@ -92,9 +93,10 @@ def install() -> None:
     @functools.wraps(load)
     def load_model(self: Any, **options: Any) -> None:
         load(self, **options)
-        # V2, before its graphs are captured; a stage of a pipeline without the model's end has no sampler.
-        if not isinstance(self.model_runner, GPUModelRunner) and self.model_runner.sampler is not None:
-            parts_of(self.model_runner)
+        if not isinstance(self.model_runner, GPUModelRunner):
+            parts_of(self.model_runner)  # V2: before its graphs are captured
+        if draft_model(self.model_runner) is not None:
+            _keep_drafter(self)
 
     @functools.wraps(sample)
     def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
@@ -129,6 +131,40 @@ def install() -> None:
     GPUModelRunner.sample_tokens = timed_sample_tokens
     Worker.load_model = load_model
     setattr(GPUModelRunner, _INSTALLED, True)
+
+
+def draft_model(runner: Any) -> Any:
+    """Of either model runner; None: there is none."""
+    if hasattr(runner, "get_draft_model"):
+        return runner.get_draft_model()
+    return getattr(getattr(runner, "drafter", None), "model", None)  # vLLM 0.24
+
+
+def _keep_drafter(worker: Any) -> None:
+    """Sleep of level 2 drops all weights; whoever asks for it sends the policy's again, and nobody the drafter's.  So
+    they wait in main memory."""
+    sleep, wake_up = worker.sleep, worker.wake_up
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # what the model computes with, and its copy
+
+    def keeping_sleep(level: int = 1) -> None:
+        if level == 2:
+            shared = {tensor.data_ptr() for tensor in _tensors(worker.model_runner.get_model())}
+            own = [tensor for tensor in _tensors(draft_model(worker.model_runner)) if tensor.data_ptr() not in shared]
+            kept[:] = [(tensor, tensor.detach().cpu().clone()) for tensor in own]
+        sleep(level)
+
+    def restoring_wake_up(tags: list[str] | None = None) -> None:
+        wake_up(tags)
+        if tags is None or "weights" in tags:
+            for tensor, copy in kept:
+                tensor.data.copy_(copy)
+            kept.clear()
+
+    worker.sleep, worker.wake_up = keeping_sleep, restoring_wake_up
+
+
+def _tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
 
 
 def _stand_before(runner: Any, parts: Parts) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from tlt_vllm import counters, cpu_fix, rows
+from tlt_vllm.extensions import beside_ours
 from tlt_vllm.settings import Settings, table
 from tlt_vllm.signatures import WITH_SECOND_RUNNER, is_one_of, require_vllm
 
 SCHEDULER = "tlt_vllm.scheduler.AdaptiveScheduler"
-WORKER = "tlt_vllm.worker.WorkerExtension"
 _RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _log = logging.getLogger("vllm.plugins.tlt")  # vLLM shows INFO of its own loggers only
 
@@ -60,17 +60,27 @@ def prepare(args: Any) -> None:
     first = _for_first_runner(args, settings, version)
     if first:
         _choose_runner_v1(first)
-    for name, ours in (("scheduler_cls", SCHEDULER), ("worker_extension_cls", WORKER)):
-        given = getattr(args, name)
-        if given not in (None, "", ours):
-            raise ValueError(f"{name}={given!r} beside tlt in additional_config: TLT sets it to {ours}; leave it out")
-        setattr(args, name, ours)
-    if speculative and "num_speculative_tokens_per_batch_size" not in speculative:
-        most = args.max_num_seqs or 256
-        args.speculative_config = speculative | {
-            "num_speculative_tokens_per_batch_size": table(settings.draft_lengths, most)
-        }
+    if args.scheduler_cls not in (None, "", SCHEDULER):
+        raise ValueError(
+            f"scheduler_cls={args.scheduler_cls!r} beside tlt in additional_config: TLT sets it to {SCHEDULER}; leave "
+            "it out"
+        )
+    args.scheduler_cls = SCHEDULER
+    args.worker_extension_cls = beside_ours(args.worker_extension_cls or "")
+    if speculative:
+        args.speculative_config = _defaults(args, settings) | speculative
     _log.info("tlt: vLLM %s, %s", version, _in_words(settings, first))
+
+
+def _defaults(args: Any, settings: Settings) -> dict[str, Any]:
+    """Entries of the speculative config that the user may leave out."""
+    lengths = {"num_speculative_tokens_per_batch_size": table(settings.draft_lengths, args.max_num_seqs or 256)}
+    if args.load_format != "dummy":
+        return lengths
+    from vllm.config import LoadConfig
+
+    # The policy's weights are to come from a trainer (verl); those of the drafter are in its folder.
+    return lengths | {"draft_load_config": LoadConfig(load_format="auto")}
 
 
 def refuse_pairs(args: Any, settings: Settings, speculative: Mapping[str, Any]) -> None:

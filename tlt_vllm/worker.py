@@ -3,12 +3,15 @@
 llm.collective_rpc("tlt_load_drafter", args=("drafter/model.safetensors",))
 """
 
+import functools
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
 from safetensors.torch import save_file
 
 from tlt_vllm import hooks, weights
+from tlt_vllm.extensions import other_of
 
 hooks.install()  # this module is imported before the worker builds its runner
 
@@ -45,7 +48,7 @@ class WorkerExtension:
 
     def tlt_load_drafter(self, file: str) -> dict[str, Any]:
         """New weights of the drafter, in place.  Raises ValueError; see `weights`."""
-        model = self._tlt_draft_model()
+        model = hooks.draft_model(self.model_runner)
         if model is None:
             raise ValueError("this engine has no drafter with weights: start it with a speculative config of eagle3")
         weights.require_complete(model, file)
@@ -63,14 +66,8 @@ class WorkerExtension:
             weights.require_answers(model, before)
 
     def _tlt_models(self) -> list[Any]:
-        drafter = self._tlt_draft_model()
+        drafter = hooks.draft_model(self.model_runner)
         return [self.model_runner.get_model(), *([] if drafter is None else [drafter])]
-
-    def _tlt_draft_model(self) -> Any:
-        """Of either model runner; None: there is none."""
-        if hasattr(self.model_runner, "get_draft_model"):
-            return self.model_runner.get_draft_model()
-        return getattr(getattr(self.model_runner, "drafter", None), "model", None)  # vLLM 0.24
 
     def tlt_write_states(self, name: str, first: int, sampled: Sequence[int], file: str) -> bool:
         """Write what `Tap.take` returns into a safetensors file; False where nothing is kept."""
@@ -87,3 +84,17 @@ class WorkerExtension:
             "dropped": 0 if parts.tap is None else parts.tap.dropped,
             "foreign_rows": 0 if parts.exact is None else parts.exact.foreign,
         }
+
+
+def __getattr__(name: str) -> type:
+    """Ours and another extension in one class, see `extensions`.  Raises what importing the other one does."""
+    other = other_of(name)
+    if other is None:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    return _beside(other)
+
+
+@functools.cache
+def _beside(other: str) -> type:
+    module, _, name = other.rpartition(".")
+    return type("WorkerExtension", (WorkerExtension, getattr(importlib.import_module(module), name)), {})

@@ -27,6 +27,8 @@ def told(python: Path, small: Small, **options: Any) -> dict[str, Any]:
         "repetition": [1.0] * len(small.prompts),
         "stop": STOPS,
         "lengths": None,
+        "load_format": "auto",
+        "extension": None,
         "loads": [None],
     }
     done = subprocess.run(

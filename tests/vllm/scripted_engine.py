@@ -6,6 +6,7 @@ brings nothing there.  Both run on a CPU: the kernels in Triton's interpreter.
 stdin   {"model": ..., "drafter": null, "second_runner": false, "asynchronous": false, "exact": true,
          "prompts": [[...], ...], "max_tokens": [...], "temperatures": [...], "repetition": [...], "stop": [2],
          "lengths": [3, 0, 1, ...],                             null: the tuner chooses draft lengths
+         "load_format": "auto", "extension": null,              vLLM's load_format and worker_extension_cls
          "loads": [["tlt_load_drafter", file], null]}           one pass over the prompts after each of these
 stdout  the last line: {"runner": ..., "scheduler": ..., "passes": [{"tokens": [[...], ...],
          "steps": [[length chosen, drafted by request, emitted by request], ...],          of the engine
@@ -87,6 +88,8 @@ def main():
         async_scheduling=job["asynchronous"],
         disable_log_stats=False,
         speculative_config=speculative if job["drafter"] else None,
+        load_format=job["load_format"],
+        worker_extension_cls=job["extension"] or "",
         additional_config={"tlt": {"exact": job["exact"], "ngram": False}},
     )
     core = llm.llm_engine.engine_core.engine_core
