@@ -43,5 +43,5 @@ def test_tokens_are_those_of_a_run_that_was_left_alone(vllm_python, embedded_mod
     assert sampled(killed) == sampled(alone)
     for folder in (alone, killed):
         state = json.loads((folder / "runs/smoke/checkpoints/step_000006/tuner_0.json").read_text())
-        assert min(state["cost"]["used_at"].values()) > 0, "both kinds have drafted"
+        assert all(state["cost"]["used_at"][kind] > 0 for kind in ("eagle3", "ngram")), "both have drafted"
         assert max(row.get("rollout/spec_accept_rate", 0.0) for row in steps(folder)) > 0.1
