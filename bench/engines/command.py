@@ -3,7 +3,8 @@
     plain, adaptive                    our engine, without and with speculation as configured
     transformers, transformers lookup  `generate`, and its prompt look-up (one request at a time)
     vllm, vllm eager, vllm ngram, ...  vLLM on CPU in its own environment (`make vllm-env`): compiled (its default),
-                                       uncompiled, and, compiled, with n-grams and with the configured EAGLE-3 drafter
+                                       uncompiled, and, compiled, with n-grams and with the configured EAGLE-3 drafter,
+                                       its drafts of one length or of a length by live requests
     vllm tlt                           the same vLLM and drafter with our plug-in: adaptive draft length, exact sampling
     llama.cpp, llama.cpp fp16          in an environment of its own, with the model converted to GGUF
 
@@ -42,10 +43,13 @@ from tlt_core.run.inputs import artifacts_dir
 _LIVE = (1, 4, 16)
 _TEMPERATURES = (0.0, 1.0)
 _NEW_TOKENS = 128
-_KV_CACHE_MB = 1024
+_LONG_TOKENS = 512  # of a comparison of vLLM with itself, whose tuner needs some rounds after each change of the batch
+_KV_CACHE_MB = 512
 _LOOKUP_TOKENS = 10  # transformers' own example
-_NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+_NGRAM = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+_NGRAM_TOKENS = (4, 7)
 _EAGLE3_TOKENS = (3, 5)  # fixed drafts, beside which the plug-in's choice is judged
+_TABLE_ROWS = [(1, 2, 5), (3, 8, 3), (9, 1024, 0)]  # draft lengths by live requests, of somebody who has measured them
 _DRAFT_LENGTHS = [1, 2, 3, 5, 7]
 _TLT = "vllm tlt"
 _PLUG_IN: dict[str, dict[str, Any]] = {
@@ -55,7 +59,6 @@ _PLUG_IN: dict[str, dict[str, Any]] = {
     "vllm tlt, off": {"policy": "off"},
 }
 _VLLM_LIVE = (1, 4, 16, 64)  # of a comparison of vLLM with itself
-_BURST_TOKENS = 512
 _FILES = Path(__file__).with_name("processes")
 _OFF_BOUND = 0.99  # the plug-in with drafting off over vLLM's plain decoding
 _PLUG_IN_BOUND = 0.97  # the plug-in over the best that vLLM does without it
@@ -90,12 +93,12 @@ def bench_engines(
     if instructions not in _LIMITS:
         raise ConfigError(f"--instructions={instructions}: say {' or '.join(_LIMITS)}")
     limits = _LIMITS[instructions]
-    new_tokens = max(2, min(_NEW_TOKENS, cfg.rollout.max_new_tokens))
     alone = peers == "vllm"
+    new_tokens = max(2, min(_LONG_TOKENS if alone else _NEW_TOKENS, cfg.rollout.max_new_tokens))
     lives = [live for live in (_VLLM_LIVE if alone else _LIVE) if live <= cfg.rollout.max_live_requests]
     cases = [Case(live, temperature) for temperature in _TEMPERATURES for live in lives]
     if alone:
-        cases += [Case(max(lives), temperature, most_tokens=_BURST_TOKENS) for temperature in _TEMPERATURES]
+        cases += [Case(max(lives), temperature, most_tokens=_LONG_TOKENS) for temperature in _TEMPERATURES]
     with Terminal() as show:
         model = prepare_model(cfg)
         prepared = prepare_data(cfg, model)
@@ -198,15 +201,20 @@ def _vllm_kinds(speculation: SpeculationConfig, *, alone: bool) -> dict[str, dic
     kinds: dict[str, dict[str, Any]] = {
         "vllm": {"speculative": None, "eager": False},
         "vllm eager": {"speculative": None, "eager": True},
-        "vllm ngram": {"speculative": _NGRAM, "eager": False},
     }
+    for tokens in _NGRAM_TOKENS:
+        chains = _NGRAM | {"num_speculative_tokens": tokens}
+        kinds[f"vllm ngram {tokens}"] = {"speculative": chains, "eager": False}
     if alone:
         del kinds["vllm eager"]  # all of them are in memory at once, 2 GB each
     if speculation.drafter_path is not None:
         eagle3 = {"method": "eagle3", "model": speculation.drafter_path}
-        for tokens in _EAGLE3_TOKENS:
+        for tokens in _EAGLE3_TOKENS[-1:] if alone else _EAGLE3_TOKENS:  # the table has the shorter one
             chains = eagle3 | {"num_speculative_tokens": tokens}
             kinds[f"vllm eagle3 {tokens}"] = {"speculative": chains, "eager": False}
+        if alone:
+            table = {"num_speculative_tokens_per_batch_size": _TABLE_ROWS, "num_speculative_tokens": _TABLE_ROWS[0][2]}
+            kinds["vllm eagle3 table"] = {"speculative": eagle3 | table, "eager": False}
         longest = eagle3 | {"num_speculative_tokens": max(_DRAFT_LENGTHS)}
         for name, settings in _PLUG_IN.items() if alone else [(_TLT, _PLUG_IN[_TLT])]:
             kinds[name] = {"speculative": longest, "eager": False, "tlt": {"draft_lengths": _DRAFT_LENGTHS, **settings}}
@@ -239,8 +247,8 @@ def verdicts_of(contest: Contest) -> list[dict[str, Any]]:
     verdicts = []
     for rival, variants, bound in _BOUNDS:
         verdicts += _against(contest, "plain", rival, variants, bound)
-    without = ("vllm", "vllm eager", "vllm ngram", *(f"vllm eagle3 {tokens}" for tokens in _EAGLE3_TOKENS))
-    verdicts += _against(contest, _TLT, "the best of vllm without it", without, _PLUG_IN_BOUND)
+    without = {name for name, _ in contest.measured if name.startswith("vllm") and not name.startswith(_TLT)}
+    verdicts += _against(contest, _TLT, "the best of vllm without it", sorted(without), _PLUG_IN_BOUND)
     verdicts += _against(contest, _TLT, "itself without n-grams", ("vllm tlt, no n-grams",), 1.0)
     return verdicts + _against(contest, "vllm tlt, off", "vllm", ("vllm",), _OFF_BOUND)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tlt_core.machine import file_lock
+from tlt_core.machine.huge_pages import tunables
 
 _MADE = ".made"
 _ERROR_CHARACTERS = 300
@@ -57,7 +58,7 @@ def interpreter(peer: Peer, under: Path) -> Path:
 def variables(*, threads: int) -> dict[str, str]:
     """Environment variables for a peer's process: ours, without those that lead to our packages."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
-    return kept | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    return kept | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"} | tunables()
 
 
 def run(command: list[str], *, purpose: str) -> None:

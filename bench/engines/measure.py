@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.engines.environment import LineProcess, PeerError
+from tlt_core.machine.huge_pages import tunables
 
 _PROCESS = Path(__file__).with_name("processes") / "process.py"
 _WARM_UP_TOKENS = 8
@@ -138,7 +139,8 @@ def first_prompt(cases: Sequence[Case], case: Case) -> int:
 def own_environment(*, threads: int) -> dict[str, str]:
     """Variables for engines in this interpreter's environment, where our packages need not be installed."""
     path = os.pathsep.join([str(_PROCESS.parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return dict(os.environ) | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    own = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    return dict(os.environ) | own | tunables()
 
 
 def cores(count: int) -> list[int]:

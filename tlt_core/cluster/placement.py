@@ -27,6 +27,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from conf.system import ClusterConfig
 from tlt_core.machine.disk import SHORT, socket_folder
+from tlt_core.machine.huge_pages import tunables
 from tlt_core.machine.processors import check_workers
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,6 @@ _CONNECT_S = 5.0
 _STRATEGIES = {"pack": "PACK", "spread": "SPREAD"}
 _PASSED_ON = ("GLOO_", "NCCL_")  # the driver's settings of the network between workers
 _SOCKET_OF_RAY = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"  # its longest one
-# New memory comes in pages of 2 MB, which saves page faults in the update.  Needs glibc 2.35; older ones ignore it.
-_HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 
 class RayNotStarted(RuntimeError):
@@ -179,10 +178,9 @@ def _require_listener(address: str) -> None:
 def worker_environment(cluster: ClusterConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Variables of every worker process, also on a cluster that somebody else has started."""
     threads = str(cluster.threads_per_worker)
-    tunables = filter(None, (_HUGE_PAGES, environment.get("GLIBC_TUNABLES")))  # the last value of a tunable counts
     return {
         **{name: value for name, value in environment.items() if name.startswith(_PASSED_ON)},
-        "GLIBC_TUNABLES": ":".join(tunables),
+        **tunables(environment),
         **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), threads),
         # Ray's default is niceness 15: any other process on the machine, even the driver, would starve the workers.
         "RAY_worker_niceness": "0",

