@@ -1,8 +1,12 @@
 """`tlt bench step`, `demo` and `memory`: figures of one run.  The last two train it first where there is none."""
 
 import itertools
+import json
+import math
 import re
 import shutil
+import statistics
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,11 @@ _CLAIMS = (  # figure, claim, bound, at most
     ("perf/overhead_share", "Prefect, Ray and MLflow take at most 3 % of a step", 0.03, True),
 )
 _LONGEST_S = 15 * 60
+_BANDS = {  # figure of the demo: how far it may be from the report that is replaced, relative, on the same processor
+    "total s": 0.3,
+    "mean reward": 0.15,
+    "acceptance length": 0.15,
+}
 _QUIET_S = 15.0  # a line at least so often
 _STAMP = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}")
 _MEASURED = "perf/max_memory_gb"
@@ -52,7 +61,8 @@ def bench_step(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
 
 
 def bench_demo(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict[str, Any]:
-    """Times of the run's stages, and validation at start and end.  repeats: not used, a run is measured once."""
+    """Times of the run's stages, and validation at start and end, beside what `out` says of the same processor.
+    repeats: not used, a run is measured once.  Raises ValueError where a figure is missing or not a number."""
     if not any("took_s" in attempt for attempt in provenance.attempts(cfg.run_dir)[-1:]):
         train(cfg)
     attempt, *more = provenance.attempts(cfg.run_dir)
@@ -68,6 +78,10 @@ def bench_demo(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
     for name in ("greedy", mean):
         for when, metrics in (("start", validations[0]), ("end", validations[-1])):
             figures[f"validation {name}, {when}"] = metrics[f"val-core/all/reward/{name}"]
+    rows = [s for s in steps if s["step"] > 0]
+    for name, metric in (("mean reward", "critic/rewards/mean"), ("acceptance length", "rollout/spec_accept_length")):
+        figures[name] = statistics.fmean(row.get(metric, math.nan) for row in rows)
+    equal = [row["rollout/plain_equal_frac"] for row in rows if "rollout/plain_equal_frac" in row]
     rise = figures[f"validation {mean}, end"] - figures[f"validation {mean}, start"]
     return write_report(
         out,
@@ -79,9 +93,28 @@ def bench_demo(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dict
             verdict("RL steps", [max(s["step"] for s in steps)], 8),
             verdict("rise of the mean validation reward", [rise], 0.05),
             verdict("longest time without a line, in seconds", [max(gaps)], _QUIET_S, at_most=True),
+            verdict("responses with the tokens of plain decoding", [min(equal)], 1.0),
+            *changes(json.loads(out.read_text()) if out.is_file() else None, figures, attempt["machine"]["cpu"]),
         ],
         attempt=attempt,
     )
+
+
+def changes(before: Mapping[str, Any] | None, figures: Mapping[str, float], cpu: str) -> list[dict[str, Any]]:
+    """Figures over those of the report before; nothing if there is none, or one of another processor.  Raises
+    ValueError where a figure is not a number."""
+    wrong = [name for name, value in figures.items() if not math.isfinite(value)]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: not a number in some step's metrics")
+    if before is None or before["machine"]["cpu"] != cpu:
+        return []
+    (row,), commit = before["rows"], before["commit"][:9]
+    known = {name: figures[name] / row[name]["median"] for name in _BANDS.keys() & row.keys()}
+    return [
+        verdict(f"{name} over that of {commit}: {side}", [ratio], 1 + sign * _BANDS[name], at_most=sign > 0)
+        for name, ratio in sorted(known.items())
+        for side, sign in (("at least", -1), ("at most", 1))
+    ]
 
 
 def _gaps(log: Path) -> list[float]:
