@@ -57,7 +57,7 @@ def test_a_new_report_appears_by_itself(tmp_path: Path) -> None:
     assert "| 1.25 (1.125-1.5) | at most 1.01 | **missed** |" in page
     assert "| same tokens | 1 | 1 | holds |" in page
     assert "| steps | 1.25 (1.125-1.5) |\n| all steps | 1.25 |" in page
-    assert "Of the 2 bounds set beforehand, 1 hold ([which](docs/results.md#missed-bounds) do not)." in table
+    assert "Of 2 targets set beforehand, 1 are met ([which](docs/results.md#missed-bounds) are not)." in table
 
 
 def test_reports_of_a_machine_are_of_one_clean_commit() -> None:
