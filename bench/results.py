@@ -132,8 +132,8 @@ def readme_table(reports: Mapping[str, Report]) -> str:
         )
         lines = [
             f"**On two CPU cores, where the policy update is half of a step, TLT makes a whole RL step {gain} times as "
-            f"fast. The GPU code has not run on a GPU.** By part, with {_LONG_TAIL} and all else equal, times as fast as "
-            "with plain decoding:",
+            f"fast. The GPU code has not run on a GPU.** By part, with {_LONG_TAIL} and all else equal, times as fast "
+            "as with plain decoding:",
             "",
         ]
     if steps:

@@ -77,6 +77,6 @@ def test_whole_steps_stand_in_the_readme_by_part_and_machine() -> None:
     ]
     table = results.readme_table({"e2e": {**REPORT, "rows": rows}})
     assert "| | Some CPU, AVX2, 4 cores |" in table
-    assert "| one draft length in every round | 1.12 |" in table
+    assert "| speculation with one draft length | 1.12 |" in table
     assert "| **all of TLT** | 1.25 |" in table
     assert "a whole RL step 1.25 times as fast" in table
