@@ -132,8 +132,9 @@ lock: $(STAMP)
 wheelhouse: $(STAMP)
 	$(BIN)/python deploy/wheelhouse.py --python $(OTHER_PYTHON) --present $(PRESENT) --model $(MODEL) --out $(OUT)
 
-plugin-wheel: $(STAMP)
-	$(BIN)/python deploy/plugin_wheel.py
+plugin-wheel:
+	$(PYTHON) -m venv dist/.venv
+	dist/.venv/bin/python deploy/plugin_wheel.py
 
 wheelhouse-trace: $(OLDER_STAMP)
 	$(OLDER_VENV)/bin/python deploy/wheelhouse.py --trace

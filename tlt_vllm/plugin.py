@@ -19,7 +19,9 @@ _log = logging.getLogger("vllm.plugins.tlt")  # vLLM shows INFO of its own logge
 def register() -> None:
     """May be called more than once."""
     cpu_fix.register()
+    from vllm import SamplingParams
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.parallel_sampling import ParentRequest
 
     if getattr(EngineArgs, "_tlt_installed", False):
@@ -31,6 +33,17 @@ def register() -> None:
         return rows.of_child(params_of_child(self, index), index)
 
     ParentRequest._get_child_sampling_params = _get_child_sampling_params
+    verify = SamplingParams.verify
+
+    @functools.wraps(verify)
+    def verify_with_stream(self: Any, *args: Any, **options: Any) -> None:
+        try:
+            rows.require_stream(self)
+        except ValueError as error:
+            raise VLLMValidationError(str(error)) from None  # of others the server says "internal error"
+        verify(self, *args, **options)
+
+    SamplingParams.verify = verify_with_stream
     create = EngineArgs.create_engine_config
 
     @functools.wraps(create)

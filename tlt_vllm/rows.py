@@ -32,10 +32,7 @@ class Rows:
         self._told: set[str] = set()
 
     def of(self, requests: Mapping[str, Any], name: str) -> Row | None:
-        """Of a request; None where vLLM must sample.  requests: all that the runner knows, in the order of arrival.
-
-        Raises ValueError for a stream that is no int64.
-        """
+        """Of a request; None where vLLM must sample.  requests: all that the runner knows, in the order of arrival."""
         if not hasattr(requests[name], _OURS):
             for other, state in requests.items():
                 if not hasattr(state, _OURS):
@@ -53,8 +50,6 @@ class Rows:
         elif stream is None:
             stream = _hashed(f"{self._engine}, request {self._count}")
             self._count += 1
-        if not isinstance(stream, int) or stream not in _INT64:
-            raise ValueError(f"extra_args[{STREAM!r}]={stream!r} of request {name}: give an integer of 64 bits")
         if foreign := beyond_us(wanted):
             self._tell(name, foreign)
             return None
@@ -76,6 +71,14 @@ class Rows:
             name,
             ", ".join(f"{key}={value!r}" for key, value in foreign.items()),
         )
+
+
+def require_stream(wanted: Any) -> None:
+    """Raises ValueError for a stream that is no int64, before the request reaches the engine, which would end.  wanted:
+    vLLM's SamplingParams."""
+    stream = (wanted.extra_args or {}).get(STREAM)
+    if stream is not None and (type(stream) is not int or stream not in _INT64):
+        raise ValueError(f"{STREAM}={stream!r} in extra_args (vllm_xargs over HTTP): give an integer of 64 bits")
 
 
 def beyond_us(wanted: Any) -> dict[str, object]:

@@ -35,7 +35,9 @@ class AdaptiveScheduler(Scheduler):
         # Drafts of n-grams are known on the host alone, which the asynchronous scheduler does not wait for.
         with_ngrams = beside and not vllm_config.scheduler_config.async_scheduling
         with_ngrams &= not getattr(vllm_config, "use_v2_model_runner", False)
-        if beside and not with_ngrams:
+        if with_ngrams:
+            _log.info("tlt: n-grams draft beside the drafter")
+        elif beside:
             _log.info(
                 "tlt: n-grams do not draft: they need --no-async-scheduling and vLLM's first model runner "
                 "(VLLM_USE_V2_MODEL_RUNNER=0)"

@@ -43,6 +43,7 @@ _SIGNATURES: Mapping[str, Mapping[str, str]] = {
     "v1/worker/gpu_worker.py": {"Worker.load_model": "self"},
     "v1/sample/sampler.py": {"Sampler.gather_logprobs": "logprobs num_logprobs token_ids"},
     _RELOAD: {
+        "get_layerwise_info": "layer",
         "initialize_layerwise_reload": "model",
         "finalize_layerwise_reload": "",  # all of the next one's
         "finalize_layerwise_processing": "model model_config",
@@ -74,6 +75,9 @@ _NAMES: Mapping[str, str] = {
     "v1/core/sched/output.py": "num_spec_tokens_to_schedule scheduled_spec_decode_tokens num_scheduled_tokens",
     "v1/outputs.py": "sampled_token_ids req_id_to_index logprobs_tensors",
     _PROPOSER: "needs_extra_input_slots uses_mrope method",
+    "model_executor/model_loader/reload/types.py": "load_numel",
+    "sampling_params.py": "verify extra_args",
+    "exceptions.py": "VLLMValidationError",
 }
 
 

@@ -4,6 +4,7 @@ vLLM packs and fuses them, so after a load each layer's output for one random in
 """
 
 from collections.abc import Container, Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -11,7 +12,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, RowParallelLinear
-from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 
@@ -42,7 +48,11 @@ class Loading:
                 x = _input(weight.shape[1], self._dtype).float()
                 self._expected[_end(name)] = x[:, columns] @ weight[rows, columns].to(self._dtype).float().T
         with set_current_vllm_config(self._runner.vllm_config):
-            self._loaded |= set(cast(Any, self._model).load_weights(iter(given.items())) or self._wanted)
+            try:
+                self._loaded |= set(cast(Any, self._model).load_weights(iter(given.items())) or self._wanted)
+            except Exception:
+                self._give_up()
+                raise
         self._tensors += len(given)
         self._has_head |= "lm_head.weight" in given
 
@@ -61,6 +71,12 @@ class Loading:
             raise ValueError(f"no weights came for {len(missing)} parameters, e.g. {missing[0]}")
         _refuse_missing(self._model, self._expected)
         return {"tensors": self._tensors, "checked": self._require_in_use()}
+
+    def _give_up(self) -> None:
+        """Layers that are not complete get their old weights back: the next request would end the engine."""
+        for layer in self._model.modules():
+            get_layerwise_info(layer).load_numel = 0  # as if nothing had come
+        finalize_layerwise_reload(self._model, self._runner.vllm_config.model_config)
 
     @torch.inference_mode()
     def _require_in_use(self) -> int:
@@ -117,11 +133,42 @@ def require_answers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
         )
 
 
-def require_complete(model: nn.Module, file: str) -> None:
-    """A layer that the file leaves out would silently keep its old weights.  Raises ValueError."""
+def file_of(path: str) -> str:
+    """The safetensors file that is meant by a file or by a model's folder.  Raises ValueError where there is none."""
+    file = Path(path) / "model.safetensors" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise ValueError(f"{path}: neither a safetensors file nor a folder with model.safetensors")
+    return str(file)
+
+
+def require_fits(model: nn.Module, file: str) -> None:
+    """A layer that the file leaves out would silently keep its old weights, and vLLM ends where one has another shape.
+    Raises ValueError with the first such layer."""
     with safe_open(file, framework="pt") as tensors:
-        names = tensors.keys()
-    _refuse_missing(model, {_end(name) for name in names})
+        given = {_end(name): tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+    _refuse_missing(model, given)
+    for name, shape in _shapes(model):
+        if given.get(name, shape) != shape:
+            raise ValueError(
+                f"{name} in {file} has the shape {given[name]}, in the engine {shape}: another model's file?"
+            )
+
+
+def _shapes(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Of whole matrices and norms, by the ends of their names in a file."""
+    for _, layer, parts in _layers(model):
+        heads = getattr(layer, "total_num_heads", 0)
+        for number, part in enumerate(parts):
+            rows = layer.output_sizes[number] if hasattr(layer, "output_sizes") else layer.output_size
+            if heads:  # several workers may have the same keys and values, which vLLM counts once for each
+                rows = layer.head_size * (layer.total_num_kv_heads if number else heads)
+            yield part, (rows, layer.input_size)
+    for name, module in model.named_modules():
+        if isinstance(module, VocabParallelEmbedding):
+            yield _end(f"{name}.weight"), (module.org_vocab_size, module.embedding_dim)
+        elif not isinstance(module, LinearBase):
+            own = module.named_parameters(recurse=False)
+            yield from ((_end(f"{name}.{which}"), tuple(p.shape)) for which, p in own if p.dim() == 1)
 
 
 def _refuse_missing(model: nn.Module, given: Container[str]) -> None:

@@ -24,8 +24,10 @@ class WorkerExtension:
     _tlt_loading: weights.Loading | None = None
 
     def tlt_load_policy(self, file: str) -> dict[str, Any]:
-        """New weights of the policy, in place, from a safetensors file.  Raises ValueError; see `weights`."""
-        weights.require_complete(self.model_runner.get_model(), file)
+        """New weights of the policy, in place, from a safetensors file or a folder with one.  Raises ValueError; see
+        `weights`."""
+        file = weights.file_of(file)
+        weights.require_fits(self.model_runner.get_model(), file)
         self.tlt_load_policy_part(file)
         return self.tlt_end_policy()
 
@@ -33,7 +35,11 @@ class WorkerExtension:
         """Some of the policy's new weights.  The engine must not decode before `tlt_end_policy`."""
         if self._tlt_loading is None:
             self._tlt_loading = weights.Loading(self.model_runner, self.model_runner.get_model())
-        self._tlt_loading.add(file)
+        try:
+            self._tlt_loading.add(file)
+        except Exception:
+            self._tlt_loading = None
+            raise
 
     def tlt_end_policy(self) -> dict[str, Any]:
         """All parts are there.  Raises ValueError; see `weights`."""
@@ -47,11 +53,12 @@ class WorkerExtension:
         return report
 
     def tlt_load_drafter(self, file: str) -> dict[str, Any]:
-        """New weights of the drafter, in place.  Raises ValueError; see `weights`."""
+        """As `tlt_load_policy`, of the drafter."""
         model = hooks.draft_model(self.model_runner)
         if model is None:
             raise ValueError("this engine has no drafter with weights: start it with a speculative config of eagle3")
-        weights.require_complete(model, file)
+        file = weights.file_of(file)
+        weights.require_fits(model, file)
         loading = weights.Loading(self.model_runner, model)
         loading.add(file)
         return loading.end()

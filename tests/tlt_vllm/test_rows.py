@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tlt_vllm.rows import Row, Rows, of_child
+from tlt_vllm.rows import Row, Rows, of_child, require_stream
 
 NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p"), 0.0),
@@ -44,9 +44,12 @@ def test_a_seed_and_a_stream_are_the_request_s_own() -> None:
     found = streams(rows, {"a": request(seed=7), "b": request(seed=7), "c": request(extra_args={"tlt_stream": -3})})
     assert found[0] == found[1] != found[2] == -3
     assert streams(Rows(seed=9, replica=3), {"z": request(seed=7)}) == found[:1]
-    for wrong in ("5", 1 << 63, 0.5):
-        with pytest.raises(ValueError, match="give an integer of 64 bits"):
-            rows.of({"d": request(extra_args={"tlt_stream": wrong})}, "d")
+
+
+@pytest.mark.parametrize("wrong", ["5", 1 << 63, 0.5, True])
+def test_a_stream_that_is_no_integer_is_refused_before_the_engine_sees_it(wrong: object) -> None:
+    with pytest.raises(ValueError, match="give an integer of 64 bits"):
+        require_stream(wants(extra_args={"tlt_stream": wrong}))
 
 
 @pytest.mark.parametrize("stream", [5, 0, -1, (1 << 63) - 1, -(1 << 63)])

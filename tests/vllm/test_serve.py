@@ -9,6 +9,7 @@ import re
 from typing import Any, NamedTuple
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.vllm.counters import SpecCounters
 from tests.vllm.vllm_server import Completion, ServerError, VllmServer
@@ -57,10 +58,40 @@ def plain(vllm_python, target, tmp_path_factory) -> Answers:
         return ask(server, target)
 
 
+class Wrong(NamedTuple):
+    """What a server said to it, and what it sampled afterwards."""
+
+    said: list[str]
+    sampled: list[Completion]
+
+
+def ask_wrongly(server: VllmServer, target, drafter, folder) -> Wrong:
+    """A stream that is no number; drafters with a matrix of another shape, with a tensor too many, without a file."""
+    weights = load_file(drafter / "model.safetensors")
+    query = next(name for name in weights if "q_proj" in name)
+    save_file(weights | {query: weights[query][:-8].clone()}, folder / "shape.safetensors")
+    save_file(weights | {"unknown.weight": weights[query].clone()}, folder / "name.safetensors")
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"model": "?", "prompt": "a", "vllm_xargs": {"tlt_stream": "abc"}}),
+        *(
+            ("/collective_rpc", {"method": "tlt_load_drafter", "args": [str(folder / file)]})
+            for file in ("shape.safetensors", "name.safetensors", "missing")
+        ),
+    ]
+    calls[0][1]["model"] = json.loads(server._call("/v1/models"))["data"][0]["id"]
+    said = []
+    for path, call in calls:
+        with pytest.raises(ServerError) as error:
+            server._call(path, call)
+        said.append(str(error.value))
+    return Wrong(said, server.complete(target.prompts[:4], max_tokens=TOKENS, seed=7, temperature=1.0))
+
+
 @pytest.fixture(scope="module")
-def speculating(vllm_python, target, drafter, tmp_path_factory) -> tuple[Answers, Any]:
-    """... and what the server said to new weights of the drafter."""
-    log = tmp_path_factory.mktemp("speculating") / "vllm.log"
+def speculating(vllm_python, target, drafter, tmp_path_factory) -> tuple[Answers, Any, Wrong]:
+    """... and what the server said to new weights of the drafter, and to what is wrong."""
+    folder = tmp_path_factory.mktemp("speculating")
+    log = folder / "vllm.log"
     speculative = {"method": "eagle3", "model": str(drafter), "num_speculative_tokens": 5}
     server = VllmServer(
         vllm_python,
@@ -72,13 +103,14 @@ def speculating(vllm_python, target, drafter, tmp_path_factory) -> tuple[Answers
     )
     with server:
         answers = ask(server, target)
-        call = {"method": "tlt_load_drafter", "args": [str(drafter / "model.safetensors")]}
+        wrong = ask_wrongly(server, target, drafter, folder)
+        call = {"method": "tlt_load_drafter", "args": [str(drafter)]}
         loaded = json.loads(server._call("/collective_rpc", call))
-    return answers, loaded
+    return answers, loaded, wrong
 
 
 def test_seeded_requests_get_the_same_tokens_with_and_without_drafts(plain, speculating):
-    found, _ = speculating
+    found, *_ = speculating
     assert [c.tokens for c in found.sampled] == [c.tokens for c in plain.sampled]
     assert [c.tokens for c in found.filtered] == [c.tokens for c in plain.filtered]
     assert len({c.tokens for c in plain.sampled}) > 1
@@ -86,13 +118,13 @@ def test_seeded_requests_get_the_same_tokens_with_and_without_drafts(plain, spec
 
 
 def test_requests_that_the_definition_lacks_are_sampled_by_vllm(plain, speculating):
-    found, _ = speculating
+    found, *_ = speculating
     assert all(len(c.tokens) == TOKENS for c in found.penalised + plain.penalised)
 
 
 def test_the_page_of_metrics_says_what_is_drafted(speculating):
     """vLLM also counts what is verified in steps that read prompts; ours are left out."""
-    found, _ = speculating
+    found, *_ = speculating
 
     def total(name: str) -> float:
         values = re.findall(rf'^{name}_total{{engine="0",k="(?:ngram )?\d+"}} (\S+)$', found.page, re.MULTILINE)
@@ -111,6 +143,18 @@ def test_new_drafter_weights_come_over_http(speculating):
     (report,) = speculating[1]["results"]
     assert report["tensors"] > 5
     assert report["checked"] >= 4, "query-key-value, output, gate-up, down"
+
+
+def test_what_is_wrong_is_refused_and_the_server_goes_on(speculating):
+    found, _, wrong = speculating
+    stream, shape, name, missing = wrong.said
+    assert "(400)" in stream
+    assert "tlt_stream='abc'" in stream
+    assert "q_proj" in shape
+    assert "another model's file?" in shape
+    assert "unknown" in name
+    assert "neither a safetensors file nor a folder" in missing
+    assert [c.tokens for c in wrong.sampled] == [c.tokens for c in found.sampled]
 
 
 def test_the_other_runner_is_refused(vllm_python, target, tmp_path):
