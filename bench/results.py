@@ -7,7 +7,7 @@ of a machine are of one commit; those of older ones, in reports/history, are lis
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,6 @@ _ABLATION = {
     "trained": "adaptive engine, drafter trained in idle time",
     "tlt": "**all of TLT**",
 }
-_LONG_TAIL = "a long tail (SmolLM2-135M; half of the responses have fewer than 50 tokens, the longest 960)"
 _OVER_PLAIN = "over_plain_in_all"
 # Further figures there, with a pattern: the first verdict of each report whose claim fits it; in the last one the least
 # favourable.
@@ -132,8 +131,8 @@ def readme_table(reports: Mapping[str, Report]) -> str:
         )
         lines = [
             f"**On two CPU cores, where the policy update is half of a step, TLT makes a whole RL step {gain} times as "
-            f"fast. The GPU code has not run on a GPU.** By part, with {_LONG_TAIL} and all else equal, times as fast "
-            "as with plain decoding:",
+            f"fast. The GPU code has not run on a GPU.** By part, with a long tail{_lengths(reports.values())} and all "
+            "else equal, times as fast as with plain decoding:",
             "",
         ]
     if steps:
@@ -163,6 +162,17 @@ def _over_plain(report: Report) -> dict[str, float]:
         for row in report.get("rows", ())
         if row.get("workload") == "tail" and _OVER_PLAIN in row
     }
+
+
+def _lengths(reports: Iterable[Report]) -> str:
+    """Of the responses of the tail workload, in parentheses; "" where no report has them."""
+    rows = (row for report in reports for row in report.get("rows", ()) if row.get("workload") == "tail")
+    row = next((row for row in rows if "length p50" in row), None)
+    if row is None:
+        return ""
+    return (
+        f" (SmolLM2-135M; the median response has {row['length p50']:.0f} tokens, the longest {row['length max']:.0f})"
+    )
 
 
 def _times(ratio: float | None) -> str:

@@ -50,7 +50,7 @@ class Loading:
         with set_current_vllm_config(self._runner.vllm_config):
             try:
                 self._loaded |= set(cast(Any, self._model).load_weights(iter(given.items())) or self._wanted)
-            except Exception:
+            except Exception:  # whatever vLLM says goes on to the caller
                 self._give_up()
                 raise
         self._tensors += len(given)
@@ -145,7 +145,8 @@ def require_fits(model: nn.Module, file: str) -> None:
     """A layer that the file leaves out would silently keep its old weights, and vLLM ends where one has another shape.
     Raises ValueError with the first such layer."""
     with safe_open(file, framework="pt") as tensors:
-        given = {_end(name): tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        names = tensors.keys()
+        given = {_end(name): tuple(tensors.get_slice(name).get_shape()) for name in names}
     _refuse_missing(model, given)
     for name, shape in _shapes(model):
         if given.get(name, shape) != shape:

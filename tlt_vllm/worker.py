@@ -33,13 +33,10 @@ class WorkerExtension:
 
     def tlt_load_policy_part(self, file: str) -> None:
         """Some of the policy's new weights.  The engine must not decode before `tlt_end_policy`."""
-        if self._tlt_loading is None:
-            self._tlt_loading = weights.Loading(self.model_runner, self.model_runner.get_model())
-        try:
-            self._tlt_loading.add(file)
-        except Exception:
-            self._tlt_loading = None
-            raise
+        loading, self._tlt_loading = self._tlt_loading, None  # one that fails is not gone on with
+        loading = loading or weights.Loading(self.model_runner, self.model_runner.get_model())
+        loading.add(file)
+        self._tlt_loading = loading
 
     def tlt_end_policy(self) -> dict[str, Any]:
         """All parts are there.  Raises ValueError; see `weights`."""
