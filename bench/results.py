@@ -57,6 +57,8 @@ _MEASURES = {  # by the word behind `tlt bench`
     "`over_plain` the speed over our plain decoding, `differing` the share of responses unlike those of `plain`.",
     "memory": "The memory plan, made before the run, beside the most that a worker has held.",
     "kills": "A run in which one step of ten is struck, by killing a process, beside the same run left alone.",
+    "learning": "TLT and TRL's GRPOTrainer from the same start, on the same prompts, with the same noise. Where no two "
+    "tokens nearly tie, both must sample the same responses, get the same rewards and make the same update.",
     "peers": "Whole steps of ours and of TRL's GRPOTrainer, all else equal. `reward, tlt minus trl`: over all steps.",
 }
 
@@ -77,6 +79,10 @@ _QUESTIONS = {
     ),
     "Tokens a request gets from a pass at the end of a run, drafter trained in idle time over its first state": (
         r"acceptance length of the last block.*"
+    ),
+    "A whole step, over one of TRL's GRPOTrainer with transformers' generation": r"step time, TRL over TLT",
+    "Share of responses that equal TRL's token for token while both train with the same noise": (
+        r"responses equal to TRL's.*"
     ),
     "Our plain decoding over that of vLLM, transformers and llama.cpp on CPUs, where it does worst": (
         r"plain over .* live, temperature .*"

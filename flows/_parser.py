@@ -12,9 +12,12 @@ from conf.load import ConfigError
 
 DEMO = "conf/demo.yaml"
 _MANY = 1_000_000
-Benchmark = Literal["step", "e2e", "rollout", "tuner", "idle", "engines", "peers", "demo", "memory", "kills"]
+Benchmark = Literal[
+    "step", "e2e", "rollout", "tuner", "idle", "engines", "peers", "learning", "demo", "memory", "kills"
+]
 _MODULES = {b: f"{b}.command" for b in ("tuner", "idle", "engines", "peers")}
 _MODULES |= dict.fromkeys(("step", "demo", "memory"), "one_run")
+_MODULES["learning"] = "peers.learning"
 
 
 def benchmark_function(benchmark: Benchmark) -> str:

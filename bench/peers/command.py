@@ -6,27 +6,22 @@ of each warms up and does not count for the time.
 """
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from prefect import flow
 
-from bench.engines import environment
-from bench.peers.trl import TRL, Trl, TrlStep, arguments
+from bench.peers.trl import TrlStep, in_order, train_with_trl
 from bench.report import write_report
 from bench.runs import first_drafter, steps_of, take_turns, variants
 from bench.verdicts import summarise, verdict
 from conf.load import ConfigError
 from conf.run import RunConfig
-from flows._heartbeat import Heartbeat
-from tlt_core.data.prompt_order import PromptOrder
 from tlt_core.grpo.reward import Scorer
 from tlt_core.items.store import load_scored
 from tlt_core.items.types import Prompt
-from tlt_core.run.inputs import artifacts_dir, data_dir
+from tlt_core.run.inputs import data_dir
 from tlt_core.run.prompts import Prompts
 
 _OURS = ("plain", "tlt")
@@ -48,35 +43,11 @@ def bench_peers(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dic
     if cfg.num_steps < 2:
         raise ConfigError("num_steps=1: the first step of each trainer does not count; set num_steps to 2 or more")
     drafter, policy = first_drafter(cfg)
-    work_dir = cfg.run_dir.with_name(f"bench-{cfg.name}-trl")
-    work_dir.mkdir(parents=True, exist_ok=True)
-    python = environment.interpreter(TRL, artifacts_dir() / "peers")
     prompts = Prompts.load(data_dir(cfg), policy, num_prompts=cfg.rollout.num_prompts)
-    order = PromptOrder(prompts.train, seed=cfg.seed)
-    rows = [prompt for _ in range(cfg.num_steps) for prompt in order.take(cfg.rollout.num_prompts)]
-    token_ids = [prompt.tokens.tolist() for prompt in rows]
-    settings = {
-        "model": str(policy),
-        "threads": cfg.cluster.num_workers * cfg.cluster.threads_per_worker,
-        "weights": "float32",
-        "prompts": [prompts.tokenizer.decode(ids) for ids in token_ids],
-        "token_ids": token_ids,
-        "arguments": arguments(cfg, num_steps=cfg.num_steps, out=work_dir),
-    }
-    theirs: list[TrlStep] = []
-    began_s = time.monotonic()
-
-    def progress() -> str:
-        return f"TRL: {len(theirs)} of {cfg.num_steps} steps, {time.monotonic() - began_s:.0f} s so far"
-
-    with (
-        closing(Trl(python, settings, work_dir / "log.txt")) as trl,
-        Scorer(cfg.reward) as scorer,
-        Heartbeat(progress),
-    ):
-        while len(theirs) < cfg.num_steps:
-            theirs.append(trl.step(lambda at, texts: _score(scorer, rows, at, texts)))
-        versions = trl.versions
+    rows = in_order(cfg, prompts)
+    work_dir = cfg.run_dir.with_name(f"bench-{cfg.name}-trl")
+    with Scorer(cfg.reward) as scorer:
+        theirs, versions = train_with_trl(cfg, policy, prompts, rows, scorer, work_dir=work_dir)
     every = variants(cfg, drafter)
     runs = {name: every[name] for name in _OURS}
     list(take_turns(runs, num_steps=cfg.num_steps, blocks=1))
@@ -88,12 +59,6 @@ def bench_peers(cfg: RunConfig, *, repeats: int, out: Path, command: str) -> dic
     ]
     verdicts = _verdicts(steps_of(runs["tlt"]), figures, gains)
     return write_report(out, command=command, repeats=cfg.num_steps - 1, rows=report_rows, verdicts=verdicts)
-
-
-def _score(scorer: Scorer, rows: Sequence[Prompt], at: Sequence[int], texts: Sequence[str]) -> list[float]:
-    for index, (row, text) in enumerate(zip(at, texts, strict=True)):
-        scorer.submit(index, rows[row], text)
-    return [score.total for score in scorer.collect(range(len(texts)))]
 
 
 def _figures(steps: Sequence[TrlStep]) -> list[dict[str, float]]:
