@@ -72,9 +72,9 @@ def give_freed_memory_back() -> None:
 COMPILED_PRODUCTS = 256  # that oneDNN keeps; by default 1,024, which passes of ever new lengths fill
 
 
-def keep_few_products(most: int = COMPILED_PRODUCTS) -> None:
+def keep_few_products() -> None:
     """Before oneDNN's first product in this process: bound what it keeps.  A user's own bound stays."""
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(most))
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(COMPILED_PRODUCTS))
 
 
 def peak_bytes(device: torch.device) -> int:
