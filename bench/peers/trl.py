@@ -111,7 +111,7 @@ def arguments(cfg: RunConfig, *, num_steps: int, out: Path) -> dict[str, Any]:
     if schedule.kind != "constant" or schedule.warmup_steps > 1:
         raise ConfigError(
             f"update.optimizer.schedule={schedule}: compared with TRL is a constant rate, since transformers' warm-up "
-            "begins with a rate of 0 and ours does not; set its kind to constant and warmup_steps to 0"
+            "begins with a rate of 0 and ours does not; change these settings"
         )
     responses = rollout.num_prompts * rollout.num_samples
     in_a_pass = max(n for n in range(1, _MOST_IN_A_PASS + 1) if responses % n == 0)
