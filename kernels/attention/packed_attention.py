@@ -9,14 +9,14 @@ A sequence may have more keys than queries (`key_offsets_S1`): the last query th
 one before it all but the last, and so on.  So responses share a prompt's keys, gathered in front of their own.
 
 Shapes: T tokens of all sequences, S sequences, H query heads, K key/value heads, G = H / K, d head size; L tokens of
-one sequence, N queries of one block (all G heads of a key/value head), E keys that a block sees.
+one sequence, N queries of one block, E keys that it sees, B blocks of a group.
 """
 
 import importlib.util
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -26,6 +26,8 @@ from torch import Tensor
 
 Impl = Literal["auto", "sdpa", "blocked", "flash", "varlen"]
 _BLOCK = 128  # queries in one block; larger blocks waste more scores above the diagonal
+_GROUP_SCORES = 1 << 19  # of the blocks that share products, so that they stay in a CPU's cache
+_PADDED = 1.4  # times as many scores as without padding, at most
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +39,15 @@ def packed_causal_attention(
     offsets_S1: Tensor,
     *,
     key_offsets_S1: Tensor | None = None,
+    together: bool = False,
     impl: Impl = "auto",
 ) -> Tensor:
     """Differentiable; returns [T, H, d].  offsets_S1: start of each sequence, and T at the end (best on the CPU).
 
     key_offsets_S1: the same for keys and values, if they differ; a sequence needs at least as many keys as queries.
+
+    together: in `blocked`, sequences of like length share products, padded to the longest: quicker, but a sequence's
+    last bits then depend on the others.
 
     sdpa: torch's kernel, one call per sequence.  blocked: the bfloat16 matrix instructions of a CPU.  flash: CUDA with
     the flash-attn package; raises ImportError without it.  varlen: torch's own copy of it.  auto: flash or else varlen
@@ -54,8 +60,9 @@ def packed_causal_attention(
     if chosen == "varlen":
         return _varlen(q_THd, k_TKd, v_TKd, offsets_S1, key_offsets_S1)
     if chosen == "blocked":
-        blocks = list(_blocks(offsets_S1.tolist(), key_offsets_S1.tolist()))
-        out_THd: Tensor = _Blocked.apply(q_THd, k_TKd, v_TKd, blocks)
+        bounds = tuple(offsets_S1.tolist()), tuple(key_offsets_S1.tolist())
+        plan = _plan(*bounds, q_THd.shape[1], k_TKd.shape[1], q_THd.dtype, together)
+        out_THd: Tensor = _Blocked.apply(q_THd, k_TKd, v_TKd, plan)
         return out_THd
     return packed_causal_attention_reference(q_THd, k_TKd, v_TKd, offsets_S1, key_offsets_S1)
 
@@ -86,6 +93,24 @@ class _Block(NamedTuple):
     queries: slice
     keys: slice
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.keys.stop - self.keys.start, self.queries.stop - self.queries.start
+
+
+class _Group(NamedTuple):
+    """Blocks that share products, padded: rows of [T + 1, H] and [T + 1, K], of which the last one is zero."""
+
+    blocks: list[_Block]
+    queries_BHN: Tensor  # int64
+    keys_BKE: Tensor  # int64
+    bias_B1NE: Tensor  # 0, or -inf where a query does not see a key
+
+
+class _Plan(NamedTuple):
+    groups: list[_Group]
+    places_TH: Tensor  # of each query in the groups' queries, one group after the other
+
 
 class _Blocked(torch.autograd.Function):
     """Plain batched products, which oneDNN runs on bfloat16 matrix instructions; torch's CPU flash kernel does not.
@@ -96,62 +121,119 @@ class _Blocked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, blocks: list[_Block]) -> Tensor:
+    def forward(ctx: Any, q_THd: Tensor, k_TKd: Tensor, v_TKd: Tensor, plan: _Plan) -> Tensor:
         ctx.save_for_backward(q_THd, k_TKd, v_TKd)
-        ctx.blocks = blocks
-        out_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
-        num_kv = k_TKd.shape[1]
-        for block in blocks:
-            keys_KEd, values_KEd = (x[block.keys].transpose(0, 1) for x in (k_TKd, v_TKd))
-            p_KNE = _probabilities(_queries(q_THd, block, num_kv), keys_KEd, block)
-            _put_queries(out_THd, torch.bmm(p_KNE, values_KEd), block)
-        return out_THd
+        ctx.plan = plan
+        queries, keys, values = (_padded(x) for x in (q_THd, k_TKd, v_TKd))
+        parts = []
+        for group in plan.groups:
+            p_MNE = _probabilities(_queries(queries, group), _keys(keys, group), group)
+            parts.append(torch.bmm(p_MNE, _keys(values, group)))
+        return _unpadded(parts, plan).view(q_THd.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_THd: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # type: ignore[override]
         q_THd, k_TKd, v_TKd = ctx.saved_tensors
-        num_kv, scale = k_TKd.shape[1], q_THd.shape[2] ** -0.5
-        dq_THd = torch.empty_like(q_THd, memory_format=torch.contiguous_format)
+        scale = q_THd.shape[2] ** -0.5
+        queries, keys, values, grads = (_padded(x) for x in (q_THd, k_TKd, v_TKd, grad_THd))
         # In float32, because several blocks add to the gradient of a key.
         dk_TKd, dv_TKd = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (k_TKd, v_TKd))
-        for block in ctx.blocks:
-            seen = block.keys
-            keys_KEd, values_KEd = (x[seen].transpose(0, 1) for x in (k_TKd, v_TKd))
-            queries_KNd, grads_KNd = _queries(q_THd, block, num_kv), _queries(grad_THd, block, num_kv)
-            p_KNE = _probabilities(queries_KNd, keys_KEd, block)
-            dv_TKd[seen] += torch.bmm(p_KNE.mT, grads_KNd).transpose(0, 1)
-            dp_KNE = torch.bmm(grads_KNd, values_KEd.mT)
-            ds_KNE = torch.ops.aten._softmax_backward_data(dp_KNE, p_KNE, -1, p_KNE.dtype)
-            _put_queries(dq_THd, _scaled_bmm(ds_KNE, keys_KEd, scale), block)
-            dk_TKd[seen] += _scaled_bmm(ds_KNE.mT, queries_KNd, scale).transpose(0, 1)
+        parts = []
+        for group in ctx.plan.groups:
+            queries_MNd, grads_MNd = _queries(queries, group), _queries(grads, group)
+            keys_MEd, values_MEd = _keys(keys, group), _keys(values, group)
+            p_MNE = _probabilities(queries_MNd, keys_MEd, group)
+            _add_keys(dv_TKd, torch.bmm(p_MNE.mT, grads_MNd), group)
+            dp_MNE = torch.bmm(grads_MNd, values_MEd.mT)
+            ds_MNE = torch.ops.aten._softmax_backward_data(dp_MNE, p_MNE, -1, p_MNE.dtype)
+            parts.append(_scaled_bmm(ds_MNE, keys_MEd, scale))
+            _add_keys(dk_TKd, _scaled_bmm(ds_MNE.mT, queries_MNd, scale), group)
+        dq_THd = _unpadded(parts, ctx.plan).view(q_THd.shape)
         return dq_THd, dk_TKd.to(k_TKd.dtype), dv_TKd.to(v_TKd.dtype), None
 
 
-def _blocks(bounds: list[int], key_bounds: list[int]) -> Iterator[_Block]:
+@lru_cache(maxsize=4)  # all layers of a pass ask for the same
+def _plan(
+    bounds: tuple[int, ...], key_bounds: tuple[int, ...], heads: int, num_kv: int, dtype: torch.dtype, together: bool
+) -> _Plan:
+    blocks = list(_blocks(bounds, key_bounds))
+    shared = _alike(blocks, heads) if together else [[block] for block in blocks]
+    groups = [_group(own, (bounds[-1], key_bounds[-1]), heads, num_kv, dtype) for own in shared]
+    rows = torch.cat([group.queries_BHN.flatten() for group in groups])
+    places = torch.empty((bounds[-1] + 1) * heads, dtype=torch.int64)  # of the zero row, too
+    places[rows] = torch.arange(len(rows))
+    return _Plan(groups, places[: bounds[-1] * heads])
+
+
+def _blocks(bounds: tuple[int, ...], key_bounds: tuple[int, ...]) -> Iterator[_Block]:
     for (start, end), (key_start, key_end) in zip(pairwise(bounds), pairwise(key_bounds), strict=True):
         for first in range(start, end, _BLOCK):
             last = min(first + _BLOCK, end)
             yield _Block(slice(first, last), slice(key_start, key_end - (end - last)))
 
 
-def _queries(x_THd: Tensor, block: _Block, num_kv: int) -> Tensor:
-    """The block's queries, [K, N, d]: the G heads of a key/value head one after the other."""
-    return x_THd[block.queries].unflatten(1, (num_kv, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+def _alike(blocks: list[_Block], heads: int) -> list[list[_Block]]:
+    groups: list[list[_Block]] = [[]]
+    for block in sorted(blocks, key=lambda block: block.shape, reverse=True):
+        own = [*groups[-1], block]
+        keys, queries = (max(sizes) for sizes in zip(*(b.shape for b in own), strict=True))
+        padded = len(own) * keys * queries
+        if len(own) > 1 and (
+            padded * heads > _GROUP_SCORES or padded > _PADDED * sum(b.shape[0] * b.shape[1] for b in own)
+        ):
+            own = [block]
+            groups.append(own)
+        groups[-1] = own
+    return groups
 
 
-def _put_queries(x_THd: Tensor, rows_KNd: Tensor, block: _Block) -> None:
-    """The inverse of `_queries`, in place."""
-    target = x_THd[block.queries].unflatten(1, (rows_KNd.shape[0], -1))
-    target.copy_(rows_KNd.unflatten(1, (-1, len(target))).permute(2, 0, 1, 3))
+def _group(blocks: list[_Block], zero_rows: tuple[int, int], heads: int, num_kv: int, dtype: torch.dtype) -> _Group:
+    seen_B1, rows_B1 = torch.tensor([block.shape for block in blocks]).T[..., None]
+    first_B1, first_key_B1 = torch.tensor([(b.queries.start, b.keys.start) for b in blocks]).T[..., None]
+    n_N, e_E = torch.arange(int(rows_B1.max())), torch.arange(int(seen_B1.max()))
+    queries_BN = torch.where(n_N < rows_B1, first_B1 + n_N, zero_rows[0])
+    keys_BE = torch.where(e_E < seen_B1, first_key_B1 + e_E, zero_rows[1])
+    last_BN = torch.minimum(seen_B1 - rows_B1 + n_N, seen_B1 - 1)
+    hidden_BNE = e_E > last_BN[..., None]
+    return _Group(
+        blocks,
+        queries_BN[:, None] * heads + torch.arange(heads)[:, None],
+        keys_BE[:, None] * num_kv + torch.arange(num_kv)[:, None],
+        torch.zeros(hidden_BNE.shape, dtype=dtype).masked_fill_(hidden_BNE, -torch.inf)[:, None],
+    )
 
 
-def _probabilities(queries_KNd: Tensor, keys_KEd: Tensor, block: _Block) -> Tensor:
-    """Causal softmax of the block's scores, [K, N, E]."""
-    num_rows = block.queries.stop - block.queries.start
-    scores_KNE = _scaled_bmm(queries_KNd, keys_KEd.mT, queries_KNd.shape[-1] ** -0.5)
-    square = scores_KNE[..., -num_rows:].unflatten(1, (-1, num_rows))  # [K, G, rows, rows]
-    square += torch.full((num_rows, num_rows), -torch.inf, dtype=square.dtype, device=square.device).triu_(1)
-    return scores_KNE.softmax(-1)
+def _padded(x_THd: Tensor) -> Tensor:
+    """[(T + 1) H, d], with a row of zeros."""
+    return torch.cat([x_THd.reshape(-1, x_THd.shape[2]), x_THd.new_zeros(x_THd.shape[1:])])
+
+
+def _queries(x: Tensor, group: _Group) -> Tensor:
+    """Of `_padded` rows: [B K, G N, d], the G heads of a key/value head one after the other."""
+    return x.index_select(0, group.queries_BHN.flatten()).view(group.keys_BKE.shape[:2].numel(), -1, x.shape[1])
+
+
+def _keys(x: Tensor, group: _Group) -> Tensor:
+    """[B K, E, d]"""
+    return x.index_select(0, group.keys_BKE.flatten()).view(-1, group.keys_BKE.shape[2], x.shape[1])
+
+
+def _unpadded(parts_MNd: list[Tensor], plan: _Plan) -> Tensor:
+    """The inverse of `_queries` for all groups, [T H, d]."""
+    return torch.cat([part.flatten(0, 1) for part in parts_MNd]).index_select(0, plan.places_TH)
+
+
+def _add_keys(x_TKd: Tensor, parts_MEd: Tensor, group: _Group) -> None:
+    for block, part_KEd in zip(group.blocks, parts_MEd.unflatten(0, (len(group.blocks), -1)), strict=True):
+        x_TKd[block.keys] += part_KEd[:, : block.shape[0]].transpose(0, 1)
+
+
+def _probabilities(queries_MNd: Tensor, keys_MEd: Tensor, group: _Group) -> Tensor:
+    """Causal softmax of the group's scores, [B K, G N, E]."""
+    scores_MNE = _scaled_bmm(queries_MNd, keys_MEd.mT, queries_MNd.shape[-1] ** -0.5)
+    blocks, _, rows, seen = group.bias_B1NE.shape
+    scores_MNE.view(blocks, -1, rows, seen).add_(group.bias_B1NE)
+    return scores_MNE.softmax(-1)
 
 
 def _scaled_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:

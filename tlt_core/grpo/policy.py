@@ -40,7 +40,9 @@ class PolicyModel(nn.Module):
         def attend(layer: int, q_UHd: Tensor, k_UKd: Tensor, v_UKd: Tensor) -> Tensor:
             if keys is not None:
                 k_UKd, v_UKd = k_UKd.index_select(0, keys), v_UKd.index_select(0, keys)
-            return packed_causal_attention(q_UHd, k_UKd, v_UKd, offsets_Q1, key_offsets_S1=key_offsets_Q1)
+            return packed_causal_attention(
+                q_UHd, k_UKd, v_UKd, offsets_Q1, key_offsets_S1=key_offsets_Q1, together=True
+            )
 
         hidden_UD = self.decoder(tokens_U, positions_U, attend).last_TD
         hidden_CD = hidden_UD.index_select(0, outputs_C)

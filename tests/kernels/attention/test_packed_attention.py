@@ -6,7 +6,7 @@ import torch
 from kernels.attention.packed_attention import packed_causal_attention, packed_causal_attention_reference
 
 OFFSETS = torch.tensor([0, 1, 6, 300, 333])  # one token; short; longer than two blocks; a ragged rest
-IMPLS = ["sdpa", "blocked"]
+IMPLS = [{"impl": "sdpa"}, {"impl": "blocked"}, {"impl": "blocked", "together": True}]
 
 
 def masked(q, k, v, offsets):
@@ -36,7 +36,7 @@ def value_and_gradients(attention, leaves, dtype):
 @pytest.mark.parametrize("heads", [(6, 2), (4, 4), (5, 1)])
 def test_value_and_gradient_equal_the_masked_softmax(impl, heads):
     leaves = inputs(heads=heads)
-    ours = value_and_gradients(lambda *x: packed_causal_attention(*x, OFFSETS, impl=impl), leaves, torch.float32)
+    ours = value_and_gradients(lambda *x: packed_causal_attention(*x, OFFSETS, **impl), leaves, torch.float32)
     wide = tuple(x.detach().double().requires_grad_() for x in leaves)
     expected = value_and_gradients(lambda *x: masked(*x, OFFSETS), wide, torch.float64)
     for a, b in zip(ours, expected, strict=True):
@@ -47,7 +47,7 @@ def test_value_and_gradient_equal_the_masked_softmax(impl, heads):
 def test_bfloat16_is_as_near_as_its_roundings(impl):
     """Against the same inputs in float64: mean error of a few bfloat16 roundings (2^-9) of values of one unit."""
     leaves = inputs(torch.bfloat16, scale=1.0)
-    ours = value_and_gradients(lambda *x: packed_causal_attention(*x, OFFSETS, impl=impl), leaves, torch.bfloat16)
+    ours = value_and_gradients(lambda *x: packed_causal_attention(*x, OFFSETS, **impl), leaves, torch.bfloat16)
     wide = tuple(x.detach().double().requires_grad_() for x in leaves)
     expected = value_and_gradients(lambda *x: masked(*x, OFFSETS), wide, torch.float64)
     for a, b in zip(ours, expected, strict=True):
@@ -90,6 +90,23 @@ def test_on_a_gpu(impl):
     torch.testing.assert_close(ours.double().cpu(), expected, atol=3e-2, rtol=3e-2)
 
 
+def test_sequences_that_share_products_equal_those_alone() -> None:
+    """Of all lengths, some longer than a block, in no order; each is also attended to by itself."""
+    lengths = torch.tensor([40, 3, 141, 38, 1, 41, 9, 10])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    leaves = tuple(x.detach()[: int(offsets[-1])].clone().requires_grad_() for x in inputs())
+    both = [
+        value_and_gradients(
+            lambda *x, t=together: packed_causal_attention(*x, offsets, impl="blocked", together=t),
+            leaves,
+            torch.float32,
+        )
+        for together in (True, False)
+    ]
+    for a, b in zip(*both, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("impl", IMPLS)
 def test_responses_that_share_a_prompt_equal_full_sequences(impl):
     """A prompt of 5 tokens and responses of 1 and 150, against the two sequences 5 + 1 and 5 + 150 in full."""
@@ -99,7 +116,7 @@ def test_responses_that_share_a_prompt_equal_full_sequences(impl):
     def shared(q, k, v):
         rows = torch.cat([prompt, prompt, first, prompt, second])
         return packed_causal_attention(
-            q, k[rows], v[rows], torch.tensor([0, 5, 6, 156]), key_offsets_S1=torch.tensor([0, 5, 11, 166]), impl=impl
+            q, k[rows], v[rows], torch.tensor([0, 5, 6, 156]), key_offsets_S1=torch.tensor([0, 5, 11, 166]), **impl
         )
 
     def full(q, k, v):
