@@ -80,7 +80,9 @@ _QUESTIONS = {
     "Tokens a request gets from a pass at the end of a run, drafter trained in idle time over its first state": (
         r"acceptance length of the last block.*"
     ),
-    "A whole step, over one of TRL's GRPOTrainer with transformers' generation": r"step time, TRL over TLT",
+    "Time of a step of TRL's GRPOTrainer with transformers' generation, whose responses are others, over that of TLT": (
+        r"step time, TRL over TLT"
+    ),
     "Share of responses that equal TRL's token for token while both train with the same noise": (
         r"responses equal to TRL's.*"
     ),
@@ -151,7 +153,7 @@ def readme_table(reports: Mapping[str, Report]) -> str:
         lines.append("- Training the drafter in idle time does not pay yet in runs as short as these.")
     for question in _QUESTIONS:
         answers = [(_answer(question, report), report) for report in reports.values()]
-        values = [f"{_times(v['value'])} ({_widest(report)})" for v, report in answers if v]
+        values = [f"{_spread(v)} ({_widest(report)})" for v, report in answers if v]
         lines += [f"- {question}: {', '.join(values)}."] if values else []
     verdicts = [v for report in reports.values() for v in report.get("verdicts", ())]
     missed = sum(not v["holds"] for v in verdicts)
@@ -183,6 +185,12 @@ def _lengths(reports: Iterable[Report]) -> str:
 
 def _times(ratio: float | None) -> str:
     return "" if ratio is None else f"{ratio:.2f}"
+
+
+def _spread(verdict: Mapping[str, Any]) -> str:
+    value = _times(verdict["value"])
+    low, high = map(_times, verdict.get("spread", (verdict["value"],) * 2))
+    return value if low == high else f"{value}, from {low} to {high}"
 
 
 def replace_table(readme: str, table: str) -> str:
