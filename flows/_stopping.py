@@ -36,6 +36,8 @@ def stopped_by(error: BaseException | None) -> BaseException | None:
     """The exception of a signal that ended a flow, or None where something else did."""
     if isinstance(error, SystemError):  # C code that has overlooked an exception
         error = error.__cause__
+    elif isinstance(error, Exception) and isinstance(error.__context__, KeyboardInterrupt):  # Prefect, as it notes one
+        error = error.__context__
     return None if isinstance(error, Exception) else error
 
 
@@ -67,10 +69,9 @@ class Stopping:
             self._alarm.cancel()
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        before = self._before.get(signal.SIGTERM)
-        if self._number == signal.SIGTERM and error_type is KeyboardInterrupt and callable(before):
+        before, signalled = self._before.get(signal.SIGTERM), stopped_by(error)
+        if self._number == signal.SIGTERM and isinstance(signalled, KeyboardInterrupt) and callable(before):
             before(self._number, None)
-        signalled = stopped_by(error)
         if signalled is not None and signalled is not error:
             raise signalled from None
 

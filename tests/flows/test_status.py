@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from conf.load import ConfigError
+from flows._stopping import Stopping
 from flows._terminal import Terminal
 from flows.status import STATUS, StatusFile, status
 from tlt_core.items.types import WorkerState
@@ -103,3 +104,18 @@ def test_a_folder_without_a_readable_status_is_refused(tmp_path: Path, content: 
         (tmp_path / STATUS).write_text(content)
     with pytest.raises(ConfigError, match="no run has begun there"):
         status(str(tmp_path), stacks=False)
+
+
+def test_what_prefect_raises_while_it_notes_a_signal_is_the_signal() -> None:
+    """Prefect 3.8.8: ValueError("Task run is not set"), where a signal comes as a task begins."""
+
+    def task() -> None:
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise ValueError("Task run is not set")  # noqa: B904
+
+    with pytest.raises(KeyboardInterrupt), Stopping():
+        task()
+    with pytest.raises(ValueError, match="of its own"), Stopping():
+        raise ValueError("of its own")
