@@ -113,7 +113,7 @@ def test_what_prefect_raises_while_it_notes_a_signal_is_the_signal() -> None:
         try:
             raise KeyboardInterrupt
         except KeyboardInterrupt:
-            raise ValueError("Task run is not set")  # noqa: B904: as Prefect does, without `from`
+            raise ValueError("Task run is not set")  # noqa: B904 (as Prefect does)
 
     with pytest.raises(KeyboardInterrupt), Stopping():
         task()
