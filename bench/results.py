@@ -59,7 +59,7 @@ _MEASURES = {  # by the word behind `tlt bench`
     "kills": "A run in which one step of ten is struck, by killing a process, beside the same run left alone.",
     "learning": "TLT and TRL's GRPOTrainer from the same start, on the same prompts, with the same noise. Where no two "
     "tokens nearly tie, both must sample the same responses, get the same rewards and make the same update.",
-    "peers": "Whole steps of ours and of TRL's GRPOTrainer, all else equal. `reward, tlt minus trl`: over all steps.",
+    "peers": "Whole steps of ours and of TRL's GRPOTrainer, all else equal but the noise.",
 }
 
 # Configurations of `bench e2e` in the README's table.

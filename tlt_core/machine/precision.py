@@ -1,7 +1,8 @@
 """Precision by machine: what `dtype: auto` stands for.
 
     rollout.dtype     bfloat16 where C kernels run (their arithmetic is float32) or torch computes in it, else float32
-    update.dtype      bfloat16 where torch computes in it, else float32; float32 where rollout.dtype was set to that
+    update.dtype      bfloat16 where torch computes in it and is not slower for it, else float32; float32 where
+                      rollout.dtype was set to that
     coldstart.dtype   as update.dtype
 
 A resumed run keeps the precision of its newest checkpoint, and is refused where this machine would emulate it.
@@ -53,6 +54,7 @@ class Offers(NamedTuple):
     rollout: str  # in rollouts; empty: nothing
     update: str  # in training
     lacks: str  # why torch would emulate it; empty: it would not
+    is_slow: bool = False  # torch's products of bfloat16 numbers take longer than those of float32 numbers
 
 
 def kernels_isa() -> str | None:
@@ -73,7 +75,8 @@ def offers(device: str, *, builtin_engine: bool = True) -> Offers:
     lacks = _gpu_lacks() if device == "cuda" else _torch_lacks()
     torchs = "" if lacks else "GPU" if device == "cuda" else f"torch ({', '.join(bf16_instructions())})"
     isa = kernels_isa() if device == "cpu" and builtin_engine else None
-    return Offers(torchs if isa is None else f"C kernels ({isa})", torchs, lacks)
+    is_slow = device == "cpu" and not lacks and native.is_bf16_slow()
+    return Offers(torchs if isa is None else f"C kernels ({isa})", torchs, lacks, is_slow)
 
 
 def _torch_lacks() -> str:
@@ -111,7 +114,7 @@ def resolve(asked: Precision, here: Offers, *, recorded: Precision | None = None
         if wanted != _AUTO:
             return wanted
         if recorded is None:
-            return _HALF if able else _FULL
+            return _HALF if able and not (what == "update" and here.is_slow) else _FULL
         kept: str = getattr(recorded, what)
         if kept == _HALF and not able:
             raise PrecisionError(_refusal(what, f"{what}.dtype", recorded, here))
@@ -147,7 +150,8 @@ def settle(cfg: RunConfig) -> RunConfig:
     if _AUTO in asked:
         by = f"; bfloat16 by {here.rollout}" if chosen.rollout == _HALF and here.rollout else ""
         lacks = f"; torch would emulate bfloat16: {here.lacks}" if here.lacks else ""
-        log.info("precision: %s%s%s", chosen, by, lacks)
+        slow = "; this processor multiplies bfloat16 numbers slower than float32 numbers" if here.is_slow else ""
+        log.info("precision: %s%s%s%s", chosen, by, lacks, slow)
     for key, dtype, able in (("rollout", chosen.rollout, here.rollout), ("update", chosen.update, here.update)):
         if dtype == _HALF and not able:
             log.warning("%s.dtype=bfloat16 is emulated here, several times slower: %s", key, here.lacks)

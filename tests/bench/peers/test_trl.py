@@ -26,14 +26,11 @@ def cfg(prefect_engine: None, embedded_model: Path, tmp_path: Path, monkeypatch:
 def test_both_train_on_the_same_prompts_and_rewards(cfg: RunConfig, tmp_path: Path) -> None:
     report = bench_peers(cfg, repeats=1, out=tmp_path / "peers.json", command="by hand")
     rows = {row["configuration"]: row for row in report["rows"]}
-    assert list(rows) == ["plain", "tlt", "trl", "reward, tlt minus trl"]
+    assert list(rows) == ["plain", "tlt", "trl"]
     for name in ("plain", "tlt", "trl"):
         assert rows[name]["timing_s/step"]["median"] > 0
         assert 0 < rows[name]["response_length/mean"]["median"] <= cfg.rollout.max_new_tokens
         assert 0 < rows[name]["critic/rewards/mean"]["median"] < 1, "the reward function saw the responses"
-    gain = rows["reward, tlt minus trl"]
-    assert gain["prompts"] == cfg.num_steps * cfg.rollout.num_prompts
-    assert abs(gain["mean"]) < 5 * gain["standard_error"] + 0.1
     assert rows["trl"]["trl"] == "1.16.0"
 
 

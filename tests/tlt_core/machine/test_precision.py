@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels import native
 from tlt_core.machine import precision
 from tlt_core.machine.precision import Offers, Precision
 
@@ -10,6 +11,7 @@ HALF, FULL, AUTO = "bfloat16", "float32", "auto"
 ALL_AUTO = Precision(AUTO, AUTO, AUTO)
 NO_BF16 = "this processor has no bfloat16 instructions"
 AVX512 = Offers("C kernels (avx512_bf16)", "torch (avx512_bf16)", "")
+SLOW = Offers("C kernels (avx512)", "torch (avx512_bf16)", "", is_slow=True)
 AVX2 = Offers("C kernels (avx2)", "", NO_BF16)
 NO_COMPILER = Offers("", "", NO_BF16)
 GPU = Offers("GPU", "GPU", "")
@@ -21,10 +23,12 @@ GPU = Offers("GPU", "GPU", "")
         (AVX512, ALL_AUTO, (HALF, HALF, HALF)),
         (GPU, ALL_AUTO, (HALF, HALF, HALF)),
         (AVX2, ALL_AUTO, (HALF, FULL, FULL)),
+        (SLOW, ALL_AUTO, (HALF, FULL, FULL)),
         (NO_COMPILER, ALL_AUTO, (FULL, FULL, FULL)),
         # what is set is not argued with, and float32 rollouts mean float32 everywhere
         (AVX512, Precision(FULL, AUTO, AUTO), (FULL, FULL, FULL)),
         (AVX512, Precision(AUTO, FULL, HALF), (HALF, FULL, HALF)),
+        (SLOW, Precision(AUTO, HALF, AUTO), (HALF, HALF, HALF)),
         (AVX2, Precision(HALF, HALF, AUTO), (HALF, HALF, HALF)),
         (NO_COMPILER, Precision(HALF, AUTO, AUTO), (HALF, FULL, FULL)),
     ],
@@ -40,6 +44,7 @@ def test_a_new_run_computes_in_what_the_machine_does(
     [
         (AVX512, ALL_AUTO, (HALF, FULL, FULL), (HALF, FULL, FULL)),  # float32 runs anywhere
         (GPU, ALL_AUTO, (HALF, HALF, FULL), (HALF, HALF, FULL)),
+        (SLOW, ALL_AUTO, (HALF, HALF, HALF), (HALF, HALF, HALF)),
         # told to change: the cold start is made already
         (AVX2, Precision(AUTO, FULL, AUTO), (HALF, HALF, HALF), (HALF, FULL, HALF)),
         (NO_COMPILER, Precision(FULL, AUTO, AUTO), (HALF, HALF, HALF), (FULL, FULL, HALF)),
@@ -80,6 +85,25 @@ def test_what_torch_computes_in_on_a_cpu(
     assert bool(here.update) == (not lacks)
     assert lacks in here.lacks
     assert precision.offers("cpu", builtin_engine=False).rollout == here.update, "vLLM has no C kernels"
+
+
+@pytest.mark.parametrize(
+    ("about", "slow"),
+    [
+        ("vendor_id : GenuineIntel flags : avx512f avx512_bf16", True),
+        ("vendor_id : GenuineIntel flags : avx512f avx512_bf16 amx_bf16 amx_tile", False),
+        ("vendor_id : GenuineIntel flags : avx512f", False),
+        ("vendor_id : AuthenticAMD flags : avx512f avx512_bf16", False),
+    ],
+)
+def test_a_processor_that_is_slow_in_bf16_trains_in_float32(
+    monkeypatch: pytest.MonkeyPatch, about: str, slow: bool
+) -> None:
+    monkeypatch.delenv("TLT_NATIVE_KERNELS", raising=False)
+    monkeypatch.setattr(native, "_processor", lambda: about)
+    monkeypatch.setattr(precision, "_torch_lacks", lambda: "" if "avx512_bf16" in about else NO_BF16)
+    assert precision.offers("cpu").is_slow == slow
+    assert ("-mno-avx512bf16" in native._flags()) == slow
 
 
 @pytest.mark.parametrize("supported", [True, False])
