@@ -145,8 +145,8 @@ def _streamed(total: _Totals, cfg: RunConfig) -> Part:
     how = (
         f"Per step, the smaller of two estimates: idle worker seconds spent on passes of the update, over {workers} "
         "workers; and update time x share / (1 - share), with the share of the gradient work done in idle time. So "
-        "much at most: what it costs those who still decode, and their wait for a pass in hand, are not measured and "
-        "can be as much (tlt bench e2e measures)."
+        "much at most: what it costs those who still decode is not measured and can be as much (tlt bench e2e "
+        "measures)."
     )
     if cfg.update.streamed == "off":
         return Part(STREAMED, "off", "The update began after the rollout.", "update.streamed=auto")
