@@ -70,7 +70,7 @@ class Dispatcher(Signs):
         num_workers, hosts = engines.num_workers, engines.hosts
         self._coordinator = Coordinator(num_workers, idle_training, step=step, at_s=time.time())
         self._ended_s = 0.0
-        self._offered: list[OfferedPass] = []  # shortest first
+        self._offered: deque[OfferedPass] = deque()
         self._engines = engines
         self._idle: set[int] = set()  # workers that have run out of requests
         self._live = [0] * num_workers
@@ -139,12 +139,12 @@ class Dispatcher(Signs):
 
     def offer(self, passes: Sequence[OfferedPass]) -> None:
         """Passes of the update that idle workers may compute in this phase."""
-        self._offered = sorted([*self._offered, *passes], key=lambda offered: len(offered[1].tokens_T))
+        self._offered.extend(passes)
         self._coordinator.offer(len(passes))
 
     def take(self) -> OfferedPass:
-        """A pass for a worker whose order is to compute one: the longest, so that all finish at about the same time."""
-        return self._offered.pop()
+        """The next pass, for a worker whose order is to compute one."""
+        return self._offered.popleft()
 
     def phase(self) -> PhaseReport:
         """What every worker did in the phase, until the last one left it."""

@@ -10,7 +10,7 @@ The rule:
 
     passes of the policy update that are ready come first: all workers have to do later what is not done now
     else train the drafter
-    stop when the rollout ends, after the piece in hand; while another worker finishes its piece, compute passes
+    stop when the rollout ends, after the piece in hand
 
 With `stream_first` off, the first two change places.
 
@@ -165,9 +165,6 @@ class Coordinator:
 
     def _decide(self, worker: _Worker, at_s: float, *, has_data: bool) -> Order:
         if self._over_s is not None:
-            others_work = any(w.state in _WORKING for w in self._workers if w is not worker)
-            if self._offered and others_work:  # the update begins when they have finished
-                return Order(Action.STREAM, "streaming")
             return Order(Action.STOP, "rollout_over")
         obstacle = self._obstacle(worker, at_s, has_data=has_data)
         if self._offered and (self._settings.stream_first or obstacle not in (None, "min_idle")):  # which passes
@@ -214,12 +211,13 @@ def bubble(report: PhaseReport) -> dict[str, float]:
     windows = _idle_windows(report.spans, report.over_s)
     long = [(idle, used) for idle, used in windows if idle > _LONG_S]
     long_idle = sum(idle for idle, _ in long)
-    streaming = (s for s in report.spans if s.state == WorkerState.STREAMING)
+    streaming = [s for s in report.spans if s.state == WorkerState.STREAMING]
     metrics = {
         "idle/streamed_s": sum(max(min(s.end_s, report.over_s) - s.start_s, 0.0) for s in streaming),
         "idle/idle_s": sum(idle for idle, _ in windows),
         "idle/harvested_s": sum(used for _, used in windows),
         "idle/long_idle_s": long_idle,
+        "idle/wait_s": max((s.end_s - report.over_s for s in streaming if s.end_s > report.over_s), default=0.0),
     }
     if long:
         metrics["idle/harvested_ratio"] = sum(used for _, used in long) / long_idle
@@ -228,12 +226,6 @@ def bubble(report: PhaseReport) -> dict[str, float]:
         metrics["idle/preempt_ms_p95"] = 1000 * sorted(report.preempt_s)[rank]
     unused = (r for r in report.idle_by_reason_s if r not in ("training", "streaming"))
     return metrics | {f"idle/untrained_s/{reason}": report.idle_by_reason_s[reason] for reason in unused}
-
-
-def update_begun_s(report: PhaseReport) -> float:
-    """Seconds after the rollout's end in which workers computed passes of the policy update."""
-    ends_s = (span.end_s for span in report.spans if span.state == WorkerState.STREAMING)
-    return max((end_s - report.over_s for end_s in ends_s if end_s > report.over_s), default=0.0)
 
 
 def _idle_windows(spans: Sequence[WorkerSpan], over_s: float) -> list[tuple[float, float]]:

@@ -66,7 +66,8 @@ idle/long_idle_s | worker s | sum over workers | idle time in windows of more th
 idle/harvested_ratio | share | of long_idle_s | long windows' time that was used | there were such windows
 idle/streamed_share | share | of tokens with a gradient | the update computed in idle time | not off
 idle/untrained_s/{reason} | worker s | sum over workers | unused, by reason | idle
-idle/preempt_ms_p95 | ms | 95th percentile, worst phase | until the piece in hand was done | idle work
+idle/wait_s | s | sum | rollout after its last response, until passes of the update in hand were done
+idle/preempt_ms_p95 | ms | 95th percentile, worst phase | from rollout's end until idle work stopped | idle work
 
 # The drafter
 > Idle workers train a candidate.  Before it is published, it is measured beside the drafter in use on held-back
@@ -114,11 +115,11 @@ training/policy_version | RL steps | last value | steps that the published polic
 
 # Time and throughput
 timing_s/step | s | sum | the whole step
-timing_s/gen | s | sum | rollout, to its last response
+timing_s/gen | s | sum | rollout
 timing_s/publish_drafter | s | sum | choosing and publishing the drafter | drafter training
 timing_s/reward | s | sum | waiting for scores after rollout
 timing_s/ref | s | sum | log-probabilities under the reference policy | a KL term
-timing_s/update_actor | s | sum | update; from the end of the rollout on, where idle work has begun it
+timing_s/update_actor | s | sum | update
 timing_s/update_weights | s | sum | loading the new weights into the rollout replicas
 timing_s/gen_plain | s | sum | the same rollouts by plain decoding | a comparison
 timing_s/testing | s | sum | validation | validation

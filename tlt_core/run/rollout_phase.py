@@ -15,7 +15,7 @@ from conf.run import RunConfig
 from tlt_core.cluster.dispatcher import Drained
 from tlt_core.cluster.group import Generated, WorkerGroup
 from tlt_core.grpo.reward import Score
-from tlt_core.idle_training.coordinator import IdleTrainingSettings, PhaseReport, update_begun_s
+from tlt_core.idle_training.coordinator import IdleTrainingSettings, PhaseReport
 from tlt_core.items.types import GenerationRequest, NoiseKey, Prompt, Rollout, RolloutBatch, SamplingParams
 from tlt_core.model.sampling import of_validation
 from tlt_core.rollout.engine import RoundTrace
@@ -75,9 +75,7 @@ class RolloutPhase:
             rollouts = RolloutBatch.pack(finished)
         self._batches.append(rollouts)
         self._again.append(groups)
-        update_s = update_begun_s(done.phase)
-        self._metrics.move("gen", "update_actor", update_s)
-        self._seconds += time.perf_counter() - started_s - update_s
+        self._seconds += time.perf_counter() - started_s
         sampled = RolloutBatch.join(self._batches)
         self._metrics.log(rollout_metrics(sampled, seconds=self._seconds))
         self._add(done.phase)

@@ -60,7 +60,7 @@ class Savings:
 class _Totals(NamedTuple):
     rows: list[Row]  # of the steps that were recorded whole; the rest are sums over them
     step_s: float
-    gen_s: float
+    gen_s: float  # without the wait for passes in hand
     idle_s: float  # worker seconds, as the next two
     streamed_s: float
     trained_s: float
@@ -93,7 +93,7 @@ def _totals(rows: Sequence[Row], num_workers: int) -> _Totals:
     def of(name: str) -> float:
         return math.fsum(row.get(name, 0.0) for row in whole)
 
-    gen_s, idle_s, streamed_s = of("timing_s/gen"), of("idle/idle_s"), of("idle/streamed_s")
+    gen_s, idle_s, streamed_s = of("timing_s/gen") - of("idle/wait_s"), of("idle/idle_s"), of("idle/streamed_s")
     trained_s = max(of("idle/harvested_s") - streamed_s, 0.0)
     worker_s = num_workers * gen_s
     share = idle_s / worker_s if worker_s else 0.0
@@ -125,12 +125,13 @@ def _speculation(total: _Totals, cfg: RunConfig) -> Part:
 
 def _measured(rows: Sequence[Row], total: _Totals) -> Part:
     """rows: of the steps whose rollouts were decoded plainly, too."""
-    plain_s, gen_s = (math.fsum(row[f"timing_s/{name}"] for row in rows) for name in ("gen_plain", "gen"))
+    plain_s = math.fsum(row["timing_s/gen_plain"] for row in rows)
+    gen_s = math.fsum(row["timing_s/gen"] - row.get("idle/wait_s", 0.0) for row in rows)
     equal = min(row["rollout/plain_equal_frac"] for row in rows)
     steps = ", ".join(f"{row['training/global_step']:.0f}" for row in rows)
     how = (
         f"Rollout time x (plain over actual time - 1): the rollouts of step {steps} were decoded once more, plainly "
-        "and without idle work."
+        "and without idle work; the wait for a pass of the update in hand does not count."
     )
     saved_s = total.gen_s * (plain_s / gen_s - 1)
     same = "the same tokens" if equal == 1 else f"{equal:.1%} of responses the same"
@@ -144,9 +145,9 @@ def _streamed(total: _Totals, cfg: RunConfig) -> Part:
     workers = cfg.cluster.num_workers
     how = (
         f"Per step, the smaller of two estimates: idle worker seconds spent on passes of the update, over {workers} "
-        "workers; and update time x share / (1 - share), with the share of the gradient work done in idle time. So "
-        "much at most: what it costs those who still decode is not measured and can be as much (tlt bench e2e "
-        "measures)."
+        "workers; and update time x share / (1 - share), with the share of the gradient work done in idle time; less "
+        f"{workers - 1}/{workers} of the wait for a pass in hand, which one worker used. So much at most: what it "
+        "costs those who still decode is not measured and can be as much (tlt bench e2e measures)."
     )
     if cfg.update.streamed == "off":
         return Part(STREAMED, "off", "The update began after the rollout.", "update.streamed=auto")
@@ -166,9 +167,11 @@ def _streamed(total: _Totals, cfg: RunConfig) -> Part:
 
 
 def _streamed_s(row: Row, workers: int) -> float:
-    """Seconds that idle work took off the update of one step: see `_streamed`."""
+    """Seconds that idle work took off one step: see `_streamed`."""
     by_time, share = row.get("idle/streamed_s", 0.0) / workers, row.get("idle/streamed_share", 0.0)
-    return by_time if share >= 1 else min(by_time, row.get("timing_s/update_actor", 0.0) * share / (1 - share))
+    if share < 1:
+        by_time = min(by_time, row.get("timing_s/update_actor", 0.0) * share / (1 - share))
+    return by_time - row.get("idle/wait_s", 0.0) * (workers - 1) / workers
 
 
 def _why_nothing_streamed(total: _Totals, cfg: RunConfig) -> tuple[str, str]:

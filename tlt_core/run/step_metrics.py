@@ -40,11 +40,6 @@ class StepMetrics:
             total_s = self._values.get(f"timing_s/{name}", 0.0) + time.perf_counter() - started
             self._values[f"timing_s/{name}"] = total_s
 
-    def move(self, source: str, target: str, seconds: float) -> None:
-        """Count so much of `timing_s/source` as `timing_s/target`."""
-        for name, more_s in ((source, -seconds), (target, seconds)):
-            self._values[f"timing_s/{name}"] = self._values.get(f"timing_s/{name}", 0.0) + more_s
-
     def values(self) -> dict[str, float]:
         return dict(self._values)
 

@@ -70,6 +70,16 @@ def test_a_measured_comparison_counts_more_than_the_estimate() -> None:
     assert found.verdict.startswith("at most 33.0 s saved of about 133.0 s in 2 steps (25%, rollouts measured)")
 
 
+def test_the_wait_for_a_pass_in_hand_is_no_cost_of_speculation() -> None:
+    """2 s of each rollout: 36 s are left, of which 8 took 17 s plainly.  One of two workers used them, so the streamed
+    update saved 1 s less in each of two steps."""
+    rows = [dict(row) for row in _with(idle__wait_s=2.0)]
+    rows[2] |= {"timing_s/gen_plain": 17.0, "rollout/plain_equal_frac": 1.0, "training/global_step": 2.0}
+    found = savings(rows, _cfg())
+    assert found.parts[0].saved_s == pytest.approx(36 * (17 / 8 - 1))
+    assert found.parts[1].saved_s == pytest.approx(5.0 - 2.0)
+
+
 def test_seconds_and_shares_of_a_run_in_which_all_parts_helped() -> None:
     found = savings(_ROWS, _cfg())
     assert (found.steps, found.step_s, found.saved_s, found.plain_s) == (2, 100.0, 25.0, 125.0)
