@@ -72,6 +72,8 @@ def _precision(name: str, device: str) -> Finding:
     reason = f"dtype: auto; bfloat16 by {' and '.join(able)}" if able else "dtype: auto"
     if here.lacks:
         reason += f"; training in it would be emulated: {here.lacks}"
+    if here.is_slow:
+        reason += "; training in it would be slower than in float32 on this processor"
     found = f"rollout {auto.rollout}, update {auto.update}"
     return Finding(name, found, "used" if here.update else "skipped", reason)
 
