@@ -138,7 +138,6 @@ def _runs(pid: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_every_stage_runs_or_is_left_out_on_a_bare_machine(tmp_path: Path, bare: dict[str, str], suite) -> None:
     done = suite("--device", "cpu", "--seconds", "1500", env=bare)
     assert done.returncode == 0, done.stdout + done.stderr
