@@ -5,7 +5,7 @@
 # Their instruction for bfloat16 products, vdpbf16ps, does twice the work of a float32 one, but by these rates starts only
 # once in two cycles, while nearly two float32 ones start in each.  oneDNN uses it wherever it is there
 # (brg_matmul:avx512_core_bf16), so autocast or a bfloat16 model makes training slower.  The limit below keeps oneDNN from
-# the tiles where there are some.
+# the tiles where there are some (not tried there).
 # Exits with 0 while this is so, and with 77 on other processors.
 set -euo pipefail
 if ! grep -q GenuineIntel /proc/cpuinfo || ! grep -qw avx512_bf16 /proc/cpuinfo; then

@@ -134,8 +134,7 @@ def isa() -> str | None:
 def is_bf16_slow() -> bool:
     """Whether this processor multiplies bfloat16 numbers slower than floats.
 
-    Intel's do without AMX, which a virtual machine may hide.  A core of a Xeon (family 6, model 207) reaches 85 GFLOP/s
-    with AVX-512's bfloat16 products, 125 with its float32 products; torch's products 85 and 150.
+    Intel's do without AMX, which a virtual machine may hide: figures in docs/cpu.md.
     """
     about = _processor()
     return "GenuineIntel" in about and "avx512_bf16" in about and "amx_bf16" not in about

@@ -100,6 +100,7 @@ def test_a_processor_that_is_slow_in_bf16_trains_in_float32(
     monkeypatch: pytest.MonkeyPatch, about: str, slow: bool
 ) -> None:
     monkeypatch.delenv("TLT_NATIVE_KERNELS", raising=False)
+    monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(native, "_processor", lambda: about)
     monkeypatch.setattr(precision, "_torch_lacks", lambda: "" if "avx512_bf16" in about else NO_BF16)
     assert precision.offers("cpu").is_slow == slow
